@@ -545,7 +545,7 @@ class Plan:
     pause: tuple[float, float] = (0.5, 1)
     pause_seconds: tuple[float, float] = (2.2, 3.5)
     visibility_timeout: float = 2
-    drain_seconds: float = 30  # timeout without any progress
+    drain_seconds: float = 120  # timeout without any progress
     calm_messages: int = 60
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import psycopg
 
 CONTEXT = multiprocessing.get_context("spawn")
+# Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
+# be fifty times slower.
+PATIENCE = 120
 
 
 @contextmanager
@@ -26,13 +29,22 @@ def processes(number: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 30) -> Any:
+def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Look until what is seen is true, and return it."""
     deadline = time.monotonic() + seconds
+    pauses = growing(0.05)
     while not (seen := look()):
         assert time.monotonic() < deadline, f"still {seen!r} after {seconds} s"
-        time.sleep(0.01)
+        time.sleep(next(pauses))
     return seen
+
+
+def growing(longest: float) -> Iterator[float]:
+    """Pauses between two looks: each look takes processor time from what is waited for."""
+    pause = 0.01
+    while True:
+        yield pause
+        pause = min(1.2 * pause, longest)
 
 
 def connect(dsn: str) -> psycopg.Connection[Any]:
@@ -241,16 +253,22 @@ def flood(dsn: str, queue: str, number: int, seconds: float) -> int:
     return number
 
 
-def watch(dsn: str, queue: str, stop: str) -> int:
-    """Claim and acknowledge batches of 50 until told to stop; a message that is not 0 is kept, and the moment noted."""
+def watch(dsn: str, queue: str, stop: str) -> tuple[int, list[float]]:
+    """Claim and acknowledge batches of 50 until told to stop; a message that is not 0 is kept, and the moment noted.
+
+    Returns how many were acknowledged, and the moments of the claims that returned none of these.
+    """
     acked = 0
+    others: list[float] = []
     with connect(dsn) as connection:
         while not Path(stop).exists():
+            claimed_at = time.monotonic()
             rows = claim(connection, queue, 50)
-            seen_at = time.monotonic()
+            if all(row[2] == 0 for row in rows):
+                others.append(claimed_at)
             for row in rows:
                 if row[2] != 0:
-                    connection.execute("insert into sightings values (%s, %s, %s)", (queue, row[0], seen_at))
+                    connection.execute("insert into sightings values (%s, %s, %s)", (queue, row[0], claimed_at))
             ids = [row[0] for row in rows if row[2] == 0]
             if ids:
                 acked += connection.execute(
@@ -258,7 +276,7 @@ def watch(dsn: str, queue: str, stop: str) -> int:
                 ).fetchone()[0]
             elif not rows:
                 time.sleep(0.01)  # short, and other processes get the processor meanwhile
-    return acked
+    return acked, others
 
 
 def send_until_down(dsn: str, queue: str, log: str) -> list[int]:
@@ -300,6 +318,7 @@ def settle_until_down(dsn: str, queue: str, number: int, log: str) -> tuple[list
 def hold(dsn: str, queue: str, verb: str, log: str) -> None:
     """Take ten messages in a transaction of its own, or in autocommit mode if it claims, say so, and hang."""
     with psycopg.connect(dsn, autocommit=verb == "claim") as connection:
+        began = time.monotonic()
         rows = connection.execute(f"select id from pgqueue.{verb}(%s, 10)", (queue,)).fetchall()
-        Path(log).write_text(json.dumps([time.monotonic(), [row[0] for row in rows]]))
+        Path(log).write_text(json.dumps([began, [row[0] for row in rows]]))
         time.sleep(600)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clients import PATIENCE, growing
 from typer.testing import CliRunner
 
 from pgqueue.cli import app
@@ -55,7 +56,7 @@ def in_process(dsn: str, *words: str, stdin: str | bytes | None = None) -> Done:
 def run(*words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, **variables: str | Path) -> Done:
     """Run a command in a process of its own."""
     done = subprocess.run(
-        [*COMMAND, *words], input=stdin, capture_output=True, env=environment(**variables), cwd=cwd, timeout=60
+        [*COMMAND, *words], input=stdin, capture_output=True, env=environment(**variables), cwd=cwd, timeout=PATIENCE
     )
     return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -78,13 +79,14 @@ class Running:
     def err(self) -> str:
         return self._err.read_text()
 
-    def wait_for(self, look: Callable[[], Any], seconds: float = 30) -> Any:
+    def wait_for(self, look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """Wait until something is seen; fails where the command ends before."""
         deadline = time.monotonic() + seconds
+        pauses = growing(0.2)
         while not (seen := look()):
             assert self.process.poll() is None, f"ended with {self.process.returncode}\n{self.out}\n{self.err}"
             assert time.monotonic() < deadline, f"not seen in {seconds} s\n{self.out}\n{self.err}"
-            time.sleep(0.01)
+            time.sleep(next(pauses))
         return seen
 
     def signal(self, number: signal.Signals) -> None:
@@ -92,7 +94,7 @@ class Running:
 
     def end(self) -> Done:
         """Wait for its end."""
-        self.process.wait(60)
+        self.process.wait(PATIENCE)
         return Done(self.process.returncode, self.out, self.err)
 
 
@@ -141,7 +143,7 @@ class Terminal:
         self.raw += read
         return bool(read)
 
-    def wait_for(self, pattern: str, seconds: float = 30) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = PATIENCE) -> re.Match[str]:
         """Wait until something is shown."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.seen)):
@@ -152,7 +154,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = PATIENCE) -> int:
         """Wait for its end; returns the exit status."""
         deadline = time.monotonic() + seconds
         while self._read(0.1):

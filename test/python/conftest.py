@@ -36,30 +36,34 @@ __all__ = ["jre", "killed", "role", "spark"]  # fixtures
 _numbers = count(1)
 
 
-# Spark has work for more than one processor, so what mostly waits comes beside it, what waits longest first. What
-# computes comes later, side by side, and what is short at the end.
+# The groups that take longest come first, so that none of them ends alone.
 FIRST = (
     "spark",
+    "test_spark_pipelines_flights",
+    "test_consumer_trouble",
+    "test_http_page",
     "test_late_commit",
     "test_soak",
-    "test_consumer_trouble",
+    "test_spark_processes",
     "test_http",
     "test_consumer_hostile",
+    "test_scenarios",
     "test_embedded",
     "test_consumer_connections",
     "test_cli_work",
     "test_demo",
     "test_races",
+    "test_spark",
 )
 
 
 def group(item: pytest.Item) -> str:
-    return "spark" if item.path.stem.startswith("test_spark") else item.path.stem
+    return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Where tests run in several processes, the tests of a file share one, and those of Spark share a JVM."""
+    """Where tests run in several processes, the tests of a file share one, and those of one Spark session share one."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
     yield

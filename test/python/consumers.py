@@ -23,7 +23,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, wait_for
+from clients import PATIENCE, connect, wait_for
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
@@ -79,7 +79,7 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=5) if tasks else None
+        await asyncio.wait(tasks, timeout=PATIENCE) if tasks else None
         return sorted(map(str, tasks))
 
     left: list[str] = []
@@ -87,9 +87,9 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
         yield loop
     finally:
         with suppress(TimeoutError):
-            left = asyncio.run_coroutine_threadsafe(rest(), loop).result(10)
+            left = asyncio.run_coroutine_threadsafe(rest(), loop).result(PATIENCE + 10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(PATIENCE)
         if not loop.is_running():
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
@@ -132,7 +132,7 @@ class Step:
             with self.connection.transaction():
                 yield
 
-    async def until(self, reached: Callable[[], Any], seconds: float = 30) -> None:
+    async def until(self, reached: Callable[[], Any], seconds: float = PATIENCE) -> None:
         """Work until something is reached or the delivery is cancelled."""
         deadline = time.monotonic() + seconds
         while not reached():
@@ -215,7 +215,7 @@ class Run:
 
         return decide
 
-    def ask(self, verb: str, seconds: float = 30, **options: Any) -> Any:
+    def ask(self, verb: str, seconds: float = PATIENCE, **options: Any) -> Any:
         """Call a method of the consumer, where it lives."""
         method = getattr(self.consumer, verb)
         if self.loop is None:
@@ -230,12 +230,12 @@ class Run:
     def start(self) -> None:
         self.ask("start")
 
-    def stop(self, seconds: float = 30, **options: Any) -> None:
+    def stop(self, seconds: float = PATIENCE, **options: Any) -> None:
         self.ask("stop", seconds, **options)
 
     def stopping(self, **options: Any) -> "Future[None]":
         """Ask for a stop, and go on."""
-        return beside(lambda: self.stop(60, **options))
+        return beside(lambda: self.stop(**options))
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
             ends = [(form, beside(partial(one, form))) for form in forms]
             errors = []
             for form, end in ends:
-                if error := end.exception(120):
+                if error := end.exception(5 * PATIENCE):
                     error.add_note(f"as {form}")
                     errors.append(error)
             if errors:
@@ -491,7 +491,7 @@ def patient(form: Form, dsn: str, queue: str, note: str) -> None:
 
     async def work(step: Step) -> None:
         (directory / f"begun-{step.message.payload}").touch()
-        await step.until(lambda: step.message.payload == 0 or Path(note).exists(), 60)
+        await step.until(lambda: step.message.payload == 0 or Path(note).exists())
         (directory / f"done-{step.message.payload}").touch()
 
     consumer = form.consumer(dsn, queue, work)

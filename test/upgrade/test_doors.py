@@ -160,7 +160,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     for queue in QUEUES:
         assert connection.execute("select pgqueue.redrive(%s)", (queue,)).fetchone() == (1,)
         seen: dict[str, tuple[int, Any]] = {}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while seen.keys() != STATES:
             for number, token, headers in connection.execute(
                 "select id, claim_token, headers from pgqueue.claim(%s, 10)", (queue,)
@@ -311,7 +311,7 @@ def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
 
     with server.connect(target) as connection:
         found: set[int] = set()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while found != kept:
             rows = connection.execute("select id from pgqueue.claim('q', 100)").fetchall()
             assert not found & {row[0] for row in rows}

@@ -18,6 +18,7 @@ from typing import Any
 import psycopg
 import pytest
 import typer
+from clients import PATIENCE
 from commands import COMMAND, Done, environment, in_process, run, running, terminal
 from psycopg import sql
 
@@ -1160,7 +1161,7 @@ def test_version_prints_the_version() -> None:
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_cli_extra_the_command_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from pgqueue.__main__ import main; sys.exit(main(['list']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (1, "")
     project = Path(__file__).parents[3] / "python"
     assert done.stderr == f"pgqueue: the command line needs {missing}: pip install -e '{project}[cli]'\n"

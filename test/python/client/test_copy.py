@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from clients import PATIENCE
 from conftest import Client
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,7 +268,7 @@ def test_enqueue_copy_notifies_waiting_consumers(queue: Any, connection: psycopg
     queue.enqueue_copy([])
     assert list(connection.notifies(timeout=0)) == []
     queue.enqueue_copy([1, 2, 3])
-    assert len(list(connection.notifies(timeout=10, stop_after=1))) == 1
+    assert len(list(connection.notifies(timeout=PATIENCE, stop_after=1))) == 1
 
 
 def test_the_async_client_takes_sync_and_async_rows(database: str, runner: asyncio.Runner, name: str) -> None:

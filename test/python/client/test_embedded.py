@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from commands import COMMAND, environment, run, running
 
 import pgqueue
@@ -130,7 +130,7 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
         with pytest.raises(subprocess.TimeoutExpired):
             keeper.wait(1)
         command.process.kill()  # a user that was killed does not count any more
-        assert keeper.wait(20) == 0
+        assert keeper.wait(PATIENCE) == 0
     assert not (home / "data/postmaster.pid").exists()
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(dsn)
@@ -391,7 +391,7 @@ def test_a_start_continues_after_its_caller_was_killed(home: Path, how: signal.S
     with subprocess.Popen([*COMMAND, "list"], env=environment(PGQUEUE_HOME=home), stderr=subprocess.PIPE) as command:
         wait_for(lambda: (home / "data/.pgqueue-initdb").exists() and len(keepers(home)) == 1)
         command.send_signal(how)
-        assert command.wait(30) == (130 if how == signal.SIGINT else -how)
+        assert command.wait(PATIENCE) == (130 if how == signal.SIGINT else -how)
     (keeper,) = keepers(home)
     done = run("create", "orders", PGQUEUE_HOME=home)
     assert done.status == 0, done.err

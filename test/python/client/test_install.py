@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from clients import PATIENCE
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -42,7 +43,7 @@ def pg_config(tmp_path: Path) -> Path:
 
 
 def make(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["make", "-C", str(directory), *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["make", "-C", str(directory), *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_make_install_uses_pg_config_and_uninstall_removes_the_files(checkout: Path, pg_config: Path) -> None:
@@ -138,7 +139,7 @@ def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: Calla
 
     def psql() -> "subprocess.CompletedProcess[str]":
         command = [_packaged_bindir() / "psql", "--no-psqlrc", "--quiet", dsn, "-f", ROOT / "extension/pgqueue.sql"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     first = psql()
     assert (first.returncode, first.stdout, first.stderr) == (0, "", "")

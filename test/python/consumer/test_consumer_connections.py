@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from consumers import THREADS, Form, Step, beside, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
@@ -33,7 +33,7 @@ class Gate:
     def __call__(self) -> Any:
         if next(self.tries, None) is None:
             self.reached.set()
-            assert self.opened.wait(120)
+            assert self.opened.wait(PATIENCE)
         self.made.append(psycopg.connect(self.dsn))
         return self.made[-1]
 
@@ -54,7 +54,7 @@ def opening_threads() -> list[threading.Thread]:
 
 async def others_are_done() -> None:
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others, timeout=30)
+        await asyncio.wait(others, timeout=PATIENCE)
 
 
 # The opener
@@ -114,7 +114,7 @@ async def test_a_coroutine_that_is_no_longer_awaited_is_closed(database: str) ->
 
     def source() -> Any:
         reached.set()
-        assert released.wait(30)
+        assert released.wait(PATIENCE)
         return psycopg.AsyncConnection.connect(database)
 
     opening = asyncio.create_task(ConnectionFactory(source, "test").open(on_loop=True))
@@ -184,7 +184,7 @@ async def test_an_adopted_connection_keeps_its_adapters_and_notice_handlers(data
 
 
 async def test_a_connection_function_that_is_exhausted_raises_at_once() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(RuntimeError, match="StopIteration"):
             await ConnectionFactory(lambda: next(iter([])), "test").open(on_loop=True)
 
@@ -206,10 +206,10 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     gate = Gate(database, freely)
     consumer = form.consumer(gate, name, idle)
     starting = beside(consumer.start)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(PATIENCE)
     # A stop that waited for the connecting thread would wait for this one.
-    beside(lambda: consumer.stop(force=True)).result(30)
-    starting.result(30)
+    beside(lambda: consumer.stop(force=True)).result(PATIENCE)
+    starting.result(PATIENCE)
     assert gate.reached.is_set()
     gate.opened.set()
     wait_for(lambda: not opening_threads())
@@ -230,7 +230,7 @@ def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
 
     consumer = Consumer(connect, name, called.append, transactional=True, concurrency=1)
     consumer.start()
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(PATIENCE)
     consumer.stop(force=True)
     assert [message.attempt_count for message in queue.browse()] == [0]
     gate.opened.set()

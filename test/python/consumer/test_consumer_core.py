@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import is_empty, wait_for
+from clients import PATIENCE, is_empty, wait_for
 
 from pgqueue import AsyncConsumer, Consumer, Delivery, Queue, Reject, Retry
 from pgqueue.telemetry import inject, instrument
@@ -41,7 +41,7 @@ def consume(
 
     async def run() -> Any:
         async with AsyncConsumer(dsn, name, handle, **options) as consumer:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE
             while not until():
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
@@ -143,7 +143,7 @@ def test_a_forced_stop_costs_no_attempt(mode: str, database: str, connection: Co
 
     consumer = Consumer(database, name, handle, **MODES[mode])
     consumer.start()
-    assert inside.wait(30)
+    assert inside.wait(PATIENCE)
     consumer.request_stop()
     consumer.request_stop()
     consumer.stop()

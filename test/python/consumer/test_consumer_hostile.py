@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import is_empty, wait_for
+from clients import PATIENCE, is_empty, wait_for
 from consumers import (
     LONG,
     SECOND,
@@ -224,11 +224,11 @@ def test_a_connection_that_was_set_read_only_is_not_used_again(
 def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name, visibility_timeout=4 * SECOND)
     connection.execute(f'create table "{name}" (n int)')
     connection.execute(
         f'create function "{name}"() returns trigger language plpgsql'
-        " as $$ begin perform pg_sleep(3); return null; end $$"
+        " as $$ begin perform pg_sleep(6); return null; end $$"
     )
     connection.execute(
         f'create constraint trigger slow after insert on "{name}" deferrable initially deferred'
@@ -294,7 +294,7 @@ class Broken:
 def test_a_failure_to_connect_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND)
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=15 * SECOND)
     source = Broken(database)
     with form.consuming(source, name, concurrency=1, listen=False) as run:
         # What it looks with is open by now: only handlers will miss theirs.
@@ -341,7 +341,7 @@ def test_a_stop_while_connecting_fails_waits_for_handlers(
         go_on.set()
         wait_for(lambda: source.refused)
         source.is_broken = False
-        stop.result(30)
+        stop.result(PATIENCE)
     assert run.returned == [1]
     assert is_empty(connection, name)
 
@@ -386,7 +386,7 @@ def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
 def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=5 * SECOND)
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=15 * SECOND)
     begin = threading.Thread.start
     refused: list[str] = []
     may = threading.Event()
@@ -422,7 +422,7 @@ def test_a_consumer_that_cannot_start_its_thread_raises_and_can_be_started_later
         exhausted.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             consumer.start()
-    beside(consumer.stop).result(30)
+    beside(consumer.stop).result(PATIENCE)
     with consumer:
         wait_for(lambda: is_empty(connection, name))
 
@@ -447,7 +447,7 @@ sys.exit(status)
 def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, connection: Connection, name: str) -> None:
     prepare(connection, name)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, database, name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -545,7 +545,7 @@ def test_a_payload_nested_too_deeply_for_copying_is_delivered(
 def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
+    prepare(connection, name, visibility_timeout=2 * SECOND).enqueue(1)
     settle = handlers.settlement
 
     def mistaken(settings: Any, held: Any, error: BaseException) -> Any:
@@ -604,7 +604,7 @@ def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended
     with form.consuming(database, name, work, concurrency=2) as run:
         wait_for(lambda: run.running == 1)
         # A third of it passes before each extension. The rest is for the delays of a busy machine.
-        queue.alter_queue(visibility_timeout=6 * SECOND)
+        queue.alter_queue(visibility_timeout=12 * SECOND)
         looks = run.consumer.stats.peeks
         wait_for(lambda: run.consumer.stats.peeks > looks + 1)
         queue.enqueue("short")
@@ -630,7 +630,7 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
         wait_for(lambda: waits_for_handlers(run))
         assert not first.done()
         run.stop(30, timeout=timedelta(0))
-        first.result(30)
+        first.result(PATIENCE)
     assert run.consumer.stats.released == (1 if form.mode != "receive" else 0)
     assert attempts(connection, name) == [0]
 
@@ -679,7 +679,7 @@ def test_a_signal_handler_may_stop_the_consumer_that_it_interrupts(
         assert process.stdout.readline() == b"done\n"
         process.terminate()
         try:
-            assert process.wait(10) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
     assert is_empty(connection, name)

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import SECOND, THREADS, Form, Step, beside, each, each_plain, prepare, waits
 from psycopg.rows import scalar_row
 
@@ -844,12 +844,12 @@ def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
     def late(force: bool, timeout: timedelta | None) -> None:
         """Somebody else is first."""
         end(force, timeout)
-        assert consumer._ended.wait(30)
+        assert consumer._ended.wait(PATIENCE)
         end(force, timeout)
 
     with monkeypatch.context() as patch:
         patch.setattr(consumer, "_end", late)
-        beside(consumer.stop).result(30)
+        beside(consumer.stop).result(PATIENCE)
     queue.enqueue(1)
     with consumer:
         wait_for(lambda: is_empty(connection, name))

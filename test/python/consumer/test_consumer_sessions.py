@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LONG,
@@ -86,7 +86,7 @@ def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
         assert (run.criticals, run.circuits, run.consumer.stats.dead) == ([], [], 1)
 
     for end in [beside(lambda form=form: consume(form)) for form in FORMS]:
-        end.result(60)
+        end.result(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
         if step.message.payload == 1 and step.attempt == 1:
             raise ValueError("once")
 
-    with form.consuming(source, name, work, batch_size=3, visibility_timeout=SECOND) as run:
+    with form.consuming(source, name, work, batch_size=3, visibility_timeout=15 * SECOND) as run:
         queue.enqueue_batch([0, 1, 2])
         wait_for(lambda: is_empty(connection, name))
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])
@@ -297,7 +297,7 @@ if kind == "async":
     consumer = asyncio.run(run())
 else:
     with pgqueue.Consumer(dsn, name, work, concurrency=1, **options) as consumer:
-        done.wait(20)
+        done.wait(120)
 stats = consumer.stats
 print(stats.succeeded, stats.failed, stats.circuit, flush=True)
 """
@@ -312,7 +312,7 @@ def test_a_process_that_a_handler_forks_settles_nothing(
     queue.enqueue(1)
     kind = "async" if form.is_async else "sync"
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, database, name, how, form.mode, kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout.splitlines()) == (0, [f"1 {status}", "1 0 closed"]), done.stderr
     assert ("ValueError: the child's" in done.stderr) == (how == "raises")
     assert is_empty(connection, name)

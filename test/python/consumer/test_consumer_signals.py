@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import is_empty, wait_for
+from clients import PATIENCE, is_empty, wait_for
 from consumers import SECOND, attempts, prepare
 
 Connection = psycopg.Connection[Any]
@@ -80,7 +80,7 @@ class Program:
 
     def end(self) -> tuple[int, str]:
         """The exit status, and what was printed since."""
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=PATIENCE)
         assert "Traceback" not in err
         return self.process.returncode, out
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LONG,
@@ -319,7 +319,7 @@ def lock(session: Connection, message: int) -> None:
 def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name, visibility_timeout=3 * SECOND)
     _, other = queue.enqueue_batch(["own", "other"])
     go_on = threading.Event()
 
@@ -332,7 +332,7 @@ def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
 
     with form.consuming(database, name, work, concurrency=2) as run:
         wait_for(lambda: run.running == 2)
-        wait_for(lambda: run.consumer.stats.extended >= 15)  # Some times as long as a claim lasts by itself.
+        wait_for(lambda: run.consumer.stats.extended >= 6)  # Longer than a claim lasts by itself.
         taken = queue.claim(2)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
@@ -347,7 +347,7 @@ def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
 def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
     form: Form, is_taken: bool, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=SECOND)
+    queue = prepare(connection, name, visibility_timeout=3 * SECOND)
     locked, _ = queue.enqueue_batch(["locked", "other"])
     go_on = threading.Event()
     lost: list[tuple[Any, bool]] = []
@@ -362,7 +362,7 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
         wait_for(lambda: run.running == 2)
         with session.transaction():
             lock(session, locked)
-            wait_for(lambda: run.consumer.stats.extended >= 15)
+            wait_for(lambda: run.consumer.stats.extended >= 6)
             assert run.consumer.stats.lost == 0
             if is_taken:
                 claim = "select id from pgqueue.claim(%s, 2, '1 h')"
@@ -423,7 +423,7 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
             stop = run.stopping()
             wait_for(lambda: run.consumer.stats.released == 3)
             go_on.set()
-            stop.result(30)
+            stop.result(PATIENCE)
     assert run.returned == [0]
     assert attempts(connection, name) == [0, 1, 0, 0]
 
@@ -470,7 +470,7 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
         server = stack.enter_context(EmbeddedServer(durable=False))
         connection = stack.enter_context(connect(server.dsn))
         pgqueue.install(connection)
-        queue = prepare(connection, name, visibility_timeout=4 * SECOND)
+        queue = prepare(connection, name, visibility_timeout=9 * SECOND)
         queue.enqueue(1)
         run = stack.enter_context(form.consuming(server.dsn, name, work, concurrency=1))
         wait_for(lambda: run.consumer.stats.extended)

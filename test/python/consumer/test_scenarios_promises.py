@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LEASES,
@@ -58,7 +58,7 @@ def dead_letters(connection: Connection, name: str, number: int = 1) -> list[Dea
     """Wait until so many messages are dead, and none is left."""
     queue = Queue(connection, name)
     # Some have megabytes to say about their death, which takes a busy machine its time.
-    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name), 100)
+    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name))
     return queue.browse_dead_messages()
 
 
@@ -155,12 +155,12 @@ def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
 
 @together(FORMS)
 def test_a_handler_may_take_longer_than_the_claim(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, visibility_timeout=2 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=6 * SECOND)
     queue.enqueue(1)
 
     async def work(step: Step) -> None:
         began = time.monotonic()
-        await step.until(lambda: time.monotonic() - began > 4.5)
+        await step.until(lambda: time.monotonic() - began > 8)
         assert not step.delivery.lost
 
     with form.consuming(database, name, work) as run:
@@ -254,7 +254,7 @@ def test_a_stop_gives_prefetched_messages_back(
         left = 11 if force else 10  # what a handler does after it was cancelled does not count
         wait_for(lambda: queue.peek() == left)
         gate.set()
-        stop.result(30)
+        stop.result(PATIENCE)
     assert len(run.calls) == 1
     assert attempts(connection, name) == [0] * left
     assert queue.peek() == left
@@ -266,12 +266,12 @@ def test_a_stop_gives_prefetched_messages_back(
 def test_claims_of_prefetched_messages_are_extended_while_they_wait(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=2 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=6 * SECOND)
     queue.enqueue_batch(list(range(5)))
 
     async def work(step: Step) -> None:
         began = time.monotonic()
-        await step.until(lambda: time.monotonic() - began > 0.9)
+        await step.until(lambda: time.monotonic() - began > 1.6)
 
     with form.consuming(database, name, work, concurrency=1, prefetch=5) as run:
         wait_for(lambda: queue.stats().inflight_messages == 5)
@@ -793,11 +793,11 @@ def test_run_returns_when_it_is_asked_to_stop(form: Form, database: str, connect
     queue.enqueue(1)
     with form.consuming(database, name, start=False) as run:
         for number in (1, 2):
-            running = beside(lambda: run.ask("run", 60))
+            running = beside(lambda: run.ask("run"))
             wait_for(lambda: len(run.returned) == number)  # noqa: B023
             assert not running.done()
             run.consumer.request_stop()
-            running.result(30)
+            running.result(PATIENCE)
             queue.enqueue(2)
     assert run.returned == [1, 2]
 
@@ -811,7 +811,7 @@ def test_a_handler_may_request_the_stop(form: Form, database: str, connection: C
         run.consumer.request_stop()
 
     with form.consuming(database, name, work, concurrency=1, start=False) as run:
-        beside(lambda: run.ask("run", 60)).result(30)
+        beside(lambda: run.ask("run")).result(PATIENCE)
     assert run.returned == [1]
     assert attempts(connection, name) == [0, 0]
 
@@ -943,7 +943,7 @@ def test_an_async_consumer_does_not_block_the_event_loop(
     asyncio.run(use())
     assert len(holds) == (1 if mode == "receive" else 2)
     for holding in holds:
-        holding.result(30)
+        holding.result(PATIENCE)
 
 
 def test_cancelling_run_stops_an_async_consumer(database: str, connection: Connection, name: str) -> None:

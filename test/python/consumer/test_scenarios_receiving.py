@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import CONTEXT, claim, connect, is_empty, wait_for
+from clients import CONTEXT, PATIENCE, claim, connect, is_empty, wait_for
 from conftest import Client
 from consumers import (
     FORMS,
@@ -319,7 +319,7 @@ def killed(form: Form, database: str, name: str, other: str, where: str, tmp_pat
     note = tmp_path / f"note-{form}"
     process = CONTEXT.Process(target=victim, args=(form, database, name, other, where, str(note)))
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == -9
     assert note.read_text() == "1"
 
@@ -506,7 +506,7 @@ def test_a_stop_waits_for_running_handlers(
             stop.result(0.2)
         queue.enqueue(2)
         gate.set()
-        stop.result(30)
+        stop.result(PATIENCE)
         run.stop()
     [call] = run.calls
     assert (call.returned, len(run.failures)) == ((True, 0) if where == "handler" else (False, 1))
@@ -548,7 +548,7 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
             with pytest.raises(TimeoutError):
                 stop.result(0.05)
             run.stop(force=True)
-        stop.result(30)
+        stop.result(PATIENCE)
         # It is back at once, with the attempts it had.
         wait_for(lambda: queue.peek() == 1)
         assert attempts(connection, name) == [0]
@@ -603,7 +603,7 @@ def test_a_thread_that_ignores_the_stop_does_not_block_it(
             if step.connection is not None:
                 await step.execute(f'insert into "{name}" values (1)')
             inside.set()
-            gate.wait(60)
+            gate.wait(PATIENCE)
         finally:
             out.set()
 
@@ -667,7 +667,7 @@ def test_a_signal_stops_gracefully_and_a_second_one_forces(
         (home / "note").touch()
     else:
         process.terminate()
-    process.join(10)
+    process.join(PATIENCE)
     assert process.exitcode == 0
     assert (home / "done-7").exists() == (signals == 1)
     assert attempts(connection, name) == ([] if signals == 1 else [0])
@@ -749,7 +749,7 @@ def test_concurrent_stops_have_the_effect_of_one(form: Form, database: str, conn
     with form.consuming(database, name) as run, ThreadPoolExecutor(8) as pool:
         wait_for(lambda: run.calls)
         for stop in [pool.submit(run.stop) for _ in range(8)]:
-            stop.result(30)
+            stop.result(PATIENCE)
     assert all(call.returned for call in run.calls)
     assert len(attempts(connection, name)) == 50 - len(run.calls)
     assert set(attempts(connection, name)) <= {0}

@@ -76,7 +76,7 @@ def test_other_calls_do_not_wait_for_a_long_receive(
     queue.enqueue_batch([1, 2, 3])
     with psycopg.connect(database) as consumer:
         assert len(Queue(consumer, name).receive()) == 1
-        connection.execute("set statement_timeout = '20 s'")
+        connection.execute("set statement_timeout = '120 s'")
         assert queue.peek() == 2
         assert queue.stats().ready_messages in (2, 3)
         assert len(queue.browse()) in (2, 3)
@@ -100,7 +100,7 @@ def test_a_peek_in_an_open_transaction_does_not_block_other_calls(
 ) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
-    connection.execute("set statement_timeout = '20 s'")
+    connection.execute("set statement_timeout = '120 s'")
     with psycopg.connect(database) as watcher:
         assert Queue(watcher, name).peek() == 2
         assert len(queue.receive()) == 1
@@ -239,7 +239,7 @@ def test_a_delayed_message_to_an_unknown_queue_is_refused_when_it_is_sent(connec
 
 def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
-    sent = queue.enqueue({"n": 1}, delay=5 * SECOND, expires_in=60 * SECOND, headers={"h": "1"})
+    sent = queue.enqueue({"n": 1}, delay=60 * SECOND, expires_in=600 * SECOND, headers={"h": "1"})
     assert queue.drop_queue() == 0
     (letter,) = queue.browse_dead_messages()
     assert (letter.id, letter.queue_name, letter.reason) == (sent, name, "queue_dropped")
@@ -510,7 +510,7 @@ def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
     with psycopg.connect(database) as holder:
         statement = "select id from pgqueue.messages where queue_name = %s order by id limit 1 for update"
         assert holder.execute(statement, (name,)).fetchone()
-        connection.execute("set statement_timeout = '20 s'")
+        connection.execute("set statement_timeout = '120 s'")
         assert queue.purge_expired(batch_size) == 9
         assert queue.purge_expired(batch_size) == 0
     assert queue.purge_expired() == 1

@@ -77,7 +77,7 @@ def test_acknowledgements_succeed_while_the_archive_is_maintained(
         try:
             with connect(database) as own:
                 consumer = pgqueue.Queue(own, name)
-                own.execute("set lock_timeout = '10 s'")
+                own.execute("set lock_timeout = '60 s'")
                 while messages := consumer.claim(step):
                     token = messages[0].claim_token
                     assert consumer.ack_batch([message.id for message in messages], token) == len(messages)

@@ -121,7 +121,7 @@ def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> No
                 got.extend(row[0] for row in claim(standby, queue, 100))  # noqa: B023
                 return set(got) >= {number for name, number in there if name == queue}  # noqa: B023
 
-            wait_for(all_of_it, 5)
+            wait_for(all_of_it)
             assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1
 
 

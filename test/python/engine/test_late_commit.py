@@ -9,13 +9,14 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import claim, connect, flood, processes, wait_for, watch
+from clients import PATIENCE, claim, connect, flood, processes, wait_for, watch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgqueue.embedded import EmbeddedServer
 
 LATE = '"late"'
+MISSED = 150  # claims
 names = (f"late-{number}" for number in count(1))
 
 
@@ -97,10 +98,11 @@ def by_a_savepoint(connection: psycopg.Connection[Any], queue: str) -> list[int]
 
 def committed_late(
     dsn: str, queue: str, tmp_path: Path, send: Send, number: int, seconds: float, prepared: bool
-) -> float:
+) -> int:
     """Commit messages late, after later ones were consumed.
 
-    Returns the longest time in seconds from the commit to the claim of a late message.
+    Returns how many claims missed the late messages after the commit, until the last of them was claimed. Two consumers
+    make about 150 such claims a second. A limit in seconds would fail on a busy machine.
     """
     stop = tmp_path / "stop"
     with connect(dsn) as observer, psycopg.connect(dsn) as producer, processes(3) as pool, pinned_horizon(dsn):
@@ -129,12 +131,14 @@ def committed_late(
             return observer.execute("select id, seen_at from sightings where queue = %s", (queue,)).fetchall()
 
         try:
-            wait_for(lambda: len(sightings()) >= len(ids), 15)
+            wait_for(lambda: len(sightings()) >= len(ids))
         finally:
             stop.touch()
-        assert sum(consumer.result() for consumer in consumers) == number
+        outcomes = [consumer.result() for consumer in consumers]
+        assert sum(acked for acked, _ in outcomes) == number
         assert sorted(row[0] for row in sightings()) == sorted(ids)
-        slowest = max(row[1] for row in sightings()) - committed_at
+        last = max(row[1] for row in sightings())
+        missed = sum(committed_at < claimed_at < last for _, others in outcomes for claimed_at in others)
 
         # If the head had passed these messages, they would never be claimed again.
         observer.execute(
@@ -147,16 +151,16 @@ def committed_late(
             again.extend(row[0] for row in claim(observer, queue, 100))
             return len(again) >= len(ids)
 
-        wait_for(all_again, 10)
+        wait_for(all_again)
         assert sorted(again) == sorted(ids)
-        return slowest
+        return missed
 
 
-@pytest.mark.parametrize("seconds", [3, 60])
-def test_a_late_message_is_claimed_within_a_second_of_its_commit_after_100_000_later_ones(
+@pytest.mark.parametrize("seconds", [3, 20])
+def test_a_late_message_is_claimed_soon_after_its_commit_although_100_000_later_ones_were_consumed(
     dsn: str, late_queue: str, tmp_path: Path, seconds: float
 ) -> None:
-    assert committed_late(dsn, late_queue, tmp_path, by_enqueue, 100_000, seconds, prepared=False) < 1
+    assert committed_late(dsn, late_queue, tmp_path, by_enqueue, 100_000, seconds, prepared=False) < MISSED
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_a_late_message_is_claimed_within_a_second_of_its_commit_after_100_000_l
 def test_late_messages_of_every_way_to_send_are_delivered(
     dsn: str, late_queue: str, tmp_path: Path, send: Send, prepared: bool
 ) -> None:
-    assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < 1
+    assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < MISSED
 
 
 def learn(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
@@ -217,7 +221,7 @@ def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: E
             consume_all(consumer, late_queue)
             learn(consumer, late_queue)
         consumer.execute("commit prepared 'survivor'")
-        wait_for(lambda: ids[0] in consume_all(consumer, late_queue), 5)
+        wait_for(lambda: ids[0] in consume_all(consumer, late_queue))
 
 
 def test_the_head_advances_when_no_transaction_writes_for_long(dsn: str, late_queue: str) -> None:
@@ -387,7 +391,7 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
             step("commit", who)
         step("lapse", 0)
         step("due", 0)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while gone != committed:
             step("learn", 0)
             assert time.monotonic() < deadline, f"lost: {committed - gone}"

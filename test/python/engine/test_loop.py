@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clients import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "test"))
@@ -76,7 +77,7 @@ def test_a_server_is_kept_and_has_the_extension_as_it_is_now(checkout: Path) -> 
 
     def tap() -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, str(checkout / "test/loop.py"), "tap", "version"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     done = tap()
     assert (done.returncode, "ok, 1 files, 1 tests" in done.stdout) == (0, True), done.stdout + done.stderr
@@ -94,7 +95,7 @@ def test_a_server_is_kept_and_has_the_extension_as_it_is_now(checkout: Path) -> 
     directory = Path(keeper.partition("host=")[2].split()[0])
     assert directory.exists()
     shutil.rmtree(kept.parent)  # what `make stop` does
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while directory.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

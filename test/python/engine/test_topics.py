@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from clients import PATIENCE
 from commands import in_process
 
 import pgqueue
@@ -83,7 +84,7 @@ def test_a_waiting_subscriber_is_notified(client: Any, database: str, subscriber
         listener.execute(f'listen "{queue.channel()}"')
         queue.prepare_wait()
         assert client.queues.publish(name, 1) == 1
-        assert [notice.channel for notice in listener.notifies(timeout=30, stop_after=1)] == [queue.channel()]
+        assert [notice.channel for notice in listener.notifies(timeout=PATIENCE, stop_after=1)] == [queue.channel()]
 
 
 def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> None:

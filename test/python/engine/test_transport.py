@@ -407,7 +407,7 @@ def test_a_long_receive_does_not_block_other_sessions(
     holder = others()
     held = Transport(holder, relation).receive()
     assert held is not None
-    connection.execute("set lock_timeout = '10 s'")  # the holder's transaction stays open
+    connection.execute("set lock_timeout = '60 s'")  # the holder's transaction stays open
     transport = Transport(connection, relation)
     queue = pgqueue.Queue(connection, name)
     assert transport.peek() == 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect
+from clients import PATIENCE, connect
 
 Session = psycopg.Connection[Any]
 
@@ -21,7 +21,7 @@ def waiting(connection: Session, database: str, name: str) -> Iterator[Session]:
 
 
 def is_notified(session: Session) -> bool:
-    return bool(list(session.notifies(timeout=30, stop_after=1)))
+    return bool(list(session.notifies(timeout=PATIENCE, stop_after=1)))
 
 
 @pytest.mark.parametrize("parameters", [True, False])

@@ -194,7 +194,7 @@ def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller
         connection.execute("update pgqueue.messages set attempt_count = max_attempts")
         connection.execute("select id from pgqueue.claim('pgqueue-http-tasks')")
     with serving(config, tmp_path, role="agent"):
-        controller.until(lambda: controller.status(name) == "Failed", 90)  # agents look for such tasks every 30 s
+        controller.until(lambda: controller.status(name) == "Failed")  # agents look for such tasks every 30 s
     assert "died" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
 
 

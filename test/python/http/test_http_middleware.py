@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from clients import PATIENCE
 from psycopg_pool import PoolTimeout
 from served import ADMIN
 from starlette.types import Message, Receive, Scope, Send
@@ -128,9 +129,9 @@ async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
     answers: list[Message] = []
     began = time.monotonic()
     serving = asyncio.create_task(serve(app, answers, answered))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         await answered.wait()
-    assert 0.2 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.2
     assert not serving.done()
     released.set()
     await serving
@@ -172,7 +173,7 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:
     """The status line and the error code of the last response on a connection, which is then closed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         line, _, rest = (await reader.read()).partition(b"\r\n")
     error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]
     assert set(error) == {"code", "message", "field", "value", "limit"}
@@ -193,7 +194,7 @@ async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes
 
 async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
-    async with talking() as (reader, writer), asyncio.timeout(20):
+    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
         for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
             await reader.readuntil(END)
@@ -231,14 +232,16 @@ async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pyte
     monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
     async with talking() as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await reader.readuntil(END)
         writer.write(b"GET / HT")
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
 
 
 async def test_a_failed_sample_is_retried_soon() -> None:
-    """The retry does not wait for a share of the failed attempt's time: until then the page shows old figures."""
+    """The retry does not wait for a share of the failed attempt's time, here 19 s, during which the page
+    would show old figures.
+    """
     third = asyncio.Event()
 
     class Locked(Databases):
@@ -249,14 +252,14 @@ async def test_a_failed_sample_is_retried_soon() -> None:
             self.tries += 1
             if self.tries == 3:
                 third.set()
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(1)
             raise PoolTimeout
             yield
 
     settings = replace(SETTINGS, limits=Limits(sample_seconds=0.2))
     looking = asyncio.create_task(Sampler(settings, Locked(settings)).run())
     try:
-        async with asyncio.timeout(2.5):
+        async with asyncio.timeout(30):
             await third.wait()
     finally:
         await cancel_and_wait(looking)
@@ -277,7 +280,7 @@ async def test_the_sampler_ends_although_a_pool_swallows_its_cancellation() -> N
     looking = asyncio.create_task(Sampler(SETTINGS, Overlooking(SETTINGS)).run())
     await entered.wait()
     looking.cancel()
-    done, _ = await asyncio.wait({looking}, timeout=20)
+    done, _ = await asyncio.wait({looking}, timeout=PATIENCE)
     assert done == {looking}
 
 
@@ -290,7 +293,7 @@ async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_clo
     """
     for patience in ("HEADERS_SECONDS", "REMAINING_BODY_SECONDS"):
         monkeypatch.setattr(protocol, patience, 0.1)
-    async with talking() as (reader, writer), asyncio.timeout(10):
+    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
         writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
         await reader.readuntil(END)
         writer.write(rest)
@@ -308,7 +311,7 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
             await send({"type": "http.response.body", "body": bytes(10**6), "more_body": True})
         ended.set()
 
-    async with talking(app) as (_, writer), asyncio.timeout(20):
+    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await ended.wait()
 
@@ -337,7 +340,7 @@ async def test_a_protocol_error_is_not_sent_as_the_response_of_the_previous_requ
             pass
         await answer(send)
 
-    async with talking(app) as (reader, writer), asyncio.timeout(10):
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await entered.wait()
         writer.write(b"nonsense\r\n\r\n")
@@ -354,7 +357,7 @@ async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
             pass
         left.set()
 
-    async with talking(app) as (_, writer), asyncio.timeout(10):
+    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
         writer.write(2 * b"GET / HTTP/1.1\r\n\r\n")
         await entered.wait()
         writer.close()
@@ -364,7 +367,7 @@ async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
 async def test_an_offer_to_upgrade_the_protocol_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """Java's client offers an upgrade with the first request of each connection."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
-    async with talking() as (reader, writer), asyncio.timeout(10):
+    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
         for request in (b"GET / HTTP/1.1\r\n" + offer, b"POST / HTTP/1.1\r\nContent-Length: 2\r\n" + offer):
             writer.write(request + b"\r\n" + (b"{}" if request.startswith(b"POST") else b""))
             assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
+from clients import PATIENCE
 from served import SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
 from pgqueue.embedded import EmbeddedServer
@@ -235,13 +236,11 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits={"request_seconds": 1})
     with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
-            began = time.monotonic()
             sending = threads.submit(enqueue, other, name)
             (pid,) = other.until(lambda: waiters(target, "%pgqueue.enqueue(%"))
             os.kill(pid, signal.SIGSTOP)
             try:
-                answer = sending.result()
-                assert time.monotonic() - began < 5
+                answer = sending.result(PATIENCE)
             finally:
                 os.kill(pid, signal.SIGCONT)
         assert answer.status_code == 503
@@ -330,7 +329,7 @@ def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Pa
             began = time.monotonic()
             web.command.signal(signal.SIGTERM)
             assert polling.result().json() == {"messages": []}  # a long poll does not delay the stop
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 15
         assert sending.result().status_code == 201
         assert web.command.end().status == 0
         with psycopg.connect(site.control) as connection:
@@ -377,7 +376,7 @@ def test_a_second_signal_aborts_requests(site: Site, tmp_path: Path) -> None:
             web.command.signal(signal.SIGTERM)
             web.until(lambda: refuses(web))
             web.command.signal(signal.SIGTERM)
-            web.command.process.wait(5)
+            web.command.process.wait(PATIENCE)
         with suppress(httpx.HTTPError):
             assert sending.result().status_code >= 500
 

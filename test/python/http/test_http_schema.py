@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from served import ADMIN, SERVICE, Server, Site, serving
@@ -176,6 +177,6 @@ def test_every_response_matches_the_schema(web: Server, method: str, path: str, 
             case.body.pop("database_name", None)  # a schema cannot say which databases exist
         if case.path_parameters and random.random() < 0.7:  # otherwise nearly all responses would be 404
             case.path_parameters |= {"service_id": SERVICE, "queue_name": "orders"}
-        case.call_and_validate(auth=ADMIN, timeout=30)
+        case.call_and_validate(auth=ADMIN, timeout=PATIENCE)
 
     run()

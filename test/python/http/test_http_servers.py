@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from clients import PATIENCE
 from served import ADMIN, Server, Site, locked, new_name, serving
 
 
@@ -134,11 +135,11 @@ def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site
         pair[0].until(lambda: len(tasks) > 20)
         assert pair[1].call("DELETE", f"{pair[1].queues}/{name}").status_code == 202
         pair[0].until(lambda: pair[0].status(name) is None)
-        assert writers[2].result(30) == "PQ001"
+        assert writers[2].result(PATIENCE) == "PQ001"
         pair[0].until(lambda: 404 in seen)
         stop.set()
         for writer in writers:
-            writer.result(30)
+            writer.result(PATIENCE)
     assert seen <= {201, 202, 404, 409}
     assert {pair[1].task(path, task)["status"] for task in tasks} <= {"completed", "failed"}
     with psycopg.connect(site.target) as connection:

@@ -6,7 +6,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from psycopg.sql import SQL
 from served import Server, Site, new_name, serving
 
@@ -206,7 +206,7 @@ async def test_a_listener_unlistens_channels_without_waiters(
             await asyncio.sleep(0.01)
         raise AssertionError(found)
 
-    async with asyncio.timeout(20), listeners.waiter(conninfo, "always") as always:
+    async with asyncio.timeout(PATIENCE), listeners.waiter(conninfo, "always") as always:
         await always.listen()
         for _ in range(2):
             async with listeners.waiter(conninfo, "now and then") as waiter:

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 import pyarrow as pa
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from psycopg.conninfo import make_conninfo
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -271,7 +271,7 @@ def test_a_listening_consumer_is_woken(sink: Sink) -> None:
         listener.execute(psycopg.sql.SQL("listen {}").format(psycopg.sql.Identifier(channel)))
         pgqueue.Queue(listener, sink.name).prepare_wait()
         sink.send(payloads("1"))
-        assert [notify.channel for notify in listener.notifies(timeout=60, stop_after=1)] == [channel]
+        assert [notify.channel for notify in listener.notifies(timeout=PATIENCE, stop_after=1)] == [channel]
 
 
 # Invalid rows: the error has the row, and nothing is sent.
@@ -591,7 +591,7 @@ def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> N
         with psycopg.connect(sink.dsn) as other:
             other.execute("lock table pgqueue.messages in exclusive mode")
             commits = [pool.submit(writer.commit, [staged]) for writer, staged in jobs]
-            wait_for(lambda: waiting(sink.connection) == len(jobs), 60)
+            wait_for(lambda: waiting(sink.connection) == len(jobs))
         for commit in commits:
             commit.result()
     assert sorted(sink.sent()) in (["a", "c", "e"], ["b", "c", "e"])
@@ -815,7 +815,7 @@ def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Ca
             return str(number)
         # Spark does not wait for other tasks before it aborts. Rows staged after that are left to sweep_staged.
         staged = "select count(*) >= 3 from pgqueue.staged_attempts where queue_name = %s"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         with psycopg.connect(dsn, autocommit=True) as connection:
             while connection.execute(staged, [name]).fetchall() == [(False,)] and time.monotonic() < deadline:
                 time.sleep(0.01)
