@@ -230,9 +230,9 @@ class HandlerCalls:
         if message.is_void:
             return
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
-            state, statement = settlement(self._settings, message, error)
+            state, statement, next_step = settlement(self._settings, message, error)
             fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
-            self.claims.send(statement, Result(message, state, seconds, error), fallback)
+            self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
             return
         result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
         if result is not None and not call.is_cancelled:
@@ -302,8 +302,9 @@ class HandlerCalls:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
         for message in call.messages:
             fault = error or psycopg.OperationalError("the connection was lost")
-            self._runtime.report_failure(message, fault)
-            self.claims.send(failure_record(self._settings, message, fault), None)
+            statement, next_step = failure_record(self._settings, message, fault)
+            self._runtime.report_failure(message, fault, next_step)
+            self.claims.send(statement, None)
 
     # The end
 

@@ -143,6 +143,15 @@ def decide(error: BaseException, answer: Decision | None, attempt: int, retries:
     return decision
 
 
+def outlook(decision: Decision, is_last: bool) -> str:
+    """What follows a failed attempt, as a clause for the log."""
+    if is_last or not isinstance(decision, Retry):
+        return "there is no further attempt"
+    if decision.after is None:
+        return "the next attempt follows after the backoff of the queue"
+    return f"the next attempt follows in {decision.after.total_seconds():g} s"
+
+
 # The record of a failure
 
 
