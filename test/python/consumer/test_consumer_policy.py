@@ -73,7 +73,8 @@ def test_the_last_delay_repeats() -> None:
 
 def test_no_retries_are_one_attempt() -> None:
     assert Retries(immediate=0, delayed=0, delays=()).total == 1
-    assert isinstance(Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
+    assert isinstance(only := Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
+    assert only.reason == "the only attempt failed"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import psycopg
 
 from .. import _calls
+from .._wording import counted
 from .claims import Claims
 from .connections import in_thread, is_conflict, is_trouble
 from .delivery import ClaimedMessage, HandlerCall, Result, State
@@ -373,4 +374,5 @@ class HandlerCalls:
         return []
 
     def _warn_not_released(self, messages: list[ClaimedMessage], why: str) -> None:
-        self._runtime.log(logging.WARNING, f"{len(messages)} messages come back when their claims run out: {why}")
+        told = ("message comes back when its claim runs out", "messages come back when their claims run out")
+        self._runtime.log(logging.WARNING, f"{counted(len(messages), *told)}: {why}")

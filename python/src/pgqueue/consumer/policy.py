@@ -114,7 +114,7 @@ class Retries:
     def decide(self, attempt: int) -> Decision:
         """The decision after the failed attempt number `attempt`, which counts from 1."""
         if attempt >= self.total:
-            return Exhausted(f"all {self.total} attempts failed")
+            return Exhausted("the only attempt failed" if self.total == 1 else f"all {self.total} attempts failed")
         rounds, step = divmod(attempt, self.immediate + 1)
         if step:
             return Retry(timedelta(0))
