@@ -77,6 +77,11 @@ def test_no_retries_are_one_attempt() -> None:
     assert only.reason == "the only attempt failed"
 
 
+def test_a_consumer_refuses_retries_that_are_a_number() -> None:
+    with pytest.raises(TypeError, match=r"^invalid retries: 5; must be a pgqueue\.Retries$"):
+        Consumer("", "orders", print, retries=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
