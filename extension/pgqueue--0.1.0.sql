@@ -663,6 +663,13 @@ begin
 end;
 $$;
 
+create function pgqueue._count(number bigint, noun text)
+returns text
+language sql immutable strict parallel safe
+as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
+comment on function pgqueue._count(bigint, text) is
+'A number and its noun for a message, such as 1 message and 2 messages.';
+
 create function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -720,8 +727,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ003',
-        message = format('%s of %s bytes is over the limit of %s bytes of queue %L',
-            argument, bytes, limit_bytes, queue_name),
+        message = format('%s of %s is over the limit of %s of queue %L',
+            argument, pgqueue._count(bytes, 'byte'), pgqueue._count(limit_bytes, 'byte'), queue_name),
         hint = case argument
             when 'headers' then 'Move large values into the payload.'
             else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
@@ -2170,8 +2177,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
-        format('null or an array with one element for each message: %s elements', n))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._count(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._count(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -3066,6 +3073,8 @@ begin
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
     -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
     -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
+    -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
         picks := picks || pgqueue._sweep_held(
@@ -4844,7 +4853,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('%s ids belong both to a message and to a scheduled message, the first is %s: claims fail when the scheduled one comes due', twins, top_id),
+            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._count(twins, 'id'), top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -4853,12 +4862,12 @@ begin
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s messages ready', q.paused_at, s.ready_messages),
+            format('paused since %s, %s ready', q.paused_at, pgqueue._count(s.ready_messages, 'message')),
             format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
     end if;
     if s.dead_messages > 0 then
         return next row('info', q.name, 'dead_messages',
-            format('%s dead letters', s.dead_messages),
+            pgqueue._count(s.dead_messages, 'dead letter'),
             format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
     end if;
 
@@ -4887,7 +4896,7 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s claims expired, the first %s ago, and no consumer has claimed since', lapsed, at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._count(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -5445,8 +5454,12 @@ begin
     from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
     if unfiled > 0 then
         return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages are not yet in a partition of pgqueue.archived_messages%s',
-                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+            format('%s not yet in a partition of pgqueue.archived_messages%s',
+                case unfiled
+                    when 1 then '1 acknowledged message is'
+                    when 1000 then '1000 or more acknowledged messages are'
+                    else unfiled || ' acknowledged messages are'
+                end,
                 case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
             case when is_ahead then
                 format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
@@ -5466,8 +5479,8 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue needs any more %s', overdue,
-                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            format('no queue needs %s of the archive any more: %s', pgqueue._count(overdue, 'day'),
+                case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
 end;
@@ -5554,8 +5567,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ008',
-        message = format('stream %L of queue %L has lost %s of %s messages of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), cardinality(s.ids), s.acked_seq + 1, pgqueue._format_ids(lost)),
+        message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
+            s.stream_name, s.queue_name, cardinality(lost), pgqueue._count(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
 end;
@@ -5571,8 +5584,9 @@ as $$
 begin
     raise exception using
         errcode = 'PQ009',
-        message = format('stream %L of queue %L gives up batch %s after %s replays: messages %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, s.replays, pgqueue._format_ids(s.ids)),
+        message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
+            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._count(s.replays, 'replay'),
+            case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
         hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
 end;
@@ -6253,7 +6267,7 @@ begin
     loop
         perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
-            coalesce(error, format('skipped with batch %s of stream %s after %s replays', seq, s.stream_name, s.replays)),
+            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._count(s.replays, 'replay'))),
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
@@ -6333,8 +6347,8 @@ begin
     return query
     select
         'warning', q.name, 'lapsed_stream',
-        format('the reservation of batch %s of stream %L, %s messages, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, cardinality(t.ids) - cardinality(t.left_out), at - t.claimed_until),
+        format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
+            t.acked_seq + 1, t.stream_name, pgqueue._count(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
@@ -6355,8 +6369,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
-            coalesce(partition::text, 'unknown'), remaining),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._count(expected, 'message'),
+            coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
 end;
@@ -6631,7 +6645,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, one for each token: the number of messages staged under it, from 0 to 2147483647', cardinality(tokens)));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._count(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -6800,7 +6814,8 @@ begin
         return query
         select
             'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s and up to %s old, were not committed: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
+                pgqueue._count(s.attempts, 'attempt'), pgqueue._count(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at

@@ -383,8 +383,12 @@ begin
     from (select c.finished_at from pgqueue.unfiled_messages c limit 1000) u;
     if unfiled > 0 then
         return next row('warning', null, 'unfiled_messages',
-            format('%s acknowledged messages are not yet in a partition of pgqueue.archived_messages%s',
-                case unfiled when 1000 then '1000 or more' else unfiled::text end,
+            format('%s not yet in a partition of pgqueue.archived_messages%s',
+                case unfiled
+                    when 1 then '1 acknowledged message is'
+                    when 1000 then '1000 or more acknowledged messages are'
+                    else unfiled || ' acknowledged messages are'
+                end,
                 case when is_ahead then ', and some were acknowledged while the clock was ahead' else '' end),
             case when is_ahead then
                 format('update pgqueue.unfiled_messages set finished_at = %1$L where finished_at > %1$L; ', at)
@@ -404,8 +408,8 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('%s days of the archive that no queue needs any more %s', overdue,
-                case when is_empty then 'were emptied, but not dropped' else 'are still there' end),
+            format('no queue needs %s of the archive any more: %s', pgqueue._count(overdue, 'day'),
+                case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
 end;

@@ -50,6 +50,8 @@ begin
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
     -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
     -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
+    -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
         picks := picks || pgqueue._sweep_held(

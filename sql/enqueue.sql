@@ -202,8 +202,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, format('%s elements', a.given),
-        format('null or an array with one element for each message: %s elements', n))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._count(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._count(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),

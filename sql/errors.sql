@@ -18,6 +18,13 @@ begin
 end;
 $$;
 
+create or replace function pgqueue._count(number bigint, noun text)
+returns text
+language sql immutable strict parallel safe
+as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
+comment on function pgqueue._count(bigint, text) is
+'A number and its noun for a message, such as 1 message and 2 messages.';
+
 create or replace function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -75,8 +82,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ003',
-        message = format('%s of %s bytes is over the limit of %s bytes of queue %L',
-            argument, bytes, limit_bytes, queue_name),
+        message = format('%s of %s is over the limit of %s of queue %L',
+            argument, pgqueue._count(bytes, 'byte'), pgqueue._count(limit_bytes, 'byte'), queue_name),
         hint = case argument
             when 'headers' then 'Move large values into the payload.'
             else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'

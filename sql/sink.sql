@@ -11,8 +11,8 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s messages in partition %s, and %s are there', run, expected,
-            coalesce(partition::text, 'unknown'), remaining),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._count(expected, 'message'),
+            coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
 end;
@@ -287,7 +287,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s elements, one for each token: the number of messages staged under it, from 0 to 2147483647', cardinality(tokens)));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._count(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -456,7 +456,8 @@ begin
         return query
         select
             'warning', null::text, 'stale_staging',
-            format('%s attempts of %s runs, staged by %s and up to %s old, were not committed: their drivers died', s.attempts, s.runs, s.staged_by, at - s.oldest_at),
+            format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
+                pgqueue._count(s.attempts, 'attempt'), pgqueue._count(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at

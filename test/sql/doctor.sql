@@ -7,10 +7,13 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(139);
+select plan(145);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
+
+create function pg_temp.detail(queue text) returns text language sql
+as $$ select regexp_replace(string_agg(f.detail, '; '), 'since \S+ \S+,|first .* ago', '…') from pgqueue.doctor() f where f.queue_name = queue $$;
 
 create function pg_temp.examines(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -23,6 +26,7 @@ begin
 
     perform pgqueue.pause_queue(queue);
     return next is(pg_temp.findings(queue), array['info paused_queue'], queue || ': doctor reports a paused queue');
+    return next is(pg_temp.detail(queue), 'paused … 1 message ready', queue || ': doctor names one ready message in the singular');
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of paused_queue resumes the queue');
 
@@ -31,6 +35,7 @@ begin
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': doctor does not report a claim that expired less than a minute ago');
     perform pg_temp.pass('2 s');
     return next is(pg_temp.findings(queue), array['warning stuck_claims'], queue || ': doctor reports a claim that expired over a minute ago');
+    return next is(pg_temp.detail(queue), '1 claim expired, the …, and no consumer has claimed since', queue || ': doctor names one expired claim in the singular');
     select * into m from pgqueue.claim(queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim resolves the finding stuck_claims');
 
@@ -51,6 +56,7 @@ begin
 
     perform pgqueue.reject(queue, m.id, m.claim_token);
     return next is(pg_temp.findings(queue), array['info dead_messages'], queue || ': doctor reports dead letters');
+    return next is(pg_temp.detail(queue), '1 dead letter', queue || ': doctor names one dead letter in the singular');
     return next lives_ok((select f.repair from pgqueue.doctor() f where f.queue_name = queue), queue || ': the repair that doctor proposes for dead letters can be run');
     perform pgqueue.purge_dead_messages(queue);
 

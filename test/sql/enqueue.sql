@@ -129,7 +129,7 @@ select throws_ok($$ select pgqueue.enqueue('enqueue_errors', body => decode(repe
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_nowhere', array['1']::jsonb[]) $$, 'PQ001', null, 'enqueue_batch refuses an unknown queue');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', null) $$, '22023', null, 'enqueue_batch refuses null payloads');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', '{}') $$, '22023', null, 'enqueue_batch refuses to send zero messages');
-select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], headers => array['{}']::jsonb[]) $$, '22023', null, 'enqueue_batch refuses headers of another length');
+select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], headers => array['{}']::jsonb[]) $$, '22023', 'invalid headers: ''1 element''', 'enqueue_batch refuses headers of another length');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], message_ids => array[gen_random_uuid()]) $$, '22023', null, 'enqueue_batch refuses message_ids of another length');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], bodies => array['\x00']::bytea[]) $$, '22023', null, 'enqueue_batch refuses bodies of another length');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], delays => array['1 s', '1 s', '1 s']::interval[]) $$, '22023', null, 'enqueue_batch refuses delays of another length');

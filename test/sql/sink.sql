@@ -194,7 +194,7 @@ select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[
     format('PQ010 run %s staged 2 messages in partition 4, and 3 are there', pg_temp.run(12)), 'sink_commit refuses a count that is lower than the number of staged messages if some are delayed');
 select is(pgqueue.sink_abort(pg_temp.run(12)), 3::bigint, 'a refused sink_commit leaves all staged messages, including delayed ones');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L, %L]::uuid[], ''{3,1}'', ''lost'', 1)', pg_temp.run(10), :'token', pg_temp.run(99))),
-    format('PQ010 run %s staged 1 messages in partition unknown, and 0 are there', pg_temp.run(10)), 'sink_commit refuses an unknown token');
+    format('PQ010 run %s staged 1 message in partition unknown, and 0 are there', pg_temp.run(10)), 'sink_commit refuses an unknown token');
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{3}'', ''lost'', 1)', pg_temp.run(11), :'token')),
     format('PQ010 run %s staged 3 messages in partition unknown, and 0 are there', pg_temp.run(11)), 'sink_commit refuses a token of another run');
 select is(row(pg_temp.sent('sink'), pg_temp.left_over(pg_temp.run(10)))::text, row('{}'::jsonb[], '{1,3}'::bigint[])::text, 'a refused sink_commit sends nothing and deletes nothing');
@@ -209,7 +209,7 @@ select pgqueue.sink_stage('sink', pg_temp.run(20), 0, 1) as alices \gset
 insert into pgqueue.staged_messages (token, row_number, payloads) values (:'alices', 1, '{"\"alice\""}');
 set local session authorization pgqueue_test_sink_bob;
 select is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{1}'', ''bob'', 1)', pg_temp.run(20), :'alices')),
-    format('PQ010 run %s staged 1 messages in partition unknown, and 0 are there', pg_temp.run(20)), 'sink_commit refuses a token of another role');
+    format('PQ010 run %s staged 1 message in partition unknown, and 0 are there', pg_temp.run(20)), 'sink_commit refuses a token of another role');
 select is(pgqueue.sink_abort(pg_temp.run(20)), 0::bigint, 'sink_abort does not delete rows that another role staged');
 select is(pg_temp.raised(w.statement), '42501 permission denied for table ' || w.name, w.sentence)
 from (values
@@ -242,7 +242,7 @@ select is((select count(*) from pgqueue.doctor() d where d.finding = 'stale_stag
 set local test.now = '2030-01-02 12:00:00+00';
 select pg_temp.staged('sink', pg_temp.run(31), 0, 1, '{3}') as young \gset
 select is((select row(d.severity, d.detail, d.repair)::text from pgqueue.doctor() d where d.finding = 'stale_staging'),
-    row('warning', format('1 attempts of 1 runs, staged by %s and up to 1 day old, were not committed: their drivers died', session_user), 'select pgqueue.sweep_staged();')::text, 'doctor reports a run that was staged a day ago and not committed');
+    row('warning', format('never committed: 1 attempt of 1 run, staged by %s and up to 1 day old; the driver of each run died', session_user), 'select pgqueue.sweep_staged();')::text, 'doctor reports a run that was staged a day ago and not committed');
 select is(pgqueue.sweep_staged('25 h'), 1::bigint, 'sweep_staged deletes rows whose token was never returned by sink_stage');
 select is(pgqueue.sweep_staged(), 2::bigint, 'sweep_staged deletes messages that were staged a day ago');
 select is(pg_temp.left_over(pg_temp.run(30)) || pg_temp.left_over(pg_temp.run(31)), '{0,0,1,1}', 'sweep_staged leaves rows of younger runs');

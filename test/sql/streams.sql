@@ -208,7 +208,7 @@ begin
     return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[4:25], queue || ': stream_read returns the rest of the batch after stream_skip');
     return next is(pgqueue.stream_skip(queue, 's', 6, ids[4:4], epoch => s.epoch), 1, queue || ': stream_skip with the epoch of the reader skips a message');
     return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[5:25], queue || ': the reader with that epoch goes on reading the rest of the batch');
-    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replays', queue || ': the default error of a skipped message names batch, stream and replays');
+    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replay', queue || ': the default error of a skipped message names batch, stream and replays');
     return next is(pgqueue.stream_skip(queue, 's', 6), 22, queue || ': stream_skip without ids skips the whole batch');
     return next is(pgqueue.stream_skip(queue, 's', 6), 0, queue || ': stream_skip of an empty batch returns 0');
     s := pgqueue.stream_open(queue, 's');

@@ -117,7 +117,8 @@ def as_integer(name: str, bits: int, value: Any) -> Any:
 
 def many(name: str, values: T) -> T:
     """Check the value of the list argument `name`. Raises `TypeError` for a single value, such as a text."""
-    if isinstance(values, (str, bytes, bytearray, memoryview, Mapping)):
+    is_single = isinstance(values, (str, bytes, bytearray, memoryview, Mapping))
+    if is_single or not (values is None or hasattr(values, "__iter__") or hasattr(values, "__aiter__")):
         raise TypeError(f"invalid {name}: {type(values).__name__} is one value; give a list of values")
     return values
 

@@ -35,6 +35,9 @@ class _Calls:
     __slots__ = ("connection",)
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
+        # Otherwise the first call raises an AttributeError. A wrapper of a connection passes its attributes on.
+        if not hasattr(connection, "pgconn"):
+            raise TypeError(f"invalid connection: {type(connection).__name__}; must be a connection of psycopg")
         self.connection = connection
 
     async def _all(self, call: _calls.Bound[T]) -> list[T]:
@@ -210,6 +213,9 @@ class AsyncQueue(_Calls):
 
     def __init__(self, connection: AsyncConnection[Any], name: str) -> None:
         super().__init__(connection)
+        # None would select all queues in some calls.
+        if not isinstance(name, str):
+            raise TypeError(f"invalid name: {name!r}; must be a string")
         self.name = name
 
     def __repr__(self) -> str:

@@ -34,7 +34,14 @@ from psycopg.pq import Conninfo, PGconn, Ping
 
 from pgqueue._files import extension_dir, extra
 
-__all__ = ["EmbeddedServer", "EmbeddedServerError", "default_home", "given_server", "shared_server"]
+__all__ = [
+    "EmbeddedServer",
+    "EmbeddedServerError",
+    "default_home",
+    "given_server",
+    "keep_shared_server",
+    "shared_server",
+]
 
 _DEFAULT_PORT: Final = 5432  # only a part of the name of the socket file, which is in a private directory
 _PREFIX: Final = "pgqueue-"
@@ -56,6 +63,8 @@ _CONNECTION_DEFAULTS: Final = {
 }
 _LINGER_SECONDS: Final = 10.0  # so that consecutive commands find the server running
 _READY: Final = "ready "
+# Has the connection string of the shared server. The server runs at least until its modification time.
+_DSN_FILE: Final = "dsn"
 
 # The shell becomes the server. Before, it forks a watcher that reads from a pipe whose other end this process holds.
 # End of file without a line means that this process died: the watcher then stops the server and removes the temporary
@@ -476,7 +485,7 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
     """A server with the extension that keeps its data in `home` (`default_home`); yields its connection string.
 
     Any number of processes can use it at the same time. The first process starts it, in the background. It stops by
-    itself seconds after the last process has left or died.
+    itself seconds after the last process has left or died, but not while a session of another program is connected.
 
     Raises:
         EmbeddedServerError: the server did not start; the message ends with its log.
@@ -490,6 +499,13 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
         with _locked(directory / "start.lock", fcntl.LOCK_EX) as lock:  # one process starts it, the others wait
             dsn = _running_dsn(directory) or _start_keeper(directory, lock)
         yield dsn
+
+
+def keep_shared_server(home: Path | str | None = None, *, seconds: float) -> None:
+    """Keep the server of `shared_server` running for at least this time from now. Call it while the server runs."""
+    directory = Path(home).absolute() if home is not None else default_home()
+    until = time.time() + seconds
+    os.utime(directory / _DSN_FILE, (until, until))
 
 
 @contextlib.contextmanager
@@ -507,7 +523,7 @@ def _locked(path: Path, how: int) -> Iterator[int]:
 def _running_dsn(home: Path) -> str | None:
     """The connection string of the server that runs on this data; None if there is none."""
     try:
-        written = (home / "dsn").read_text()
+        written = (home / _DSN_FILE).read_text()
     except FileNotFoundError:
         return None
     if not written:  # the disk was full when it was written; for libpq an empty string is the default server
@@ -553,7 +569,7 @@ def _run_keeper(home: Path) -> None:
             with psycopg.connect(server.dsn, autocommit=True) as connection:
                 connection.execute("create extension if not exists pgqueue")
                 connection.execute("alter extension pgqueue update")
-            (home / "dsn").write_text(server.dsn)
+            (home / _DSN_FILE).write_text(server.dsn)
         except (EmbeddedServerError, psycopg.Error, OSError) as error:
             sys.exit(str(error))
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)
@@ -571,8 +587,28 @@ def _run_keeper(home: Path) -> None:
             time.sleep(_LINGER_SECONDS)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The lock is held until this process ends, so that a new user waits until the server has stopped.
-                return
+                if not _is_kept(home) and not _has_sessions(server):
+                    # The lock is held until this process ends, so that a new user waits until the server has stopped.
+                    return
+
+
+def _is_kept(home: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return (home / _DSN_FILE).stat().st_mtime > time.time()
+    return False
+
+
+def _has_sessions(server: EmbeddedServer) -> bool:
+    """Whether a program is connected. psql and programs of the user do not take the lock of the users."""
+    try:
+        with psycopg.connect(server.dsn, options="", autocommit=True) as connection:
+            (row,) = connection.execute(
+                "select exists (select from pg_stat_activity a"
+                " where a.backend_type = 'client backend' and a.pid <> pg_backend_pid())"
+            )
+    except psycopg.OperationalError:
+        return True  # such as "too many clients"; a server that has stopped ends this process by SIGCHLD
+    return bool(row[0])
 
 
 def _start_after_another(server: EmbeddedServer) -> None:

@@ -244,6 +244,13 @@ def test_dsn_connects_another_program_to_the_private_server(tmp_path: Path) -> N
         assert command.end().status == 0
 
 
+def test_the_dsn_of_a_stopped_private_server_is_explained(tmp_path: Path) -> None:
+    stopped = in_process(f"host={tmp_path}/pgqueue-abc12_yz", "list")
+    assert stopped.status == 1
+    assert stopped.err.endswith("starts it and prints the new DSN.\n")
+    assert "hint: " not in in_process(f"host={tmp_path}/other", "list").err
+
+
 def psql_path(*directories: Path | str) -> dict[str, str]:
     return {"PATH": os.pathsep.join(map(str, directories))}
 

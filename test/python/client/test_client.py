@@ -726,7 +726,7 @@ def test_the_install_command_reports_connection_errors(tmp_path: Path, capsys: p
 # Wrong arguments
 
 
-@pytest.mark.parametrize("payloads", [{"order_id": 1001}, '{"order_id": 1001}', b"abc"])
+@pytest.mark.parametrize("payloads", [{"order_id": 1001}, '{"order_id": 1001}', b"abc", 5])
 def test_enqueue_batch_refuses_a_single_value_as_payloads(
     connection: psycopg.Connection[Any], name: str, payloads: Any
 ) -> None:
@@ -738,3 +738,14 @@ def test_enqueue_batch_refuses_a_single_value_as_payloads(
     with pytest.raises(TypeError, match=f"^invalid bodies: {kind} is one value"):
         queue.enqueue_batch(bodies=payloads)
     assert queue.stats().ready_messages == 0
+
+
+@pytest.mark.parametrize("made", [pgqueue.Queue, pgqueue.AsyncQueue])
+def test_a_queue_refuses_what_is_no_connection_or_no_name(
+    connection: psycopg.Connection[Any], database: str, made: Any
+) -> None:
+    with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg$"):
+        made(database, "orders")
+    for wrong in (None, 5):
+        with pytest.raises(TypeError, match=rf"^invalid name: {wrong}; must be a string$"):
+            made(connection, wrong)

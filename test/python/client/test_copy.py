@@ -249,7 +249,7 @@ def test_an_iterable_that_raises_sends_nothing(queue: Any) -> None:
     assert queue.peek() == 0
 
 
-@pytest.mark.parametrize("rows", ["text", b"body", {"order_id": 1001}])
+@pytest.mark.parametrize("rows", ["text", b"body", {"order_id": 1001}, 5])
 def test_enqueue_copy_refuses_a_single_value_as_rows(queue: Any, rows: Any) -> None:
     with pytest.raises(TypeError, match=f"^invalid rows: {type(rows).__name__} is one value; give a list of values$"):
         queue.enqueue_copy(rows)

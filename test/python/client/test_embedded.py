@@ -10,9 +10,10 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -107,19 +108,27 @@ def test_a_server_that_died_by_itself_can_be_started_again() -> None:
             assert connection.execute("select 1").fetchone() == (1,)
 
 
-def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path, tmp_path: Path) -> None:
-    home.mkdir()
+@contextmanager
+def hasty_keeper(home: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
+    """A keeper that soon stops its server without users, and the connection string of the server."""
     code = (
         "import sys; from pathlib import Path; from pgqueue import embedded\n"
         "embedded._LINGER_SECONDS = 0.2; embedded._run_keeper(Path(sys.argv[-1]))"
     )
     command_line = [sys.executable, "-c", code, "-m", "pgqueue.embedded", home]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, env=environment()) as keeper:
+        try:
+            assert keeper.stdout is not None
+            yield keeper, keeper.stdout.readline().decode().removeprefix("ready ").strip()
+        finally:
+            keeper.kill()
+
+
+def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path, tmp_path: Path) -> None:
+    home.mkdir()
     with ExitStack() as stack:
         with _locked(home / "users.lock", fcntl.LOCK_SH):
-            keeper = stack.enter_context(subprocess.Popen(command_line, stdout=subprocess.PIPE, env=environment()))
-            stack.callback(keeper.kill)
-            assert keeper.stdout is not None
-            dsn = keeper.stdout.readline().decode().removeprefix("ready ").strip()
+            keeper, dsn = stack.enter_context(hasty_keeper(home))
             with psycopg.connect(dsn) as connection:
                 pgqueue.Queue(connection, "orders").create_queue()
             words = ("stats", "--watch", "--json")
@@ -134,6 +143,34 @@ def test_the_server_stays_while_it_has_users_and_stops_after_the_last(home: Path
     assert not (home / "data/postmaster.pid").exists()
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(dsn)
+
+
+def test_the_server_stays_while_another_program_is_connected(home: Path) -> None:
+    home.mkdir()
+    with ExitStack() as stack:
+        with _locked(home / "users.lock", fcntl.LOCK_SH):
+            keeper, dsn = stack.enter_context(hasty_keeper(home))
+            connection = stack.enter_context(psycopg.connect(dsn, autocommit=True))
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.wait(2)
+        assert connection.execute("select 1").fetchone() == (1,)
+        connection.close()
+        assert keeper.wait(20) == 0
+
+
+def test_the_server_stays_for_some_time_after_its_dsn_was_printed(home: Path) -> None:
+    home.mkdir()
+    with ExitStack() as stack:
+        with _locked(home / "users.lock", fcntl.LOCK_SH):
+            keeper, dsn = stack.enter_context(hasty_keeper(home))
+            before = time.time()
+            assert run("dsn", PGQUEUE_HOME=home).out == f"{dsn}\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.wait(2)
+        # The server is kept for ten minutes, until the modification time of this file.
+        assert before + 599 < (home / "dsn").stat().st_mtime < time.time() + 601
+        os.utime(home / "dsn")
+        assert keeper.wait(20) == 0
 
 
 def test_a_failed_start_reports_the_reason(home: Path) -> None:

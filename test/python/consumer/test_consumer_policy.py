@@ -73,7 +73,13 @@ def test_the_last_delay_repeats() -> None:
 
 def test_no_retries_are_one_attempt() -> None:
     assert Retries(immediate=0, delayed=0, delays=()).total == 1
-    assert isinstance(Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
+    assert isinstance(only := Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
+    assert only.reason == "the only attempt failed"
+
+
+def test_a_consumer_refuses_retries_that_are_a_number() -> None:
+    with pytest.raises(TypeError, match=r"^invalid retries: 5; must be a pgqueue\.Retries$"):
+        Consumer("", "orders", print, retries=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -989,6 +989,34 @@ def test_log_records_name_queue_message_and_attempt(
     assert all(record.name.startswith("pgqueue.consumer") for record in about)
 
 
+@each
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
+    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    caplog.set_level(level, "pgqueue.consumer")
+    queue = prepare(connection, name, max_attempts=3)
+    queue.enqueue(1)
+    unreachable = psycopg.OperationalError("connection failed: Connection refused\n\tIs the server running?")
+
+    def work(step: Step) -> None:
+        if step.message.attempt_count == 1:
+            raise pgqueue.Retry(timedelta(milliseconds=200)) from unreachable
+        raise unreachable
+
+    with form.consuming(database, name, work):
+        dead_letters(connection, name)
+    said = [record for record in caplog.records if "failed on attempt" in record.getMessage()]
+    reason = "OperationalError: connection failed: Connection refused Is the server running?"
+    assert [record.getMessage().partition("failed on ")[2] for record in said] == [
+        f"attempt 1: {reason}; the next attempt follows in 0.2 s",
+        f"attempt 2: {reason}; the next attempt follows after the backoff of the queue",
+        f"attempt 3: {reason}; there is no further attempt",
+    ]
+    assert {record.levelno for record in said} == {logging.WARNING}
+    assert [record.exc_info is not None for record in said] == [level == logging.DEBUG] * 3
+
+
 def of(record: logging.LogRecord) -> Any:
     """The message's id: `message` is a name that logging keeps for itself."""
     return getattr(record, "message_id", None)

@@ -250,7 +250,7 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
     for path, visible in PAGES.items():
         if path != "queues":
             page.get_by_role("link", name=path if path in ("Health", "Create a queue") else queue, exact=True).click()
-        if path in ("Consumers", "Settings", "Send a message"):
+        if path in ("Consumers", "Settings", "Send a message", "Drop…"):
             page.get_by_role("link", name=path, exact=True).click()
         expect(page.locator(visible).first).to_be_visible()
         page.wait_for_load_state("load")  # includes its style sheet
@@ -273,6 +273,7 @@ PAGES = {
     "Consumers": "th[scope=row]",
     "Settings": "label",
     "Send a message": "textarea",
+    "Drop…": "label",
     "Create a queue": "label",
     "Health": ".finding",
 }
@@ -766,6 +767,86 @@ def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, s
     answer = web.http.post(url("/queue/settings", at), data={"visibility_timeout": "0.5"})
     assert (answer.status_code, "invalid visibility_timeout" in answer.text) == (422, True)
     assert 'value="0.5"' in answer.text
+
+
+def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
+    browser: Browser, web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    dead_letters(sql, name, "one", "two")
+    sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
+    sql.execute("select pgqueue.claim(%s)", [name])
+    sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
+    sql.execute("select pgqueue.subscribe('orders.#', %s)", [name])
+    sql.execute("select pgqueue.stream_open(%s, 'warehouse', 'spark-1')", [name])
+    opened = context(browser, web, java_script_enabled=False)
+    page = opened.new_page()
+    page.goto(url("/queue", at))
+    page.get_by_role("link", name="Purge…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Purge {name}?")
+    expect(page.get_by_role("listitem")).to_have_text(
+        ["2 ready messages", "1 message in flight", "1 scheduled message"]
+    )
+    expect(page.get_by_role("link", name="Cancel")).to_be_visible()
+    page.get_by_label("Name of the queue").fill("another")
+    page.get_by_role("button", name="Purge").click()
+    expect(page.get_by_role("alert")).to_have_text(f"the typed name is 'another'; type {name} to confirm")
+    figures = "select ready_messages + inflight_messages + scheduled_messages, dead_messages from pgqueue.stats(%s)"
+    assert sql.execute(figures, [name]).fetchall() == [(4, 2)]
+    page.get_by_label("Name of the queue").fill(name)
+    page.get_by_role("button", name="Purge").click()
+    expect(page.get_by_role("status")).to_have_text("Purged: 4 messages")
+    assert sql.execute(figures, [name]).fetchall() == [(0, 2)]
+    sql.execute("select pgqueue.enqueue(%s, '5')", [name])
+    sql.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
+    page.get_by_role("link", name="Drop…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Drop {name}?")
+    expect(page.get_by_role("listitem")).to_have_text(
+        [
+            "1 ready message",
+            "2 dead letters",
+            "the stream warehouse",
+            "1 subscription",
+            f'the relation "{name}" of expose_transport',
+        ]
+    )
+    page.get_by_label("Name of the queue").fill(name)
+    page.get_by_role("button", name="Drop").click()
+    expect(page.get_by_role("status")).to_have_text(f"{name} is dropped with 3 messages")
+    expect(page.get_by_role("heading")).to_have_text("Queues")
+    opened.close()
+    assert sql.execute("select from pgqueue.queues q where q.name = %s", [name]).fetchall() == []
+
+
+def test_a_queue_in_use_is_not_dropped_and_the_page_says_why(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    with psycopg.connect(site.target) as other:
+        other.execute("select pgqueue.enqueue(%s, '1')", [name])
+        busy = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert busy.status_code == 409
+    text = html.unescape(busy.text)
+    assert f"queue '{name}' is busy: drop_queue could not obtain a lock" in text
+    assert "Nothing was changed." in text
+    assert f'value="{name}"' in text
+    sql.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
+    sql.execute(f'create view "{name}-view" as select id from "{name}"')
+    used = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert (used.status_code, f"view public.{name}-view depends on" in used.text.replace("&#34;", "")) == (409, True)
+    sql.execute(f'drop view "{name}-view"')
+    for verb in ("drop_queue", "purge_queue"):
+        for typed in ({}, {"typed": name.upper()}):
+            assert web.http.post(url(f"/queue/{verb}", at), data=typed).status_code == 422
+        assert web.get(f"/queue/{verb}", params=at | {"name": "gone"}).status_code == 404
+        assert web.http.post(url(f"/queue/{verb}", at | {"name": "gone"}), data={"typed": "gone"}).status_code == 404
+    assert sql.execute("select count(*) from pgqueue.queues q where q.name = %s", [name]).fetchone() == (1,)
+
+
+def test_a_managed_queue_that_is_dropped_on_its_page_is_deleted(web: Server, at: dict[str, str], name: str) -> None:
+    web.create(name)
+    dropped = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert dropped.status_code == 303
+    web.until(lambda: web.status(name) is None)
 
 
 def test_findings_of_doctor_are_shown_with_their_remedies(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:

@@ -178,6 +178,7 @@ def test_register_says_what_to_set_if_the_workers_lack_the_package(tmp_path: Pat
 
 # PYSPARK_PYTHON is not set, and the Python of PATH lacks the package, as with a virtual environment that is not active.
 UNCONFIGURED = """
+import tempfile
 import pgqueue.spark
 from pyspark.sql import SparkSession
 from sparks import SETTINGS
@@ -187,12 +188,22 @@ for name, value in SETTINGS.items():
     builder = builder.config(name, value)
 spark = builder.getOrCreate()
 rows = spark.createDataFrame([("1",)], "payload string")
+
+def stream(columns=None, **options):
+    reader = spark.readStream.format("pgqueue").options(dsn="dbname=x", **options)
+    sink = (reader.schema(columns) if columns else reader).load().writeStream.format("noop")
+    sink.option("checkpointLocation", tempfile.mkdtemp(dir=".")).trigger(availableNow=True).start().awaitTermination()
+
 for use in (
     lambda: spark.read.format("pgqueue").option("queue", "orders").load(),
     lambda: spark.read.format("pgqueue").option("queue", "orders").schema("id long").load().collect(),
     lambda: spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "billing").load(),
     lambda: rows.write.format("pgqueue").option("queue", "orders").mode("append").save(),
     lambda: spark.read.format("pgqueue").option("dsn", "dbname=x").option("queu", "orders").load().collect(),
+    lambda: stream(queue="orders"),
+    lambda: stream("id long", queue="orders"),
+    lambda: stream("id long", streamId="billing"),
+    lambda: stream("ids long", queue="orders", streamId="billing"),
 ):
     try:
         use()
@@ -216,8 +227,9 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
         text=True,
         timeout=1200,
     )
-    *without_dsn, unknown = done.stdout.splitlines()
-    assert len(without_dsn) == 4, done
+    said = done.stdout.splitlines()
+    assert len(said) == 9, done
+    without_dsn, unknown, streams = said[:4], said[4], said[5:]
     for said in without_dsn:
         assert "OptionError: option dsn is missing, and so are PGQUEUE_DSN and the libpq variables" in said
     assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in unknown
@@ -225,6 +237,20 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
         assert said.startswith("[PYTHON_DATA_SOURCE_ERROR] ")
         assert "Traceback" not in said
         assert len(said) < 500
+    # Spark reports the reader of a stream only when the query runs, with the state of the query.
+    for said, sentence in zip(
+        streams,
+        (
+            "option streamId is missing",
+            "option streamId is missing",
+            "option queue is missing: 1 to 128 lowercase letters, digits, hyphens and underscores; streaming reads",
+            "schema: source stream has no column ids",
+        ),
+        strict=True,
+    ):
+        assert f"OptionError: {sentence}" in said
+        assert "Traceback" not in said
+        assert "UnboundLocalError" not in said
 
 
 SESSION = """

@@ -514,6 +514,9 @@ def test_a_version_is_sent_once(sink: Sink, caplog: pytest.LogCaptureFixture) ->
     sink.send(payloads("1", "2"), **app)
     known = f"{sink.name} to {sink.name}"
     assert caplog.messages == [f"version 20260131 of '{known}' was committed before: 2 messages are discarded"]
+    caplog.clear()
+    sink.send(payloads("1"), **app)
+    assert caplog.messages == [f"version 20260131 of '{known}' was committed before: 1 message is discarded"]
     assert (sink.sent(), sink.staged()) == ([1, 2], 0)
     sink.send(payloads("3"), txnAppId=sink.name, txnVersion="0")
     assert sink.sent() == [1, 2, 3]

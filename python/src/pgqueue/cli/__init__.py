@@ -34,8 +34,8 @@ _HELP = """A message queue in PostgreSQL.
 
 The database is that of --dsn, else of PGQUEUE_DSN, else of the libpq variables PGHOST, PGHOSTADDR, PGPORT, PGDATABASE,
 PGUSER and PGSERVICE. If all of these are unset, it is a private server: started in the background, and stopped seconds
-after the last command. It keeps its data in PGQUEUE_HOME, else in ~/.local/share/pgqueue, or, for root, in
-/var/lib/pgqueue. pgqueue dsn prints how other programs connect to it.
+after the last command and the last session of another program. It keeps its data in PGQUEUE_HOME, else in
+~/.local/share/pgqueue, or, for root, in /var/lib/pgqueue. pgqueue dsn prints how other programs connect to it.
 
 Results go to stdout, as a table or, with --json, as one JSON object per line. Its fields are the columns of the SQL
 types; durations are in seconds, timestamps in UTC, bodies in base64. Everything else goes to stderr.

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Annotated, Final
 
 import typer
@@ -13,12 +14,13 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .._files import extra
-from ..embedded import EmbeddedServerError, _packaged_bindir
+from ..embedded import EmbeddedServerError, _packaged_bindir, keep_shared_server
 from .session import Failure, Session
 
 __all__ = ["dsn", "psql"]
 
 _END_SIGNALS: Final = {signal.SIGINT, signal.SIGTERM}
+_KEPT: Final = timedelta(minutes=10)  # how long the private server runs after its connection string was printed
 
 Words = Annotated[
     list[str] | None,
@@ -32,9 +34,10 @@ def dsn(
 ) -> None:
     """Print the connection string of the database.
 
-    It is the database that the other commands use, so that a program of yours works on the same queues. The private
-    server is started if necessary, and stops seconds after the last pgqueue command: with --keep it runs until this
-    command gets Ctrl-C or SIGTERM. A connection string from the libpq variables has no password.
+    It is the database that the other commands use, so that psql or a program of yours works on the same queues. The
+    private server is started if necessary. It runs for ten minutes after this command, and longer while a program is
+    connected or a pgqueue command runs. With --keep it runs until this command gets Ctrl-C or SIGTERM. The next start
+    has another connection string. A connection string from the libpq variables has no password.
     """
     with ExitStack() as stack:
         given = session.given_dsn
@@ -42,6 +45,8 @@ def dsn(
         is_kept = keep and given is None
         if is_kept:
             signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)  # first, as a signal can follow the output at once
+        if given is None:
+            keep_shared_server(seconds=_KEPT.total_seconds())
         session.say(text, dsn=text)
         if is_kept:
             sys.stdout.flush()

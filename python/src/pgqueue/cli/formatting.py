@@ -14,6 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from .._wording import counted
+
 __all__ = [
     "RawJson",
     "counted",
@@ -142,11 +144,6 @@ def _cell_text(value: object, is_cut: bool) -> Text:
             text = str(value)
     text = printable(text if len(text) <= _MAX_CELL_CHARACTERS else f"{text[:_MAX_CELL_CHARACTERS]}…")
     return Text(text, no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number with the words after it: 1 message, 2 messages. `many` is given if `one` is not all that changes."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def message_content(payload: object, body: bytes | None) -> str:

@@ -116,7 +116,7 @@ def send(
         session.say(f"message {sender.first} sent to {queue}")
     else:
         ids = f", ids {sender.first} to {sender.last}" if sender.sent else ""
-        session.say(f"{sender.sent:,} messages sent to {queue}{ids}")
+        session.say(f"{counted(sender.sent, 'message')} sent to {queue}{ids}")
 
 
 class _Sender:

@@ -53,6 +53,10 @@ T = TypeVar("T")
 logging.getLogger("psycopg").addHandler(logging.NullHandler())
 _UNKNOWN_QUEUE: Final = re.compile("queue '(.*)' does not exist")
 _UNLIMITED_WIDTH = 4096  # columns if the output is not a terminal: nothing wraps
+_PRIVATE_SOCKET: Final = re.compile(r'"[^"]*/pgqueue-\w{8}/\.s\.PGSQL\.\d+" failed: No such file')
+_STOPPED_SERVER_HINT: Final = (
+    "That private server has stopped: pgqueue dsn, without PGQUEUE_DSN and --dsn, starts it and prints the new DSN."
+)
 _OTHER_SERVER_HINT: Final = "Use another server with --dsn, or another directory with PGQUEUE_HOME."
 
 
@@ -318,7 +322,8 @@ def explain(error: BaseException) -> tuple[str, str | None]:
 def _explain_database(error: psycopg.Error) -> tuple[str, str | None]:
     primary, hint = error.diag.message_primary, error.diag.message_hint
     if primary is None:  # the error is not from the server
-        return str(error).strip().removeprefix("connection is bad: ").expandtabs(2), None
+        hint = _STOPPED_SERVER_HINT if _PRIVATE_SOCKET.search(str(error)) else None
+        return str(error).strip().removeprefix("connection is bad: ").expandtabs(2), hint
     message = f"{primary}\ndetail: {error.diag.message_detail}" if error.diag.message_detail else primary
     match error:
         case QueueNotFound():

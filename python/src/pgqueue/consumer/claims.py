@@ -23,6 +23,7 @@ from psycopg.errors import LockNotAvailable
 
 from .. import _calls
 from .._calls import Bound, LostAck
+from .._wording import counted
 from .connections import is_trouble
 from .delivery import ClaimedMessage, Result, State
 from .runtime import Runtime
@@ -339,8 +340,8 @@ class Claims:
                 for result in done:
                     self.give_up(result.message)
                     self._in_doubt.pop(result.message.id, None)
-                text = f"{len(done)} messages could not be acknowledged: they will be delivered again"
-                self._runtime.critical(error, text)
+                told = ("message could not be acknowledged: it", "messages could not be acknowledged: they")
+                self._runtime.critical(error, f"{counted(len(done), *told)} will be delivered again")
             else:
                 self._keep(done)
             raise

@@ -66,6 +66,13 @@ def is_trouble(error: BaseException) -> bool:
     return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Whether an exception says that a database cannot be reached: the connection broke, or the server stops."""
+    if not isinstance(error, psycopg.Error) or not is_trouble(error):
+        return False
+    return error.sqlstate is None or error.sqlstate.startswith(("08", "53", "57P"))
+
+
 class NoConnection(psycopg.OperationalError):
     """The user's connection function raised the cause of this."""
 

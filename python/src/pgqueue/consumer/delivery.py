@@ -254,12 +254,16 @@ EVENTS: dict[State, EventKind] = {State.ACKED: "succeeded", State.RETRIED: "retr
 
 
 class Result(NamedTuple):
-    """The outcome of an attempt: the state that the message enters once the settlement has succeeded."""
+    """The outcome of an attempt: the state that the message enters once the settlement has succeeded.
+
+    `outlook` says what follows a failed attempt.
+    """
 
     message: ClaimedMessage
     state: State
     seconds: float | None = None
     error: BaseException | None = None
+    outlook: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import psycopg
 
 from .. import _calls
+from .._wording import counted
 from .claims import Claims
 from .connections import in_thread, is_conflict, is_trouble
 from .delivery import ClaimedMessage, HandlerCall, Result, State
@@ -230,9 +231,9 @@ class HandlerCalls:
         if message.is_void:
             return
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
-            state, statement = settlement(self._settings, message, error)
+            state, statement, next_step = settlement(self._settings, message, error)
             fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
-            self.claims.send(statement, Result(message, state, seconds, error), fallback)
+            self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
             return
         result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
         if result is not None and not call.is_cancelled:
@@ -302,8 +303,9 @@ class HandlerCalls:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
         for message in call.messages:
             fault = error or psycopg.OperationalError("the connection was lost")
-            self._runtime.report_failure(message, fault)
-            self.claims.send(failure_record(self._settings, message, fault), None)
+            statement, next_step = failure_record(self._settings, message, fault)
+            self._runtime.report_failure(message, fault, next_step)
+            self.claims.send(statement, None)
 
     # The end
 
@@ -372,4 +374,5 @@ class HandlerCalls:
         return []
 
     def _warn_not_released(self, messages: list[ClaimedMessage], why: str) -> None:
-        self._runtime.log(logging.WARNING, f"{len(messages)} messages come back when their claims run out: {why}")
+        told = ("message comes back when its claim runs out", "messages come back when their claims run out")
+        self._runtime.log(logging.WARNING, f"{counted(len(messages), *told)}: {why}")

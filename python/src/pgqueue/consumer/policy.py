@@ -114,7 +114,7 @@ class Retries:
     def decide(self, attempt: int) -> Decision:
         """The decision after the failed attempt number `attempt`, which counts from 1."""
         if attempt >= self.total:
-            return Exhausted(f"all {self.total} attempts failed")
+            return Exhausted("the only attempt failed" if self.total == 1 else f"all {self.total} attempts failed")
         rounds, step = divmod(attempt, self.immediate + 1)
         if step:
             return Retry(timedelta(0))
@@ -141,6 +141,15 @@ def decide(error: BaseException, answer: Decision | None, attempt: int, retries:
             return default
         return Retry(default.after, decision.error)
     return decision
+
+
+def outlook(decision: Decision, is_last: bool) -> str:
+    """What follows a failed attempt, as a clause for the log."""
+    if is_last or not isinstance(decision, Retry):
+        return "there is no further attempt"
+    if decision.after is None:
+        return "the next attempt follows after the backoff of the queue"
+    return f"the next attempt follows in {decision.after.total_seconds():g} s"
 
 
 # The record of a failure

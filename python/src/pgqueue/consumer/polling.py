@@ -14,6 +14,7 @@ import psycopg
 from psycopg import AsyncConnection
 
 from .. import _calls
+from .._wording import counted
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
@@ -348,7 +349,7 @@ class Poller:
             runtime.log(logging.WARNING, text)
         if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
             total = settings.retries.total
-            text = f"retries allow {total} attempts, but messages of this queue get {info.max_attempts}"
+            text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
             runtime.log(logging.WARNING, text)
 
     async def _look(self, room: int) -> tuple[int, bool]:

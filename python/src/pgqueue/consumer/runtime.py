@@ -15,8 +15,9 @@ from psycopg.errors import LockNotAvailable
 
 from .. import _calls
 from .._calls import Bound
-from .connections import ConnectionFactory, SharedConnection, is_conflict, is_trouble
+from .connections import ConnectionFactory, SharedConnection, is_conflict, is_trouble, is_unreachable
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
+from .policy import cause_of, text_of
 from .settings import Settings
 
 T = TypeVar("T")
@@ -192,8 +193,9 @@ class Runtime:
         if kind != "work" and is_trouble(error):
             kind = "connection"
         level = logging.WARNING if self.breaker.state == "closed" else logging.DEBUG
-        self.log(level, f"{type(error).__name__}: {str(error).strip()}")
-        self._not_before = time.monotonic() + self.breaker.failed(kind)
+        pause = self.breaker.failed(kind)
+        self.log(level, f"{_one_line(error)}; the next attempt follows in {pause:.1f} s")
+        self._not_before = time.monotonic() + pause
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
         self._tell_circuit()
@@ -266,14 +268,20 @@ class Runtime:
     def report_result(self, result: Result) -> None:
         """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
         if result.error is not None:
-            self.report_failure(result.message, result.error)
+            self.report_failure(result.message, result.error, result.outlook)
         self._tell(EVENTS[result.state], result.message.message, result.error, result.seconds)
 
-    def report_failure(self, message: ClaimedMessage, error: BaseException) -> None:
-        """Count and log a failed attempt."""
+    def report_failure(self, message: ClaimedMessage, error: BaseException, outlook: str) -> None:
+        """Count and log a failed attempt.
+
+        While a database is unreachable every attempt fails, so the traceback of such an error is only for debugging.
+        """
         self.stats.failed += 1
-        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {type(error).__name__}"
-        self._log_message(logging.WARNING, text, message.message, error)
+        cause = cause_of(error)
+        reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
+        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {outlook}"
+        has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)
+        self._log_message(logging.WARNING, text, message.message, error if has_trace else None)
 
     def report_loss(self, message: ClaimedMessage) -> None:
         """Count and tell a lost claim."""
@@ -299,6 +307,11 @@ class Runtime:
             function(*arguments)
         except Exception as error:
             self.log(logging.ERROR, f"{getattr(function, '__name__', 'a callback')} raised", error)
+
+
+def _one_line(error: BaseException) -> str:
+    """The type and the text of an error, without line breaks."""
+    return f"{type(error).__name__}: {' '.join(text_of(error).split())}"
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

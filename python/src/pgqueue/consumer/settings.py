@@ -87,6 +87,8 @@ class Settings:
                     raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
+        if self.retries is not None and not isinstance(self.retries, Retries):
+            raise TypeError(f"invalid retries: {self.retries!r}; must be a pgqueue.Retries")
         if self.batch_size is not None:
             check_integer("batch_size", self.batch_size, 1, MOST_MESSAGES)
         check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)

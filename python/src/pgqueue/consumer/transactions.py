@@ -35,6 +35,7 @@ from .policy import (
     decide,
     describe,
     failure_headers,
+    outlook,
 )
 from .runtime import Received, Runtime
 from .settings import Settings
@@ -47,12 +48,14 @@ _MOST_CONFLICTS = 20
 
 def settlement(
     settings: Settings, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
-) -> tuple[State, Bound[Any]]:
-    """The outcome of a failed attempt, by the answer of a policy or without one, and the statement that settles it."""
+) -> tuple[State, Bound[Any], str]:
+    """The outcome of a failed attempt, by the answer of a policy or without one, the statement that settles it, and
+    what follows.
+    """
     message, name, by = claimed.message, settings.queue_name, settings.claimed_by or ""
     decision = decide(error, answer, message.attempt_count, settings.retries)
     if isinstance(decision, Handled):
-        return State.ACKED, _calls.ack(name, claimed.id, claimed.token)
+        return State.ACKED, _calls.ack(name, claimed.id, claimed.token), "the policy has handled it"
     is_rejected = isinstance(decision, Reject)
     dies = is_rejected or claimed.is_last_attempt
     headers = failure_headers(message, error, by, dies)
@@ -62,13 +65,13 @@ def settlement(
     else:
         reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
         statement = _calls.reject(name, claimed.id, claimed.token, text, headers, reason)
-    return State.DEAD if dies else State.RETRIED, statement
+    return State.DEAD if dies else State.RETRIED, statement, outlook(decision, dies)
 
 
-def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> Bound[bool]:
-    """The statement that counts an attempt whose transaction was rolled back."""
+def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
+    """The statement that counts an attempt whose transaction was rolled back, and what follows."""
     decision = decide(error, None, claimed.message.attempt_count, settings.retries)
-    return _calls.record_failure(
+    statement = _calls.record_failure(
         settings.queue_name,
         claimed.id,
         claimed.message.attempt_count,
@@ -76,6 +79,7 @@ def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseExcep
         describe(error, decision),
         failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
     )
+    return statement, outlook(decision, claimed.is_last_attempt)
 
 
 def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
@@ -312,7 +316,7 @@ class Transactions:
                 message.try_become(State.WORKING)
                 await session.execute(undo)
                 return Result(message, State.LOST)
-            state, statement = settlement(self._settings, message, error, answer)
+            state, statement, next_step = settlement(self._settings, message, error, answer)
             (kept,) = await session.execute(statement)
             if kept:
                 await session.command(commit)
@@ -321,7 +325,7 @@ class Transactions:
         except Exception:
             message.try_become(State.WORKING)
             raise
-        return Result(message, state if kept else State.LOST, seconds, error)
+        return Result(message, state if kept else State.LOST, seconds, error, next_step)
 
     async def _settle(
         self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
@@ -331,10 +335,10 @@ class Transactions:
         results: list[Result] = []
         statements: dict[int, Bound[Any]] = {}
         for message, delivery in zip(messages, deliveries, strict=True):
-            state, error = State.ACKED, delivery.outcome
+            state, error, next_step = State.ACKED, delivery.outcome, ""
             if error is not None:
-                state, statements[message.id] = settlement(self._settings, message, error)
-            results.append(Result(message, state, seconds, error))
+                state, statements[message.id], next_step = settlement(self._settings, message, error)
+            results.append(Result(message, state, seconds, error, next_step))
         if statements or len({message.token for message in messages}) > 1:
             # One by one, by id: heartbeats lock messages in this order.
             for message in sorted(messages, key=lambda message: message.id):

@@ -16,6 +16,7 @@ import psycopg
 from rich.console import Console
 
 from .._styles import correction
+from .._wording import counted
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from ..message import DeadMessage
@@ -52,7 +53,7 @@ def run_demo(
             run.figures.dead = len(middle.dead)
             redelivered = count_redelivered(queue, run.figures.held, middle.dead)
             if run.figures.lost:
-                display.log(f"{run.figures.lost:,} messages were delivered again, as their consumers took too long")
+                display.log(f"delivered again, as the consumer took too long: {counted(run.figures.lost, 'message')}")
             display.log(f"{len(middle.dead):,} flights are dead letters after {SETTINGS['max_attempts']} attempts each")
             if middle.dead:
                 display.log(f"one of them: “{middle.dead[0].last_error}”")

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from .._wording import counted as count
 from ..message import QueueStats
 from .registry import QueueRow
 from .sampling import History, Place, Sampler
@@ -195,11 +196,6 @@ def queue_url(page: str, place: Place, /, **more: object) -> str:
     service, database, name = place
     given = {name: value for name, value in more.items() if value is not None}
     return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
-
-
-def count(number: int, noun: str) -> str:
-    """A number and its noun, such as `1 dead letter` and `2 dead letters`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def render(

@@ -8,7 +8,7 @@ from fastapi import Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from psycopg_pool import PoolTimeout
 
-from . import depth_history, page_forms, page_inspection, registry
+from . import depth_history, page_forms, page_inspection, page_removal, registry
 from .context import Context, CurrentContext
 from .depth_history import RANGES
 from .errors import ApiError
@@ -36,6 +36,7 @@ __all__ = ["error_page", "is_page", "router"]
 router = page_router()
 router.include_router(page_forms.router)
 router.include_router(page_inspection.router)
+router.include_router(page_removal.router)
 
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list

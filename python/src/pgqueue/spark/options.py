@@ -244,7 +244,7 @@ def parse(given: Mapping[str, str], use: str) -> Options:
         if value is not None:
             values[_snake(option.name)] = _value(option, value)
         elif use in option.required:
-            raise OptionError(f"option {option.name} is missing: {option.allowed}")
+            raise OptionError(f"option {option.name} is missing: {option.allowed}; {_USES[use]} need it")
         else:
             values[_snake(option.name)] = option.default
     _check_together(values)

@@ -25,6 +25,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from .._wording import counted
 from ..client import Queue, Queues
 from ..errors import InvalidArgument
 from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, split_rows
@@ -115,10 +116,10 @@ class _Writer:
         # After a retry, the earlier commit is most likely that of the first call, whose answer was lost.
         if not self._call(commit) and calls == 1:
             _log.warning(
-                "version %s of %r was committed before: %s messages are discarded",
+                "version %s of %r was committed before: %s",
                 version,
                 app_id,
-                sum(counts.values()),
+                counted(sum(counts.values()), "message is discarded", "messages are discarded"),
             )
 
     def _call(self, call: Callable[[Queues], T]) -> T:

@@ -84,10 +84,17 @@ class PgQueueDataSource(DataSource):
             return (PushdownSnapshotReader if options.pushdown else SnapshotReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return a streaming reader. Raises OptionError."""
-        from .stream import QueueStreamReader
+        """Return a streaming reader. Raises OptionError; in a process of Spark the reader raises it."""
+        from .stream import QueueStreamReader, RefusedStreamReader
 
-        return QueueStreamReader(parse(self.options, STREAM), schema)
+        try:
+            with _short_errors():
+                return QueueStreamReader(parse(self.options, STREAM), schema)
+        except OptionError as error:
+            if not _is_spark_process():
+                raise
+            # Spark stops the reader even if this method has raised, and then shows an UnboundLocalError of its own.
+            return RefusedStreamReader(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return a batch writer. Raises OptionError."""
@@ -108,17 +115,18 @@ class PgQueueDataSource(DataSource):
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Have Spark show an OptionError without the traceback of its Python process, which ends with the error.
-
-    Not for streamReader: there an error of Spark itself follows, and only the traceback has the first one.
-    """
+    """Have Spark show an OptionError without the traceback of its Python process, which ends with the error."""
     try:
         yield
     except OptionError:
-        program = sys.modules["__main__"].__spec__
-        if program is not None and program.name.startswith("pyspark."):
+        if _is_spark_process():
             os.environ["SPARK_HIDE_TRACEBACK"] = "1"
         raise
+
+
+def _is_spark_process() -> bool:
+    program = sys.modules["__main__"].__spec__
+    return program is not None and program.name.startswith("pyspark.")
 
 
 def _refuse_overwrite(overwrite: bool) -> None:

@@ -24,7 +24,7 @@ from .copy_to_arrow import read_batches
 from .options import OptionError, Options
 from .stream_driver import StreamDriver
 
-__all__ = ["BatchPart", "QueueStreamReader"]
+__all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader"]
 
 _MAX_BATCH = 100000  # messages, the limit of the database
 
@@ -185,3 +185,22 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 return
             except psycopg.Error as error:
                 backoff.wait(error)
+
+
+class RefusedStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Stands for a reader that its options do not allow. Every call raises the OptionError, but `stop` does nothing."""
+
+    def __init__(self, error: OptionError) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self._error
+
+    initialOffset: Any = _refuse  # noqa: N815 - Spark's name
+    latestOffset: Any = _refuse  # noqa: N815 - Spark's name
+    reportLatestOffset: Any = _refuse  # noqa: N815 - Spark's name
+    getDefaultReadLimit: Any = _refuse  # noqa: N815 - Spark's name
+    prepareForTriggerAvailableNow: Any = _refuse  # noqa: N815 - Spark's name
+    partitions: Any = _refuse
+    commit: Any = _refuse
+    read: Any = _refuse

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
+from .._wording import counted
 from ..client import Queue
 from ..errors import StreamFenced
 from ..message import Stream
@@ -122,8 +123,8 @@ class StreamDriver:
                 for batch in batches:
                     if batch.lost:
                         _log.warning(
-                            "stream %s lost %d messages of batch %d: its reservation ran out and others took them",
+                            "stream %s lost %s of batch %d to other consumers: its reservation ran out",
                             options.stream_id,
-                            len(batch.lost),
+                            counted(len(batch.lost), "message"),
                             batch.seq,
                         )
