@@ -46,7 +46,7 @@ KILLS_PER_SECOND = 2
 IDLE_CONNECTIONS = 300
 KILL_PERIOD = 20.0  # seconds between kills of the worker, if the phase is long enough for three
 RESTART_DELAY = 1.0  # seconds until an adapter that has ended is started again
-START_SECONDS = 60.0  # an adapter may take so long to install its system
+START_SECONDS = 180.0  # an adapter may take so long to install its system
 STOP_SECONDS = 10.0
 POINTS = 60  # in the series of a phase
 WARMUP = "warmup"
@@ -80,7 +80,7 @@ class Program:
     def missing(self) -> str | None:
         """What the system needs and this machine lacks."""
         if not self.file.endswith(".mjs"):
-            return None if importlib.util.find_spec(self.package) else f"pip install 'python[bench]' ({self.package})"
+            return None if importlib.util.find_spec(self.package) else f"{self.package} (pip install 'python[bench]')"
         if not (NODE / "node_modules" / self.package).exists():
             return f"npm's {self.package} (test/bench/fetch.py node)"
         for file in HARNESS.glob("*.mjs"):  # Node looks for packages beside the program
@@ -90,6 +90,7 @@ class Program:
 
 PROGRAMS = {
     "pgqueue": Program("main.py", "AsyncConsumer, psycopg 3", "psycopg_pool"),
+    "awa": Program("awa_adapter.py", "its own worker, Rust in Python", "awa"),
     "pgmq": Program("pgmq_adapter.py", "its own, asyncpg; loops of read and delete", "pgmq"),
     "procrastinate": Program("procrastinate_adapter.py", "its own worker, psycopg 3", "procrastinate"),
     "pgqueuer": Program("pgqueuer_adapter.py", "its own worker, asyncpg", "pgqueuer"),
