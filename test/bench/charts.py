@@ -1,5 +1,6 @@
 """Draws the figures as PNG and SVG, if matplotlib is installed."""
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -188,13 +189,13 @@ def _horizons(plt: Any, part: Part) -> Any:
     }
     figure, every = plt.subplots(len(titles), 1, figsize=(12, 10), sharex=True, layout="constrained")
     for axes, (metric, title) in zip(every, titles.items(), strict=True):
+        scale = 1e6 if metric == "bytes" else 1
         for system, colour in zip(systems, COLOURS, strict=False):
             points = [
-                (cell["start"] + (n + 0.5) * cell["every"], value / (1e6 if metric == "bytes" else 1))
+                (cell["start"] + (n + 0.5) * cell["every"], math.nan if value is None else value / scale)
                 for cell in part["cells"]
                 if cell["system"] == system
                 for n, value in enumerate(cell["series"][metric])
-                if value is not None
             ]
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, label=system)
         axes.set_yscale("linear" if metric == "rate" else "symlog", **({} if metric == "rate" else {"linthresh": 1}))
@@ -203,9 +204,10 @@ def _horizons(plt: Any, part: Part) -> Any:
         axes.set_title(title, loc="left", fontsize=9)
         axes.grid(axis="y", alpha=0.3)
         _unframed(axes)
-        for cell in (cell for cell in part["cells"] if cell["system"] == systems[0]):
-            if cell["phase"] not in ("warmup", "clean", "recovery"):
-                axes.axvspan(cell["start"], cell["start"] + cell["seconds"], color="#b5534c", alpha=0.12, linewidth=0)
+        for cell in part["cells"]:
+            if cell["system"] != systems[0] or cell["phase"] in ("warmup", "clean", "recovery"):
+                continue
+            axes.axvspan(cell["start"], cell["start"] + cell["seconds"], color="#b5534c", alpha=0.12, linewidth=0)
             if axes is every[0]:
                 axes.annotate(
                     cell["phase"], (cell["start"], 1), xycoords=("data", "axes fraction"), fontsize=6, va="top"

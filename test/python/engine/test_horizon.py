@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -257,6 +257,58 @@ def script(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "adapter.py"
     file.write_text(text)
     return [sys.executable, str(file)]
+
+
+FAKE = """
+import asyncio, sys
+sys.path.append({harness!r})
+import protocol
+
+class Fake(protocol.System):
+    name, event_tables = "fake", ["public.fake"]
+    async def open(self, stack): pass
+    async def enqueue(self, payloads): raise ValueError("refused")
+    async def depth(self): return 0
+    async def work(self, handle): {work}
+
+async def hang():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+protocol.SHUTDOWN_SECONDS = 0.2
+protocol.main(Fake)
+"""
+
+
+def test_an_adapter_ends_in_time_when_its_system_does_not(tmp_path: Path) -> None:
+    with fake(tmp_path, "await hang()") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "descriptor"
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_an_adapter_whose_worker_ends_by_itself_exits_with_1(tmp_path: Path) -> None:
+    with fake(tmp_path, "return") as process:
+        _, complaint = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the worker ended by itself" in complaint
+
+
+@contextmanager
+def fake(tmp_path: Path, work: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process of an adapter whose system needs no server."""
+    text = FAKE.format(harness=str(BENCH / "harness"), work=work)
+    environment = os.environ | {"DATABASE_URL": URL, "SAMPLE_EVERY_S": str(EVERY)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(script(tmp_path, text), env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_an_adapter_that_ends_is_started_again_and_counted_unless_it_was_killed(
