@@ -206,7 +206,7 @@ lint: setup  ## check the style of SQL, Python and the Dockerfile
 	@cd python && ../.venv/bin/ruff format --quiet --check . ../test
 	@cd python && ../$(python) -m mypy --no-error-summary
 	@cd python && { report=$$(../.venv/bin/lint-imports) || { echo "$$report"; exit 1; }; }
-	@.venv/bin/hadolint test/docker/Dockerfile test/docker/standin.Dockerfile
+	@.venv/bin/hadolint test/docker/Dockerfile test/docker/standin.Dockerfile test/bench/harness/Dockerfile
 
 docker-test: build  ## build the image and run it, with docker or podman
 	@test/docker/test.sh

@@ -1,5 +1,6 @@
 """Draws the figures as PNG and SVG, if matplotlib is installed."""
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "pressure": _pressures,
         "pinned": _pressures,
         "cost": _costs,
+        "horizon": _horizons,
     }
     for name, part in report["parts"].items():
         if part["cells"]:
@@ -172,5 +174,51 @@ def _costs(plt: Any, part: Part) -> Any:
     batched = next((cell["take"]["batch"] for cell in cells if cell["take"]["batch"] > 1), None)
     if batched:
         disk.set_xlabel(f"* claimed in batches of {batched}", fontsize=SMALL, loc="right")
+    figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def _horizons(plt: Any, part: Part) -> Any:
+    """Panels of rate, p99, dead rows and bytes over time; a line for each system, a band for each disturbance."""
+    systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
+    titles = {
+        "rate": "completions per second",
+        "p99_ms": "p99 from sending to the handler, ms, of 30 s",
+        "dead_tuples": "dead rows",
+        "bytes": "MB of tables and indexes",
+    }
+    figure, every = plt.subplots(len(titles), 1, figsize=(12, 10), sharex=True, layout="constrained")
+    for axes, (metric, title) in zip(every, titles.items(), strict=True):
+        scale = 1e6 if metric == "bytes" else 1
+        for system, colour in zip(systems, COLOURS, strict=False):
+            points = [
+                (cell["start"] + (n + 0.5) * cell["every"], math.nan if value is None else value / scale)
+                for cell in part["cells"]
+                if cell["system"] == system
+                for n, value in enumerate(cell["series"][metric])
+            ]
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.2, label=system)
+        axes.set_yscale("linear" if metric == "rate" else "symlog", **({} if metric == "rate" else {"linthresh": 1}))
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+        _unframed(axes)
+        for cell in part["cells"]:
+            if cell["system"] != systems[0] or cell["phase"] in ("warmup", "clean", "recovery"):
+                continue
+            axes.axvspan(cell["start"], cell["start"] + cell["seconds"], color="#b5534c", alpha=0.12, linewidth=0)
+            if axes is every[0]:
+                axes.annotate(
+                    cell["phase"], (cell["start"], 1), xycoords=("data", "axes fraction"), fontsize=6, va="top"
+                )
+    every[-1].set_xlabel("seconds", fontsize=9)
+    figure.legend(
+        *every[0].get_legend_handles_labels(),
+        fontsize=SMALL,
+        ncols=len(systems),
+        frameon=False,
+        loc="outside lower left",
+    )
     figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
     return figure

@@ -7,7 +7,7 @@ results/*.json; with --check it changes nothing and fails where one of the two i
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from sections import update_section
 
 HERE = Path(__file__).resolve().parent
-LATEST, BREAKDOWN = HERE / "results/latest.json", HERE / "results/breakdown.json"
+LATEST, BREAKDOWN, HORIZON = (HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon"))
 Rows = list[list[str]]
+Cell = dict[str, Any]
 SINGLE_VERBS = ("enqueue 1", "claim 1, ack", "claim 100, ack 100")
 
 
@@ -30,6 +31,9 @@ def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
         return
     if part["cells"] and "asked_rate" in part["cells"][0]:
         yield latencies(part)
+        return
+    if part["cells"] and "phase" in part["cells"][0]:
+        yield from horizons(part)
         return
     for sync in dict.fromkeys(cell["synchronous_commit"] for cell in part["cells"]):
         cells = [cell for cell in part["cells"] if cell["synchronous_commit"] == sync]
@@ -150,6 +154,52 @@ def costs(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
     return part["title"], headings, rows, about(part) + " WAL holds full pages behind a checkpoint."
 
 
+def horizons(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
+    """The tables of the phases of the long horizon: a row for each phase, a column for each system."""
+    systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
+    runs = {system: [cell for cell in part["cells"] if cell["system"] == system] for system in systems}
+    ways: tuple[tuple[str, Callable[[Cell], str], str], ...] = (
+        (
+            "completions per second",
+            lambda cell: completions(cell, cleans[cell["system"]]),
+            about(part) + " The per cent are of the phase clean. An exit is the end of an adapter by itself.",
+        ),
+        (
+            "p99 from sending to the handler, ms",
+            lambda cell: optional(cell["p99_ms"], ",.0f"),
+            "The median of the windows of 30 s that lie within the phase.",
+        ),
+        ("ready messages", lambda cell: optional(cell["depth"], ",.0f"), "At the end of the phase."),
+        ("dead rows", lambda cell: optional(cell["dead_tuples"], ",.0f"), "The most of the phase, by the statistics."),
+        (
+            "MB of tables and indexes",
+            lambda cell: optional(cell["bytes"] and cell["bytes"] / 1e6, ",.1f"),
+            "At the end of the phase.",
+        ),
+    )
+    cleans = {
+        system: next((cell for cell in cells if cell["phase"] == "clean"), cells[0]) for system, cells in runs.items()
+    }
+    for what, text, more in ways:
+        rows = [
+            [f"{phase[0]['phase']}, {phase[0]['seconds']:.0f} s", *map(text, phase)]
+            for phase in zip(*runs.values(), strict=True)
+        ]
+        yield f"{part['title']}: {what}", ["phase", *systems], rows, more
+
+
+def completions(cell: Cell, clean: Cell) -> str:
+    """The rate of a phase, its ratio to that of the phase clean, and how often the adapter ended by itself."""
+    disturbed = cell["phase"] not in ("warmup", "clean")
+    ratio = f" ({cell['rate'] / clean['rate']:.0%})" if disturbed and clean["rate"] else ""
+    exits = f", {cell['exits']} exit{'s' * (cell['exits'] > 1)}" if cell["exits"] else ""
+    return f"{cell['rate']:,.0f}{ratio}{exits}"
+
+
+def optional(value: float | None, how: str) -> str:
+    return "" if value is None else format(value, how)
+
+
 def note(part: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     """The note below a table of rates: circumstances, rounds, and the meaning of each number."""
     rounds = f"{part['rounds']} round{'s' * (part['rounds'] > 1)}"
@@ -264,6 +314,9 @@ def main() -> int:
     if BREAKDOWN.exists():
         text = breakdown(json.loads(BREAKDOWN.read_text(encoding="utf-8")))
         failed |= update_section("breakdown", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+    if HORIZON.exists():
+        text = section(json.loads(HORIZON.read_text(encoding="utf-8")))
+        failed |= update_section("horizon", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 
 

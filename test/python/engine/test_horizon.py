@@ -1,0 +1,355 @@
+"""The adapter of pgqueue for the long-horizon harness (test/bench/harness), and the runner of its phases."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import wait_for
+from psycopg.conninfo import make_conninfo
+from rich.console import Console
+
+from pgqueue.embedded import EmbeddedServer
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "bench/harness"))
+
+import horizon
+import protocol
+from charts import draw
+from report import tables
+
+BENCH = Path(__file__).parents[2] / "bench"
+MANIFEST = json.loads((BENCH / "harness/adapter.json").read_text())
+EVERY = 0.2
+_numbers = count(1)
+URL = "postgres://nobody@127.0.0.1:1/nothing"
+REQUIRED = {"claim_p50_ms", "claim_p95_ms", "claim_p99_ms", "enqueue_rate", "completion_rate", "queue_depth"}
+
+
+class Adapter:
+    """A process of the adapter with the environment of the harness, and what it wrote."""
+
+    def __init__(self, server: EmbeddedServer, database: str, **settings: str) -> None:
+        self.dsn = make_conninfo(server.dsn, dbname=database)
+        words = psycopg.conninfo.conninfo_to_dict(self.dsn)
+        url = f"postgres://{words['user']}@/{database}?host={words['host']}&port={words['port']}"
+        environment = {"DATABASE_URL": url, "SAMPLE_EVERY_S": str(EVERY), "PRODUCER_RATE": "100"} | settings
+        self.process = subprocess.Popen(
+            [sys.executable, BENCH / "harness/main.py"],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.records: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.records.extend(json.loads(line) for line in iter(self.process.stdout.readline, ""))
+
+    def values(self, metric: str, since: int = 0) -> list[float]:
+        return [record["value"] for record in self.records[since:] if record.get("metric") == metric]
+
+    def wait_for_completions(self) -> None:
+        """Wait until messages are sent and completed from now on."""
+        since = len(self.records)
+        for metric in ("enqueue_rate", "completion_rate"):
+            wait_for(lambda metric=metric: sum(value > 0 for value in self.values(metric, since)) > 2)
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
+
+    def terminate(self) -> int:
+        self.process.terminate()
+        return self.process.wait(5)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[EmbeddedServer]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(horizon, "EmbeddedServer", partial(EmbeddedServer, durable=False))
+        with horizon.server() as server:
+            yield server
+
+
+@pytest.fixture
+def start(own_server: EmbeddedServer) -> Iterator[Callable[..., Adapter]]:
+    """A function that starts an adapter in a new database and waits for its descriptor."""
+    started: list[Adapter] = []
+
+    def start(**settings: str) -> Adapter:
+        database = f"bench_{next(_numbers)}"
+        with psycopg.connect(own_server.dsn, autocommit=True) as connection:
+            connection.execute(f"create database {database}".encode())
+        started.append(Adapter(own_server, database, **settings))
+        wait_for(lambda: bool(started[-1].records) or started[-1].process.poll() is not None)
+        return started[-1]
+
+    yield start
+    for adapter in started:
+        adapter.close()
+
+
+def test_the_adapter_describes_itself_before_its_first_sample(start: Callable[..., Adapter]) -> None:
+    adapter = start()
+    descriptor = adapter.records[0]
+    assert descriptor["kind"] == "descriptor"
+    assert descriptor["system"] == MANIFEST["system"]
+    assert set(descriptor["event_tables"]) >= set(MANIFEST["event_tables"])
+    assert set(descriptor["extensions"]) >= set(MANIFEST["extensions"])
+    assert {"version", "schema_version", "db_name", "started_at"} < descriptor.keys()
+    with psycopg.connect(adapter.dsn) as connection:
+        kinds = [
+            connection.execute("select relkind::text from pg_class where oid = to_regclass(%s)", [name]).fetchone()
+            for name in MANIFEST["event_tables"] + MANIFEST["event_indexes"]
+        ]
+    # A partitioned table has neither rows nor statistics of its own.
+    assert kinds == [("r",)] * len(MANIFEST["event_tables"]) + [("i",)] * len(MANIFEST["event_indexes"])
+    assert adapter.terminate() == 0
+
+
+def test_every_tick_has_all_required_metrics(start: Callable[..., Adapter]) -> None:
+    adapter = start()
+    wait_for(lambda: len(adapter.values("queue_depth")) > 3)
+    ticks: dict[str, set[str]] = defaultdict(set)
+    for record in adapter.records[1:]:
+        assert record["kind"] == record["subject_kind"] == "adapter"
+        assert (record["system"], record["subject"], record["instance_id"]) == ("pgqueue", "", 0)
+        assert record["window_s"] in (0, EVERY, 30)
+        ticks[record["t"]].add(record["metric"])
+    *whole, _ = ticks.items()
+    for at, metrics in whole:
+        assert metrics >= REQUIRED
+        assert round(datetime.fromisoformat(at).timestamp() * 1000) % round(EVERY * 1000) == 0
+    assert max(adapter.values("claim_p99_ms")) > 0
+
+
+def test_only_the_first_instance_reports_what_all_instances_see(start: Callable[..., Adapter]) -> None:
+    adapter = start(BENCH_INSTANCE_ID="1")
+    wait_for(lambda: len(adapter.values("completion_rate")) > 1)
+    assert {record["instance_id"] for record in adapter.records} == {1}
+    assert not adapter.values("queue_depth") + adapter.values("producer_target_rate")
+
+
+def test_the_harness_can_pace_the_producer(start: Callable[..., Adapter]) -> None:
+    adapter = start(PRODUCER_PACING="harness", BENCH_QUEUE_COUNT="2", PRODUCER_BATCH_MAX="4")
+    adapter.tell("ENQUEUE 3\nENQUEUE 7\n")
+    with psycopg.connect(adapter.dsn, autocommit=True) as connection:
+
+        def sent() -> tuple[int, int]:
+            statement = "select last_value, (select count(*) from pgqueue.messages) from pgqueue.message_id"
+            row = connection.execute(statement).fetchone()
+            assert row is not None
+            return row[0], row[1]
+
+        wait_for(lambda: sent() == (10, 0))
+        since = len(adapter.records)
+        wait_for(lambda: len(adapter.values("queue_depth", since)) > 1)
+        assert sent() == (10, 0)
+
+
+def test_the_producer_can_keep_a_depth(start: Callable[..., Adapter]) -> None:
+    adapter = start(PRODUCER_MODE="depth-target", TARGET_DEPTH="50", WORKER_COUNT="1", JOB_WORK_MS="100")
+    wait_for(lambda: 40 <= adapter.values("queue_depth")[-1] <= 50 if adapter.values("queue_depth") else False)
+    adapter.wait_for_completions()
+    assert max(adapter.values("queue_depth")) <= 60
+
+
+def test_the_adapter_goes_on_after_killed_backends_and_a_restart_of_the_server(
+    own_server: EmbeddedServer, start: Callable[..., Adapter]
+) -> None:
+    adapter = start()
+    adapter.wait_for_completions()
+    with psycopg.connect(own_server.dsn, autocommit=True) as connection:
+        connection.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s",
+            [psycopg.conninfo.conninfo_to_dict(adapter.dsn)["dbname"]],
+        )
+    adapter.wait_for_completions()
+    own_server.restart()
+    adapter.wait_for_completions()
+    assert adapter.process.poll() is None
+    # The server is down, so nothing can be closed gracefully.
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGINT)
+    wait_for(lambda: own_server.pid is None)
+    begin = time.monotonic()
+    assert adapter.terminate() == 0
+    assert time.monotonic() - begin < 5
+    own_server.start()
+
+
+def test_an_adapter_without_a_server_exits_with_1(own_server: EmbeddedServer) -> None:
+    adapter = Adapter(own_server, "missing")
+    assert adapter.process.wait(20) == 1
+    adapter.close()
+    assert adapter.records == []
+
+
+def test_percentiles_are_exact_to_a_thousandth_and_forget_after_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(protocol.time, "monotonic", lambda: now)
+    latencies = protocol.Latencies()
+    assert latencies.percentiles() == {"p50": 0, "p95": 0, "p99": 0}
+    for ms in range(1, 1001):
+        latencies.add(float(ms))
+    assert latencies.percentiles() == pytest.approx({"p50": 500, "p95": 950, "p99": 990}, rel=0.001)
+    now += protocol.WINDOW - 1
+    latencies.add(7.0, 9000)
+    assert latencies.percentiles()["p50"] == pytest.approx(7, rel=0.001)
+    assert latencies.percentiles()["p99"] == pytest.approx(900, rel=0.001)
+    now += 1
+    assert latencies.percentiles()["p99"] == pytest.approx(7, rel=0.001)
+
+
+def test_all_phases_run_and_their_figures_become_tables_and_charts(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(horizon, "server", lambda: nullcontext(own_server))
+    phases = [horizon.Phase(kind, 0.5) for kind in dict.fromkeys(horizon.SEQUENCE)]
+    options = argparse.Namespace(
+        systems=["pgqueue"], rate=200.0, workers=4, every=EVERY, output=tmp_path / "results/horizon.json"
+    )
+    report = horizon.measure(options, phases, Console(quiet=True))
+    assert json.loads(options.output.read_text()) == report
+    cells = report["parts"]["horizon"]["cells"]
+    assert [cell["phase"] for cell in cells] == [phase.kind for phase in phases]
+    assert {phase.kind for phase in phases} == set(horizon.ACTS)
+    for cell in cells:
+        assert (cell["system"], cell["exits"]) == ("pgqueue", 0), cell
+    # The machine may be so slow that a phase of half a second has no sample.
+    for figure in ("rate", "enqueued", "p99_ms", "bytes"):
+        assert any((cell[figure] or 0) > 0 for cell in cells), figure
+    found = list(tables(report["parts"]["horizon"]))
+    assert [len(rows) for _, _, rows, _ in found] == [len(phases)] * 5
+    assert all(chart.stat().st_size > 0 for chart in draw(report, options.output.parent))
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "adapter.py"
+    file.write_text(text)
+    return [sys.executable, str(file)]
+
+
+FAKE = """
+import asyncio, sys
+sys.path.append({harness!r})
+import protocol
+
+class Fake(protocol.System):
+    name, event_tables = "fake", ["public.fake"]
+    async def open(self, stack): pass
+    async def enqueue(self, payloads): raise ValueError("refused")
+    async def depth(self): return 0
+    async def work(self, handle): {work}
+
+async def hang():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+
+protocol.SHUTDOWN_SECONDS = 0.2
+protocol.main(Fake)
+"""
+
+
+def test_an_adapter_ends_in_time_when_its_system_does_not(tmp_path: Path) -> None:
+    with fake(tmp_path, "await hang()") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "descriptor"
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def test_an_adapter_whose_worker_ends_by_itself_exits_with_1(tmp_path: Path) -> None:
+    with fake(tmp_path, "return") as process:
+        _, complaint = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the worker ended by itself" in complaint
+
+
+@contextmanager
+def fake(tmp_path: Path, work: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process of an adapter whose system needs no server."""
+    text = FAKE.format(harness=str(BENCH / "harness"), work=work)
+    environment = os.environ | {"DATABASE_URL": URL, "SAMPLE_EVERY_S": str(EVERY)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(script(tmp_path, text), env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_an_adapter_that_ends_is_started_again_and_counted_unless_it_was_killed(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(horizon, "RESTART_DELAY", 0.05)
+    text = f"""
+import json, pathlib, time
+print("a line of a library", flush=True)
+print(json.dumps({{"kind": "descriptor", "event_tables": ["public.any"], "version": "1"}}), flush=True)
+print(json.dumps({{"kind": "adapter", "metric": "start", "value": 1}}), flush=True)
+while not pathlib.Path("{tmp_path}/over").exists():
+    time.sleep(0.01)
+"""
+    with horizon.Run(script(tmp_path, text), own_server, URL, 1, 1, EVERY) as run:
+        wait_for(lambda: len(run.samples) == 1)
+        run.kill()
+        wait_for(lambda: len(run.samples) == 2)
+        assert run.exits == []
+        (tmp_path / "over").touch()
+        wait_for(lambda: len(run.samples) > 3)
+        assert len(run.exits) >= 2
+        assert "a line of a library" in run.complaints()
+
+
+def test_an_adapter_that_cannot_start_is_an_error_with_its_last_words(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    run = horizon.Run(script(tmp_path, "raise SystemExit('no such library')"), own_server, URL, 1, 1, EVERY)
+    with pytest.raises(RuntimeError, match="no such library"):
+        run.__enter__()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "seconds"),
+    [("clean", "clean", 60), ("idle-in-tx:600", "idle-in-tx", 600), ("clean:0.5", "clean", 0.5)],
+)
+def test_a_phase_is_its_kind_and_perhaps_seconds(text: str, kind: str, seconds: float) -> None:
+    assert horizon.Phase.of(text, 60) == horizon.Phase(kind, seconds)
+
+
+def test_an_unknown_phase_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r'unknown phase "storm": choose from warmup, clean,'):
+        horizon.Phase.of("storm:5", 60)
