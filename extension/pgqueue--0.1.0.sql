@@ -2307,6 +2307,26 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
+create function pgqueue._known_keys(queue_name text, at timestamptz)
+returns pgqueue.sweep_state
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+begin
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
+    s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
+    s.first_id := coalesce(s.first_id, 1);
+    -- A time in the future was recorded before the clock was set back.
+    s.first_due_at := case when s.first_due_at <= at then s.first_due_at else '-infinity' end;
+    s.first_check_at := case when s.first_check_at <= at then s.first_check_at else '-infinity' end;
+    return s;
+end;
+$$;
+comment on function pgqueue._known_keys(text, timestamptz) is
+'What is known about where the queue can have rows. For callers that need several values.';
+
 create function pgqueue._first_id_of(queue_name text)
 returns bigint
 language sql stable
@@ -2733,8 +2753,10 @@ create function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
     out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
 )
-language sql volatile
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
 as $$
+begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
     -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
     -- that reads the whole queue.
@@ -2742,6 +2764,7 @@ as $$
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
         array_agg(w.ctid) filter (where m.id is null)
+    into n, last_time, last_id, ready, gone
     from (
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
@@ -2757,7 +2780,8 @@ as $$
     ) w
     left join lateral (
         select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
-    ) m on true
+    ) m on true;
+end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
 'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
@@ -2826,13 +2850,20 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, pgqueue._first_check_at_of(q.name, at), true);
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    picks bigint[] := '{}'::bigint[];
     ready bigint[];
 begin
+    if exists (
+        select from pgqueue.requeued_messages r
+        where r.held and r.queue_name = q.name and r.check_at >= known.first_check_at
+    ) then
+        picks := pgqueue._sweep_requeued(q, taken, at, wanted, known.first_check_at, true);
+    end if;
     if cardinality(picks) < wanted then
         ready := array(
             select w.id
-            from pgqueue._possible_ranges(q.name, fresh - reach, fresh) as r
+            from unnest(int8multirange(int8range(fresh - reach, fresh)) - known.vacant_ids) as r
             cross join lateral (
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
@@ -2954,10 +2985,11 @@ begin
     loop
         if pos = head then
             picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks), pgqueue._first_check_at_of(q.name, at), false);
+                q, picks, at, wanted - cardinality(picks),
+                case when s.first_check_at <= at then s.first_check_at else '-infinity' end, false);
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), pgqueue._first_due_at_of(q.name, at));
+                    q, at, wanted - cardinality(picks), case when s.first_due_at <= at then s.first_due_at else '-infinity' end);
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
@@ -3998,6 +4030,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
     examined int;
     ready int;
     total int;
@@ -4014,7 +4047,7 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at) and s.due_at <= at
+        where s.queue_name = q.name and s.due_at >= known.first_due_at and s.due_at <= at
             and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
@@ -4040,12 +4073,12 @@ begin
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (
                 select from pgqueue.requeued_messages c
-                where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+                where c.queue_name = q.name and c.check_at >= known.first_check_at
             )
         into examined, ready, some_came_back
         from (
             select c.is_ready, c.held_by
-            from pgqueue._possible_ranges(q.name, 1, fresh) as r
+            from unnest(int8multirange(int8range(1, greatest(1, fresh))) - known.vacant_ids) as r
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
@@ -4061,7 +4094,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(known))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)

@@ -63,6 +63,26 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
+create or replace function pgqueue._known_keys(queue_name text, at timestamptz)
+returns pgqueue.sweep_state
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.sweep_state;
+begin
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
+    s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
+    s.first_id := coalesce(s.first_id, 1);
+    -- A time in the future was recorded before the clock was set back.
+    s.first_due_at := case when s.first_due_at <= at then s.first_due_at else '-infinity' end;
+    s.first_check_at := case when s.first_check_at <= at then s.first_check_at else '-infinity' end;
+    return s;
+end;
+$$;
+comment on function pgqueue._known_keys(text, timestamptz) is
+'What is known about where the queue can have rows. For callers that need several values.';
+
 create or replace function pgqueue._first_id_of(queue_name text)
 returns bigint
 language sql stable

@@ -70,6 +70,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
     examined int;
     ready int;
     total int;
@@ -86,7 +87,7 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at) and s.due_at <= at
+        where s.queue_name = q.name and s.due_at >= known.first_due_at and s.due_at <= at
             and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
@@ -112,12 +113,12 @@ begin
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (
                 select from pgqueue.requeued_messages c
-                where c.queue_name = q.name and c.check_at >= pgqueue._first_check_at_of(q.name, at)
+                where c.queue_name = q.name and c.check_at >= known.first_check_at
             )
         into examined, ready, some_came_back
         from (
             select c.is_ready, c.held_by
-            from pgqueue._possible_ranges(q.name, 1, fresh) as r
+            from unnest(int8multirange(int8range(1, greatest(1, fresh))) - known.vacant_ids) as r
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
@@ -133,7 +134,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 400) c;
+        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(known))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)

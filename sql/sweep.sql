@@ -192,8 +192,10 @@ create or replace function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
     out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
 )
-language sql volatile
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
 as $$
+begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
     -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
     -- that reads the whole queue.
@@ -201,6 +203,7 @@ as $$
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
         array_agg(w.ctid) filter (where m.id is null)
+    into n, last_time, last_id, ready, gone
     from (
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
@@ -216,7 +219,8 @@ as $$
     ) w
     left join lateral (
         select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
-    ) m on true
+    ) m on true;
+end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
 'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
@@ -285,13 +289,20 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := pgqueue._sweep_requeued(q, taken, at, wanted, pgqueue._first_check_at_of(q.name, at), true);
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    picks bigint[] := '{}'::bigint[];
     ready bigint[];
 begin
+    if exists (
+        select from pgqueue.requeued_messages r
+        where r.held and r.queue_name = q.name and r.check_at >= known.first_check_at
+    ) then
+        picks := pgqueue._sweep_requeued(q, taken, at, wanted, known.first_check_at, true);
+    end if;
     if cardinality(picks) < wanted then
         ready := array(
             select w.id
-            from pgqueue._possible_ranges(q.name, fresh - reach, fresh) as r
+            from unnest(int8multirange(int8range(fresh - reach, fresh)) - known.vacant_ids) as r
             cross join lateral (
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
@@ -413,10 +424,11 @@ begin
     loop
         if pos = head then
             picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks), pgqueue._first_check_at_of(q.name, at), false);
+                q, picks, at, wanted - cardinality(picks),
+                case when s.first_check_at <= at then s.first_check_at else '-infinity' end, false);
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), pgqueue._first_due_at_of(q.name, at));
+                    q, at, wanted - cardinality(picks), case when s.first_due_at <= at then s.first_due_at else '-infinity' end);
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
