@@ -121,9 +121,13 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = 
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
     value = None if kind == "missing" else error.get("input")
+    if kind == "invalid_payload":  # of a message that has no payload and no body, or both
+        field, value = f"{field}.payload", value.get("payload") if isinstance(value, dict) else None
     match kind:
         case "missing":
             problem, limit = "is missing", _description(_schema(route, place))
+        case "invalid_payload":
+            problem, limit = "is missing" if value is None else "is invalid", error["msg"]
         case "extra_forbidden":
             known = ", ".join(_schema(route, place[:-1]).get("properties", ()))
             problem, limit = "is unknown", f"one of {known}" if known else "a field of this route"
