@@ -165,7 +165,7 @@ async def _with_key(target: TargetDependency, key: IdempotencyKey) -> TargetQueu
 KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 
 
-@list_router.get("", response_model=ListedSettings, responses=error_responses(404, 422))
+@list_router.get("", response_model=ListedSettings, responses=error_responses(403, 404, 422))
 async def list_queues(
     context: CurrentContext,
     service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
@@ -351,14 +351,14 @@ async def extend(target: KeyedTargetDependency, body: Extend) -> Response:
     return await _settle(target, body, "extended", _EXTEND, _seconds(body.visibility_timeout_seconds))
 
 
-@router.get("/stats", response_model=DirectStats, responses=error_responses(404, 422))
+@router.get("/stats", response_model=DirectStats, responses=error_responses(403, 404, 422))
 async def stats(target: TargetDependency) -> Response:
     """The depth of a queue. Cheap on a deep queue."""
     async with target.queue() as queue:
         return to_response(Answer(200, to_json(await queue.stats())))
 
 
-@router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(404, 422))
+@router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(403, 404, 422))
 @router.get("/dead-letters", include_in_schema=False)
 async def browse_dead_messages(
     target: TargetDependency,

@@ -61,7 +61,7 @@ class Authenticator:
         name, password = _credentials(authorization)
         if name is None:
             return None
-        digest = hmac.digest(self._key, password.encode(), "sha256")
+        digest = hashlib.blake2b(password.encode(), key=self._key).digest()
         verified = self._verified.get(name)
         if verified is not None and hmac.compare_digest(verified, digest):
             return name
