@@ -29,6 +29,7 @@ DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
 EXPIRY_LIMIT: Final = 315_576_000  # 3652.5 days
 WAIT_LIMIT: Final = 20
+CLAIMED_BY_LIMIT: Final = 256  # characters
 MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
@@ -152,7 +153,7 @@ class Claim(_Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
-    claimed_by: str | None = Field(None, max_length=256, description="The name of the consumer, for people")
+    claimed_by: str | None = Field(None, max_length=CLAIMED_BY_LIMIT, description="The name of the consumer, for people")
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
 
 
