@@ -245,9 +245,7 @@ def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> No
     assert '"é": [true, null, 12345678901234567890123]' in answer.text
 
 
-def test_prepared_statements_that_psycopg_deallocates_are_prepared_again(
-    queue: DirectQueue, sql: psycopg.Connection[Any]
-) -> None:
+def test_prepared_statements_that_psycopg_deallocates_are_prepared_again(queue: DirectQueue) -> None:
     """psycopg does so for example after a rollback, as of an empty claim with a key."""
     for _ in range(8):  # psycopg prepares a statement when it runs it for the sixth time
         queue.send(1)

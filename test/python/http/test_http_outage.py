@@ -222,7 +222,7 @@ def test_a_missing_database_and_a_missing_right_are_not_an_outage(
             refused("closed", 403, "insufficient_privilege", "grant it CONNECT")
             refused("installed", 403, "insufficient_privilege", "lacks USAGE on the schema pgqueue")
             with psycopg.connect(installed, autocommit=True) as connection:
-                connection.execute(f"grant usage on schema pgqueue to \"{role['user']}\"")
+                connection.execute(f'grant usage on schema pgqueue to "{role["user"]}"')
             refused("installed", 403, "insufficient_privilege", "lacks EXECUTE on the function ")
             with psycopg.connect(postgres.dsn, autocommit=True) as connection:
                 connection.execute("create database nowhere")

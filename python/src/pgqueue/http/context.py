@@ -128,7 +128,8 @@ class _JsonResponse(Response):
         self.background = None
         self.body = text.encode()
         self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
-        self.raw_headers += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        for name, value in headers.items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
 
 
 def to_response(answer: Answer, **headers: str) -> Response:

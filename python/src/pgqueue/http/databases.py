@@ -44,12 +44,13 @@ class _Lease:
 
     A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If the
     last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after its
-    first failed attempt, and starts again with the next call; therefore the call is repeated. The pool does not say why
-    an attempt failed. With `conninfo`, the reason is found out, and `psycopg.OperationalError` is raised if the database
-    does not exist or the role may not connect to it.
+    first failed attempt, and starts again with the next call; therefore the call is repeated.
+
+    The pool does not say why an attempt failed. With `conninfo` the lease then makes an attempt of its own, and raises
+    its `psycopg.OperationalError` if the database does not exist or the role may not connect to it.
     """
 
-    __slots__ = ("_conninfo", "_connection", "_limits", "_open", "_pool")
+    __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool")
 
     def __init__(
         self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits, conninfo: Callable[[], str] | None

@@ -81,13 +81,14 @@ class DirectRequests:
             raise HTTPException(400, "the client disconnected") from None
         if not text:
             raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
-        query = scope["query_string"] and dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        query = {}
+        if scope["query_string"]:
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         body: Any = read_fast(verb.function.__name__, text)
         if body is None:
             body = _validated(verb.model, await request.json())
         context = self._app.state.context
-        named = (query.get("service_id"), query.get("database_name")) if query else (None, None)
-        target = target_of(context, scope["direct_queue"], *named)
+        target = target_of(context, scope["direct_queue"], query.get("service_id"), query.get("database_name"))
         if verb.takes_request:
             return await verb.function(request=request, target=target, body=body)
         return await verb.function(target=target, body=body)

@@ -281,7 +281,7 @@ class _ClaimOperation:
     async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
         await asyncio.wait({claiming})
         if not claiming.cancelled() and claiming.exception() is None and self._held:
-            ids = [int(id) for id in self._held[0].split(",")]
+            ids = [int(each) for each in self._held[0].split(",")]
             async with self._target_queue.queue() as queue:
                 await queue.release(ids, UUID(self._held[1]))
             self._target_queue.count("released", len(ids))

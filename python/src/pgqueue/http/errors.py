@@ -50,6 +50,7 @@ _CONNECTION_SQLSTATES: Final = {
         r"|no pg_hba\.conf entry|pg_hba\.conf rejects)|no password supplied"
     ),
 }
+_RIGHTS: Final = {"schema": "USAGE", "function": "EXECUTE", "table": "SELECT or a right to change it"}
 _DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
 _CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
@@ -259,7 +260,7 @@ def _missing_right(detail: str) -> str:
     found = _DENIED.fullmatch(detail)
     if found is None:
         return f"the database role of the server lacks a right: {detail}"
-    right = {"schema": "USAGE", "function": "EXECUTE", "table": "SELECT or a right to change it"}.get(found[1], "a right")
+    right = _RIGHTS.get(found[1], "a right")
     remedy = "pgqueue.grant_access gives a role the rights of a producer, consumer, reader or admin"
     return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
 

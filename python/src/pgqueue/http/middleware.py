@@ -83,7 +83,8 @@ class RequestMiddleware:
             await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
             timer.cancel()
-            self._metrics.request(scope["method"], get_scope.get("route"), response.status or 500, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._metrics.request(scope["method"], get_scope.get("route"), response.status or 500, seconds)
             for task in timeout_tasks:
                 await task
 

@@ -153,7 +153,9 @@ class Claim(_Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
-    claimed_by: str | None = Field(None, max_length=CLAIMED_BY_LIMIT, description="The name of the consumer, for people")
+    claimed_by: str | None = Field(
+        None, max_length=CLAIMED_BY_LIMIT, description="The name of the consumer, for people"
+    )
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
 
 

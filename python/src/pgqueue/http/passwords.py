@@ -46,9 +46,9 @@ def _matches(password: str, hashed: str) -> bool:
 class Authenticator:
     """Verifies the name and password of `Authorization` headers.
 
-    A verified header is remembered as a keyed digest, so that the next request costs microseconds. The key is secret, so
-    the time of a comparison of digests tells nothing. A wrong password and an unknown name take the same time. At most
-    two are verified at a time, in threads outside of the event loop.
+    A verified header is remembered as a keyed digest, so that the next request costs microseconds. The key is secret,
+    so the time of a comparison of digests tells nothing. A wrong password and an unknown name take the same time. At
+    most two are verified at a time, in threads outside of the event loop.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
