@@ -27,7 +27,7 @@ from .context import (
     queue_not_found,
     to_response,
 )
-from .enqueueing import check_sizes, enqueue_messages, is_small
+from .enqueueing import check_sizes, enqueue_messages, failure_headers, is_small
 from .errors import ApiError
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
@@ -68,7 +68,7 @@ _MAX_WAIT_SHARE: Final = 0.8
 _ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
 _CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
 _DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
-# The timestamps of Python, which other routes return, begin and end with these.
+# Bounded as the other routes bound them: these are the first and the last timestamp of Python.
 _CLAIMED_COLUMNS: Final = {
     "body": "translate(encode(c.body, 'base64'), E'\\n', '')",
     **{
@@ -338,8 +338,7 @@ async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
 @router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
 async def nack(target: KeyedTargetDependency, body: Nack) -> Response:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-    headers = None if body.headers is None else to_json(body.headers)
-    values = _seconds(body.delay_seconds), _storable_text(body.error), headers
+    values = _seconds(body.delay_seconds), _storable_text(body.error), failure_headers(body.headers)
     return await _settle(target, body, "nacked", _NACK, *values)
 
 

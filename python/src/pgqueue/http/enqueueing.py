@@ -8,9 +8,10 @@ from psycopg import AsyncConnection
 from .errors import ApiError
 from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
 from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
+from .serialization import to_json
 from .statements import Statement
 
-__all__ = ["check_sizes", "enqueue_messages", "is_small"]
+__all__ = ["check_sizes", "enqueue_messages", "failure_headers", "is_small"]
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND: Final = Statement(
@@ -96,6 +97,17 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
             if message.body:
                 size = len(message.body) // 4 * 3 - message.body.count("=", -2)
                 _refuse_over(f"messages[{place}].body", size, PAYLOAD_LIMIT)
+
+
+def failure_headers(headers: dict[str, Any] | None) -> str | None:
+    """The headers of a nack as JSON text. Raises `ApiError` if they are over 64 KB or nested too deeply."""
+    if headers is None:
+        return None
+    _check(headers, "headers", HEADERS_LIMIT)
+    try:
+        return to_json(headers)
+    except RecursionError:
+        raise nesting_error("headers") from None
 
 
 def _check(value: Any, field: str, limit: int) -> None:
