@@ -177,6 +177,96 @@ def test_headers_over_64_kb_and_the_queues_own_limit_are_reported(
     assert code(queue.post("enqueue", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
 
 
+def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    """One message is sent by another statement than a batch, and so is a batch of plain messages."""
+    body = base64.b64encode(b"\x00\xff").decode()
+    full = {"body": body, "expires_in_seconds": 60, "message_id": TOKEN, "headers": {"event": "created"}}
+    for messages in (
+        [full],
+        [full, {"payload": 1}, {"payload": None, "body": ""}, {"payload": 2.50, "expires_in_seconds": 30.0}],
+    ):
+        ids = queue.post("enqueue", {"messages": messages}).json()["message_ids"]
+        claimed = queue.claim(max_messages=100)
+        assert [each["id"] for each in claimed] == ids == sorted(ids)
+        first = claimed[0]
+        assert [first[name] for name in ("payload", "body", "message_id", "headers")] == [
+            None, body, TOKEN, {"event": "created"},
+        ]  # fmt: skip
+        lifetimes = sql.execute(
+            "select extract(epoch from expires_at - enqueued_at)::int from pgqueue.messages where id = any (%s)"
+            " order by id",
+            [ids],
+        ).fetchall()
+        assert [seconds for (seconds,) in lifetimes] == [60, None, None, 30][: len(messages)]
+        assert [(each["payload"], each["body"]) for each in claimed[1:]] == [(1, None), (None, ""), (2.5, None)][
+            : len(messages) - 1
+        ]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({}, "payload"),
+        ({"headers": {}, "body": None}, "payload"),
+        ({"payload": 1, "body": ""}, "payload"),
+        ({"body": "AA"}, "body"),
+        ({"body": "A\nAA"}, "body"),
+        ({"body": "AA==AA=="}, "body"),
+        ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),
+        ({"payload": 1, "expires_in_seconds": 315_576_001}, "expires_in_seconds"),
+        ({"payload": 1, "message_id": "order-1"}, "message_id"),
+    ],
+)
+def test_invalid_arguments_of_a_message_are_named(queue: DirectQueue, message: dict[str, Any], field: str) -> None:
+    for key in (None, new_name()):
+        answer = queue.post("enqueue", {"messages": [{"payload": 1}, message]}, key)
+        assert code(answer, 422) == "invalid"
+        assert answer.json()["error"]["field"] == f"messages[1].{field}"
+    assert queue.post("enqueue", {"messages": [{"payload": 1, "expires_in_seconds": 315_576_000}]}).status_code == 201
+
+
+def test_a_body_over_the_limit_is_refused(queue: DirectQueue) -> None:
+    fits, exceeds = (base64.b64encode(b"x" * size).decode() for size in (262144, 262145))
+    assert queue.post("enqueue", {"messages": [{"body": fits}]}).status_code == 201
+    answer = queue.post("enqueue", {"messages": [{"body": exceeds}]})
+    assert code(answer, 413) == "payload_too_large"
+    assert answer.json()["error"]["field"] == "messages[0].body"
+
+
+def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> None:
+    queue.post("enqueue", {"messages": [{"payload": 1, "headers": {"event": "created", "n": 1}}]})
+    (claimed,) = queue.claim()
+    settled = {"id": claimed["id"], "claim_token": claimed["claim_token"], "delay_seconds": 0}
+    assert code(queue.post("nack", settled | {"headers": [1]}), 422) == "invalid"
+    for headers, status in (('{"a": 1e131071}', 413), (f'{{"a": "{"x" * 70_000}"}}', 413), ('{"a": 1e131072}', 422)):
+        answer = queue.post("nack", f'{json.dumps(settled)[:-1]}, "headers": {headers}}}')
+        assert answer.status_code == status
+        assert answer.json()["error"]["field"] == "headers"
+    for depth in (300, 400, 500, 900, 100_000):  # Python can read some of these, but not write them
+        nested = f'{{"a": {"[" * depth}{"]" * depth}}}'
+        answer = queue.post("nack", f'{json.dumps(settled | {"claim_token": TOKEN})[:-1]}, "headers": {nested}}}')
+        assert answer.status_code in (400, 410)
+    text = json.dumps(settled)[:-1] + ', "headers": {"n": 1.10, "é": [true, null, 12345678901234567890123]}}'
+    assert queue.post("nack", text).status_code == 200
+    answer = queue.post("claim", {})
+    assert answer.json()["messages"][0]["headers"]["event"] == "created"
+    assert '"n": 1.10' in answer.text  # no number passes through a float
+    assert '"é": [true, null, 12345678901234567890123]' in answer.text
+
+
+def test_prepared_statements_that_psycopg_deallocates_are_prepared_again(queue: DirectQueue) -> None:
+    """psycopg does so for example after a rollback, as of an empty claim with a key."""
+    for _ in range(8):  # psycopg prepares a statement when it runs it for the sixth time
+        queue.send(1)
+        queue.stats()
+    for _ in range(2):
+        assert queue.post("claim", {"max_messages": 1}, new_name()).status_code == 200
+        assert queue.post("redrive", {}).json() == {"count": 0}
+        queue.post("ack", {"id": 10**15, "claim_token": TOKEN}, new_name())
+        queue.send(1)
+        queue.claim()
+
+
 def test_claimed_by_and_error_are_stored_without_invalid_characters(queue: DirectQueue) -> None:
     queue.send(1)
     (claimed,) = queue.claim(claimed_by="a\0b")
@@ -191,7 +281,7 @@ def test_any_json_passes_unchanged(queue: DirectQueue) -> None:
     body = f'{{"messages": [{{"payload": {text}}}, {{"payload": null}}, {{"payload": false}}]}}'
     assert queue.post("enqueue", body).status_code == 201
     answer = queue.post("claim", {"max_messages": 3})
-    assert '"payload": [1.10, 1' in answer.text
+    assert '"payload":[1.10, 1' in answer.text
     assert [each["payload"] for each in answer.json()["messages"][1:]] == [None, False]
 
 

@@ -15,6 +15,7 @@ import pytest
 from clients import PATIENCE
 from served import SERVICE, Server, Site, configuration, locked, new_name, serving, waiters
 
+from pgqueue._files import install_script
 from pgqueue.embedded import EmbeddedServer
 from pgqueue.http.agent import Agent
 from pgqueue.http.databases import Databases
@@ -188,6 +189,49 @@ def test_a_queue_whose_creation_cannot_succeed_fails_at_once(
     finally:
         with psycopg.connect(postgres.dsn, autocommit=True) as connection:
             connection.execute("drop database if exists closed")
+            connection.execute(f'drop role "{role["user"]}"')
+
+
+def test_a_missing_database_and_a_missing_right_are_not_an_outage(
+    postgres: EmbeddedServer, empty_database: Callable[[], str], tmp_path: Path
+) -> None:
+    role = {"user": f"plain-{new_name()}", "password": "s3cret"}
+    with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+        connection.execute(f"create role \"{role['user']}\" login password 's3cret'")
+        connection.execute("create database closed")
+        connection.execute("revoke connect on database closed from public")
+        connection.execute("create database installed")
+    installed = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="installed")
+    with psycopg.connect(installed, autocommit=True) as connection:
+        connection.execute(install_script().encode())
+        connection.execute("select pgqueue.create_queue('orders')")
+    dsn = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, **role)
+    config = configuration(tmp_path, empty_database(), {SERVICE: (dsn, ["nowhere", "closed", "installed"])})
+
+    def refused(database: str, status: int, code: str, message: str) -> None:
+        answer = web.post(f"/v1/queues/orders/enqueue?database_name={database}", {"messages": [{"payload": 1}]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert message in answer.json()["error"]["message"]
+        page = web.get("/queue", params={"service": SERVICE, "database": database, "name": "orders"})
+        assert page.status_code == status
+        assert message in page.text
+        assert "s3cret" not in answer.text + page.text
+
+    try:
+        with serving(config, tmp_path) as web:
+            refused("nowhere", 404, "database_not_found", "the database does not exist")
+            refused("closed", 403, "insufficient_privilege", "grant it CONNECT")
+            refused("installed", 403, "insufficient_privilege", "lacks USAGE on the schema pgqueue")
+            with psycopg.connect(installed, autocommit=True) as connection:
+                connection.execute(f'grant usage on schema pgqueue to "{role["user"]}"')
+            refused("installed", 403, "insufficient_privilege", "lacks EXECUTE on the function ")
+            with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+                connection.execute("create database nowhere")
+            web.until(lambda: "not installed" in web.get("/v1/queues/orders/stats").text)
+    finally:
+        with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+            for database in ("closed", "installed", "nowhere"):
+                connection.execute(f"drop database if exists {database} with (force)")
             connection.execute(f'drop role "{role["user"]}"')
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import msgspec
 import psycopg
 import pytest
 from hypothesis import example, given
@@ -16,7 +17,8 @@ from served import ADMIN
 
 from pgqueue.http import Service, Settings, create_app
 from pgqueue.http.databases import Databases
-from pgqueue.http.models import Ack, DirectMessage
+from pgqueue.http.fast_bodies import read_fast
+from pgqueue.http.models import Ack, AckBatch, Claim, DirectMessage, EnqueueDirect
 from pgqueue.http.passwords import hash_password
 from pgqueue.http.request_body import json_size, read_json
 
@@ -179,7 +181,8 @@ async def test_of_many_unknown_fields_one_is_reported(web: httpx.AsyncClient, pl
         tracemalloc.stop()
     assert (status, error["code"]) == (422, "invalid")
     assert error["field"] == f"{place}.x0".removeprefix(".")
-    limit = "one of payload, delay_seconds, headers" if place else "one of messages"
+    fields = "payload, delay_seconds, headers, expires_in_seconds, message_id, body" if place else "messages"
+    limit = f"one of {fields}"
     assert error["message"] == f"{error['field']} is unknown; must be {limit}"
     assert error["limit"] == limit
 
@@ -306,3 +309,79 @@ def test_a_large_id_is_not_rounded(text: str) -> None:
 def test_a_number_that_is_no_integer_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="delay_seconds"):
         DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
+
+
+def _bodies(value: Any) -> list[tuple[str, str]]:
+    """Bodies of the hot routes with the value in every place."""
+    text = json.dumps(value, allow_nan=True)
+    return [
+        ("enqueue", f'{{"messages": {text}}}'),
+        *(("enqueue", f'{{"messages": [{{"payload": 1, "{name}": {text}}}]}}') for name in DirectMessage.model_fields),
+        *(("claim", f'{{"{name}": {text}}}') for name in Claim.model_fields),
+        *(("ack", f'{{"claim_token": "{TOKEN}", "{name}": {text}}}') for name in ("id", "unknown")),
+        ("ack", f'{{"id": 1, "claim_token": {text}}}'),
+        ("ack_batch", f'{{"ids": [1, {text}], "claim_token": "{TOKEN}"}}'),
+        ("ack_batch", f'{{"ids": {text}, "claim_token": "{TOKEN}"}}'),
+    ]
+
+
+_LIMITS = [0, 1, 20, 21, 100, 101, 256, 43200, 43201, 2**53 + 1, 2**63 - 1, 2**63, -1, 1.0, 1.5, 2.0**53, True, None]
+_TEXTS = [
+    "",
+    "x" * 256,
+    "x" * 257,
+    "\0",
+    "\ud800",
+    "é" * 256,
+    TOKEN,
+    TOKEN.upper(),
+    TOKEN.replace("-", ""),
+    TOKEN + "\n",
+]
+_LISTS = [[], [1], [1] * 100, [1] * 101, {}, {"a": 1}, [{}], [{"payload": 1}] * 100, [{"payload": 1}] * 101]
+
+
+@pytest.mark.parametrize("value", [*_LIMITS, *_TEXTS, *_LISTS, float("nan")], ids=lambda value: repr(value)[:20])
+def test_the_fast_reader_accepts_a_part_of_what_the_models_accept(value: Any) -> None:
+    models = {"enqueue": EnqueueDirect, "claim": Claim, "ack": Ack, "ack_batch": AckBatch}
+    for verb, text in _bodies(value):
+        fast = read_fast(verb, text)
+        if fast is not None:
+            model = models[verb].model_validate(read_json(text))
+            if verb == "enqueue":
+                assert len(fast.messages) == len(model.messages)
+            else:
+                assert {name: str(each) for name, each in msgspec.structs.asdict(fast).items()} == {
+                    name: str(each) for name, each in model.model_dump().items()
+                }
+
+
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("enqueue", '{"messages": [{"payload": {"total": 9.90}, "headers": {"event": "é"}, "delay_seconds": 43200}]}'),
+        ("claim", '{"max_messages": 100, "visibility_timeout_seconds": 43200, "claimed_by": "w", "wait_seconds": 20}'),
+        ("claim", "{}"),
+        ("ack", f'{{"id": {2**63 - 1}, "claim_token": "{TOKEN}"}}'),
+        ("ack_batch", f'{{"ids": {[2**63 - 1] * 100}, "claim_token": "{TOKEN}"}}'),
+    ],
+)
+def test_the_fast_reader_reads_usual_bodies(verb: str, text: str) -> None:
+    assert (read_fast(verb, text) is not None) == text.isascii()
+
+
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("enqueue", '{"messages": [{"payload": 1E400}]}'),
+        ("enqueue", f'{{"messages": [{{"payload": "{"x" * 40_000}"}}]}}'),
+        ("enqueue", '{"messages": [{"payload": 01}]}'),
+        ("enqueue", '{"messages": [{"payload": "\x01"}]}'),
+        ("enqueue", '{"messages": [{"payload": "\\x"}]}'),
+        ("enqueue", '{"messages": [{"payload": 1}]} 1'),
+        ("ack", f'{{"id": 9007199254740993.0, "claim_token": "{TOKEN}"}}'),
+        ("nack", f'{{"id": 1, "claim_token": "{TOKEN}"}}'),
+    ],
+)
+def test_the_fast_reader_leaves_unusual_bodies_to_the_models(verb: str, text: str) -> None:
+    assert read_fast(verb, text) is None

@@ -191,7 +191,7 @@ class Agent:
 
             async def effect() -> Answer:
                 ids = await enqueue_messages(target, queue.name, task.request or "{}")
-                return Answer(200, to_json({"message_ids": ids}))
+                return Answer(200, f'{{"message_ids": [{", ".join(ids)}]}}')
 
             answer = await run_once(target, EffectKey("task", str(task.id)), effect)
         if not answer.replayed:

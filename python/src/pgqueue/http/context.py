@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -34,8 +34,8 @@ _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 _ERRORS: Final = {
     400: "The body is not JSON.",
     401: "Name or password is missing or wrong.",
-    403: "A page of another site made the browser send this request.",
-    404: "There is no such service, queue, task or message.",
+    403: "A page of another site made the browser send this request, or the database role lacks a right.",
+    404: "There is no such service, database, queue, task or message.",
     409: "The name is taken, or the queue is not Active.",
     410: "The claim was lost.",
     413: "The body or a payload is too large.",
@@ -120,8 +120,20 @@ def queue_not_found(name: str) -> ApiError:
     return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
+class _JsonResponse(Response):
+    """A response of JSON text, made without the general code of Starlette."""
+
+    def __init__(self, text: str, status: int, headers: Mapping[str, str]) -> None:
+        self.status_code = status
+        self.background = None
+        self.body = text.encode()
+        self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
+        for name, value in headers.items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+
+
 def to_response(answer: Answer, **headers: str) -> Response:
     """The HTTP response of an effect."""
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
-    return Response(answer.text, answer.status, headers, "application/json")
+    return _JsonResponse(answer.text, answer.status, headers)

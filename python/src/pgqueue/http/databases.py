@@ -16,7 +16,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from .._styles import correction
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
-from .errors import ApiError
+from .errors import ApiError, connection_sqlstate
 from .migrations import CONTROL, TARGET, install, migrate
 from .serialization import RawJson, TimestampLoader
 from .settings import Limits, Service, Settings
@@ -45,13 +45,19 @@ class _Lease:
     A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If the
     last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after its
     first failed attempt, and starts again with the next call; therefore the call is repeated.
+
+    The pool does not say why an attempt failed. With `conninfo` the lease then makes an attempt of its own, and raises
+    its `psycopg.OperationalError` if the database does not exist or the role may not connect to it.
     """
 
-    __slots__ = ("_connection", "_limits", "_open", "_pool")
+    __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool")
 
-    def __init__(self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits) -> None:
+    def __init__(
+        self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits, conninfo: Callable[[], str] | None
+    ) -> None:
         self._open = open_pool
         self._limits = limits
+        self._conninfo = conninfo
 
     async def __aenter__(self) -> Connection:
         self._pool = await self._open()
@@ -83,11 +89,25 @@ class _Lease:
                 )
             except PoolTimeout:
                 self._pool.is_failing = True
+                await self._raise_refusal(max(0.1, until - time.monotonic()))
                 if time.monotonic() >= until:
                     raise
             else:
                 self._pool.is_failing = False
                 return connection
+
+    async def _raise_refusal(self, seconds: float) -> None:
+        if self._conninfo is not None:
+            try:
+                async with asyncio.timeout(seconds):
+                    connection = await AsyncConnection.connect(self._conninfo())
+            except psycopg.OperationalError as error:
+                if connection_sqlstate(error) in ("3D000", "42501"):
+                    raise
+            except TimeoutError:
+                pass
+            else:
+                await connection.close()
 
     async def __aexit__(self, *_: object) -> None:
         try:
@@ -151,7 +171,7 @@ class Databases:
         """A connection to a database of a service, in autocommit mode.
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. Raises `ApiError` 404
-        for a database that the service does not have.
+        for a database that the service does not have, and `psycopg.OperationalError` as `_Lease` does.
         """
         if database not in service.databases:
             limit = f"one of {', '.join(service.databases)}"
@@ -197,7 +217,7 @@ class Databases:
         async def pool() -> _Pool:
             return self._pools.get(place) or await self._open(place, conninfo())
 
-        return _Lease(pool, self._settings.limits)
+        return _Lease(pool, self._settings.limits, None if place is None else conninfo)
 
     async def _open(self, place: Place, conninfo: str) -> _Pool:
         async with self._opening:

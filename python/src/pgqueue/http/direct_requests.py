@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from .direct_routes import router, target_of
+from .fast_bodies import read_fast
 from .request_body import JsonRequest
 
 __all__ = ["DirectRequests"]
@@ -80,12 +81,12 @@ class DirectRequests:
             raise HTTPException(400, "the client disconnected") from None
         if not text:
             raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        try:
-            body = verb.model.__pydantic_validator__.validate_python(await request.json())
-        except ValidationError as error:
-            errors = error.errors(include_url=False)
-            raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
+        query = {}
+        if scope["query_string"]:
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        body: Any = read_fast(verb.function.__name__, text)
+        if body is None:
+            body = _validated(verb.model, await request.json())
         context = self._app.state.context
         target = target_of(context, scope["direct_queue"], query.get("service_id"), query.get("database_name"))
         if verb.takes_request:
@@ -100,3 +101,12 @@ class DirectRequests:
                 response: Response = await handler(request, error)
                 return response
         raise error
+
+
+def _validated(model: type[BaseModel], value: Any) -> BaseModel:
+    try:
+        found: BaseModel = model.__pydantic_validator__.validate_python(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
+    return found

@@ -1,6 +1,5 @@
 """Batches of messages: their limits are checked, and one statement enqueues them."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -9,12 +8,16 @@ from psycopg import AsyncConnection
 from .errors import ApiError
 from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
 from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
+from .serialization import to_json
+from .statements import Statement
 
-__all__ = ["check_sizes", "enqueue_messages", "is_small"]
+__all__ = ["check_sizes", "enqueue_messages", "failure_headers", "is_small"]
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
-_SEND = """
-select pgqueue.enqueue_batch(%(queue)s, m.payloads, headers => m.headers, delays => m.delays)
+_SEND: Final = Statement(
+    "pgqueue_send_batch",
+    """
+select pgqueue.enqueue_batch($1, m.payloads, headers => m.headers, delays => m.delays)
 from (
     select
         array_agg(e.message -> 'payload' order by e.place) as payloads,
@@ -22,40 +25,62 @@ from (
             then array_agg(nullif(e.message -> 'headers', 'null') order by e.place) end as headers,
         case when bool_or((e.message ->> 'delay_seconds')::numeric > 0)
             then array_agg((e.message ->> 'delay_seconds')::float8 * interval '1 s' order by e.place) end as delays
-    from jsonb_array_elements(%(request)s::jsonb -> 'messages') with ordinality as e (message, place)
+    from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)
 ) m
-"""
-
-
-# The same for one message, at two thirds of the cost.
-_SEND_ONE = """
-select pgqueue.enqueue(
-    %(queue)s,
-    payload => r.message -> 'payload',
-    delay => coalesce((r.message ->> 'delay_seconds')::float8, 0) * interval '1 s',
-    headers => nullif(r.message -> 'headers', 'null')
+""",
 )
-from (select %(request)s::jsonb #> '{messages,0}') as r (message)
+_SEND_EACH: Final = """
+select pgqueue.enqueue(
+    $1,
+    payload => case when m.message ->> 'body' is null then m.message -> 'payload' end,
+    delay => coalesce((m.message ->> 'delay_seconds')::float8, 0) * interval '1 s',
+    headers => nullif(m.message -> 'headers', 'null'),
+    expires_in => (m.message ->> 'expires_in_seconds')::float8 * interval '1 s',
+    message_id => (m.message ->> 'message_id')::uuid,
+    body => decode(m.message ->> 'body', 'base64')
+)
+from {} m
 """
+# The same for one message, at two thirds of the cost.
+_SEND_ONE: Final = Statement("pgqueue_send_one", _SEND_EACH.format("(select $2::jsonb #> '{messages,0}' as message)"))
+# enqueue_batch has one expires_in for all messages, so messages with more than the usual arguments are sent one by one.
+_SEND_MANY: Final = Statement(
+    "pgqueue_send_many",
+    _SEND_EACH.format(
+        "(select e.message from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)"
+        " order by e.place)"
+    ),
+)
 # A text of so many ASCII characters is within all limits: PostgreSQL writes a space after a comma and a colon. Only a
 # number with an exponent can become longer.
 _SMALL_TEXT: Final = min(HEADERS_LIMIT // 2, FRACTION_DIGITS)
-_EXPONENT: Final = re.compile("[0-9][eE]")
+_TO_EXPONENT: Final = bytes.maketrans(b"123456789E", b"000000000e")  # makes any exponent 0e
 
 
-async def enqueue_messages(connection: AsyncConnection[Any], queue: str, request: str, number: int = 0) -> list[int]:
+async def enqueue_messages(
+    connection: AsyncConnection[Any], queue: str, request: str, messages: Sequence[DirectMessage] = ()
+) -> list[str]:
     """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request.
 
-    `number` is the number of messages, 0 if it is not known.
+    `messages` are the same ones, parsed; without them, each has a payload and a delay only.
     """
-    statement = _SEND_ONE if number == 1 else _SEND
-    cursor = await connection.execute(statement, {"queue": queue, "request": request})
-    return [message_id for (message_id,) in await cursor.fetchall()]
+    if len(messages) == 1:
+        statement = _SEND_ONE
+    elif messages and isinstance(messages[0], DirectMessage) and any(map(_has_rare_fields, messages)):
+        statement = _SEND_MANY
+    else:  # what msgspec has read has no other fields
+        statement = _SEND
+    result = await statement.fetch(connection, queue, request)
+    return [(result.get_value(row, 0) or b"").decode() for row in range(result.ntuples)]
+
+
+def _has_rare_fields(message: DirectMessage) -> bool:
+    return message.body is not None or message.message_id is not None or message.expires_in_seconds is not None
 
 
 def is_small(text: str) -> bool:
     """Whether no message in the text of a request can be over a limit: then `check_sizes` need not be called."""
-    return len(text) <= _SMALL_TEXT and text.isascii() and _EXPONENT.search(text) is None
+    return len(text) <= _SMALL_TEXT and text.isascii() and b"0e" not in text.encode().translate(_TO_EXPONENT)
 
 
 def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
@@ -66,8 +91,23 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
     """
     for place, message in enumerate(messages):
         _check(message.payload, f"messages[{place}].payload", PAYLOAD_LIMIT)
-        if isinstance(message, DirectMessage) and message.headers:
-            _check(message.headers, f"messages[{place}].headers", HEADERS_LIMIT)
+        if isinstance(message, DirectMessage):
+            if message.headers:
+                _check(message.headers, f"messages[{place}].headers", HEADERS_LIMIT)
+            if message.body:
+                size = len(message.body) // 4 * 3 - message.body.count("=", -2)
+                _refuse_over(f"messages[{place}].body", size, PAYLOAD_LIMIT)
+
+
+def failure_headers(headers: dict[str, Any] | None) -> str | None:
+    """The headers of a nack as JSON text. Raises `ApiError` if they are over 64 KB or nested too deeply."""
+    if headers is None:
+        return None
+    _check(headers, "headers", HEADERS_LIMIT)
+    try:
+        return to_json(headers)
+    except RecursionError:
+        raise nesting_error("headers") from None
 
 
 def _check(value: Any, field: str, limit: int) -> None:
@@ -79,6 +119,10 @@ def _check(value: Any, field: str, limit: int) -> None:
         raise ApiError(422, "invalid", message, field, error, most) from None
     except RecursionError:
         raise nesting_error(field) from None
+    _refuse_over(field, size, limit)
+
+
+def _refuse_over(field: str, size: int, limit: int) -> None:
     if size > limit:
         message = f"{field} of {size} bytes is over the limit of {limit} bytes"
         raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", f"{limit} bytes")

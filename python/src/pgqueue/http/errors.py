@@ -50,6 +50,8 @@ _CONNECTION_SQLSTATES: Final = {
         r"|no pg_hba\.conf entry|pg_hba\.conf rejects)|no password supplied"
     ),
 }
+_RIGHTS: Final = {"schema": "USAGE", "function": "EXECUTE", "table": "SELECT or a right to change it"}
+_DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
 _CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
 
@@ -121,9 +123,13 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = 
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
     value = None if kind == "missing" else error.get("input")
+    if kind == "invalid_payload":  # of a message that has no payload and no body, or both
+        field, value = f"{field}.payload", value.get("payload") if isinstance(value, dict) else None
     match kind:
         case "missing":
             problem, limit = "is missing", _description(_schema(route, place))
+        case "invalid_payload":
+            problem, limit = "is missing" if value is None else "is invalid", error["msg"]
         case "extra_forbidden":
             known = ", ".join(_schema(route, place[:-1]).get("properties", ()))
             problem, limit = "is unknown", f"one of {known}" if known else "a field of this route"
@@ -249,6 +255,16 @@ def connection_failure(error: BaseException) -> str | None:
     return reasons[-1].strip() if reasons else None
 
 
+def _missing_right(detail: str) -> str:
+    """A sentence that names the right. A message of PostgreSQL in another language is repeated."""
+    found = _DENIED.fullmatch(detail)
+    if found is None:
+        return f"the database role of the server lacks a right: {detail}"
+    right = _RIGHTS.get(found[1], "a right")
+    remedy = "pgqueue.grant_access gives a role the rights of a producer, consumer, reader or admin"
+    return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
+
+
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
@@ -266,12 +282,20 @@ def from_database_error(error: BaseException) -> ApiError:
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
             message = "pgqueue is not installed in this database, so it has no queues"
             return ApiError(404, "queue_not_found", message, "database_name")
+        case psycopg.errors.InsufficientPrivilege():
+            return ApiError(403, "insufficient_privilege", _missing_right(detail))
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
         return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
+    match connection_sqlstate(error):
+        case "3D000":
+            return ApiError(404, "database_not_found", "the database does not exist", "database_name")
+        case "42501":
+            message = "the database role of the server may not connect to the database: grant it CONNECT"
+            return ApiError(403, "insufficient_privilege", message, "database_name")
     if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})

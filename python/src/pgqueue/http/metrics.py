@@ -89,14 +89,13 @@ class Metrics:
             registry=self._registry,
         )
 
-    def request(self, scope: Any, status: int, seconds: float) -> None:
+    def request(self, method: str, route: object, status: int, seconds: float) -> None:
         """Count a request under its route, because the path may hold private data."""
-        route = getattr(scope.get("route"), "path", "none")
-        method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD") else "other"
-        key = (method, route, status)
+        path = getattr(route, "path", "none")
+        key = (method if method in ("GET", "POST", "DELETE", "HEAD") else "other", path, status)
         counter = self._request_counters.get(key)
         if counter is None:
-            counter = self._request_counters[key] = self._requests.labels(method, route, str(status))
+            counter = self._request_counters[key] = self._requests.labels(*key[:2], str(status))
         counter.observe(seconds)
 
     def _remove_gone_queues(self) -> None:

@@ -83,8 +83,8 @@ class RequestMiddleware:
             await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
             timer.cancel()
-            counted_scope = {**get_scope, "method": scope["method"]}
-            self._metrics.request(counted_scope, response.status or 500, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._metrics.request(scope["method"], get_scope.get("route"), response.status or 500, seconds)
             for task in timeout_tasks:
                 await task
 
@@ -94,9 +94,9 @@ class RequestMiddleware:
             scope["user"] = await self._user(headers)
         if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
-        length = headers.get(b"content-length", b"0").decode("latin-1")
-        if not length.isascii() or not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
-            raise _too_large(length)
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
+            raise _too_large(length.decode("latin-1"))
 
     async def _user(self, headers: Mapping[bytes, bytes]) -> str:
         user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"))

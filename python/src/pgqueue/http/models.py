@@ -3,10 +3,11 @@
 from contextlib import suppress
 from datetime import datetime
 from decimal import Decimal
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 from uuid import UUID
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from .request_body import ExactNumber
 
@@ -26,7 +27,9 @@ HEADERS_LIMIT: Final = 64 * 1024  # measured in the same way
 BATCH_LIMIT: Final = 100
 DELAY_LIMIT: Final = 43200
 TIMEOUT_LIMIT: Final = 43200
+EXPIRY_LIMIT: Final = 315_576_000  # 3652.5 days
 WAIT_LIMIT: Final = 20
+CLAIMED_BY_LIMIT: Final = 256  # characters
 MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
@@ -52,6 +55,7 @@ def _uuid(value: object) -> object:
     return value
 
 
+_BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 Token = Annotated[UUID, BeforeValidator(_uuid)]
 
 
@@ -67,6 +71,7 @@ def _whole(value: object) -> object:
 # JSON has no integer type: 30.0 is accepted, too.
 _Whole = BeforeValidator(_whole)
 Delay = Annotated[int, Field(ge=0, le=DELAY_LIMIT), _Whole]
+Expiry = Annotated[int, Field(ge=0, le=EXPIRY_LIMIT), _Whole]
 Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _Whole]
 Attempts = Annotated[int, Field(ge=1, le=100), _Whole]
 Id = Annotated[int, Field(ge=1, le=MAX_ID), _Whole]
@@ -108,11 +113,33 @@ class EnqueueRequest(_Request):
 
 
 class DirectMessage(_Request):
-    """A message that is sent at once: any JSON, and optional headers."""
+    """A message that is sent at once: either `payload`, which is any JSON, or `body`, which is bytes."""
 
-    payload: Any = Field(description="Any JSON, max 256 KB")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["payload"], "properties": {"body": {"type": "null"}}},
+                {"required": ["body"], "properties": {"payload": {"type": "null"}, "body": {"type": "string"}}},
+            ]
+        }
+    )
+
+    payload: Any = Field(None, description="Any JSON, max 256 KB; null or absent if body is given")
     delay_seconds: Delay = Field(0, description="Postpone first visibility by this many seconds (0 to 43200)")
     headers: dict[str, Any] | None = Field(None, description="A JSON object, max 64 KB")
+    expires_in_seconds: Expiry | None = Field(
+        None, description="Do not deliver it after this many seconds (0 to 315576000, ten years); by default never"
+    )
+    message_id: Token | None = Field(None, description="An identifier that the sender chooses; need not be unique")
+    body: Annotated[str, Field(pattern=_BASE64)] | None = Field(None, description="Bytes in base64, max 256 KB")
+
+    @model_validator(mode="after")
+    def _has_either_payload_or_body(self) -> Self:
+        if self.body is None and "payload" not in self.model_fields_set:
+            raise PydanticCustomError("invalid_payload", "any JSON, unless body is given")
+        if self.body is not None and self.payload is not None:
+            raise PydanticCustomError("invalid_payload", "null if body is given: a message has exactly one of the two")
+        return self
 
 
 class EnqueueDirect(_Request):
@@ -126,7 +153,9 @@ class Claim(_Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Timeout | None = Field(None, description="By default the queue's")
-    claimed_by: str | None = Field(None, max_length=256, description="The name of the consumer, for people")
+    claimed_by: str | None = Field(
+        None, max_length=CLAIMED_BY_LIMIT, description="The name of the consumer, for people"
+    )
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
 
 
@@ -153,6 +182,7 @@ class Nack(Claimed):
 
     delay_seconds: Delay | None = Field(None, description="By default the queue's backoff")
     error: str | None = Field(None, max_length=10_000, description="Kept as last_error")
+    headers: dict[str, Any] | None = Field(None, description="A JSON object, merged into the headers of the message")
 
 
 class Extend(Claimed):

@@ -12,6 +12,7 @@ __all__ = ["Authenticator", "hash_password", "is_hash"]
 
 _COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
+_MOST_VERIFIED: Final = 1000
 _LONGEST: Final = 1024  # characters of the credentials in the header, in base64
 
 
@@ -45,31 +46,34 @@ def _matches(password: str, hashed: str) -> bool:
 class Authenticator:
     """Verifies the name and password of `Authorization` headers.
 
-    A verified password is remembered as a keyed digest, so that the next request costs microseconds. A wrong password
-    and an unknown name take the same time. At most two are verified at a time, in threads outside of the event loop.
+    A verified header is remembered as a keyed digest, so that the next request costs microseconds. The key is secret,
+    so the time of a comparison of digests tells nothing. A wrong password and an unknown name take the same time. At
+    most two are verified at a time, in threads outside of the event loop.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
         self._key = secrets.token_bytes(32)
-        self._verified: dict[str, bytes] = {}
+        self._verified: dict[bytes, str] = {}  # the names, by the digest of the header
         self._decoy = hash_password(secrets.token_hex(16))
         self._attempts = asyncio.Semaphore(2)
 
     async def user(self, authorization: str) -> str | None:
         """The name of the user; None if there is no such user or the password is wrong."""
+        digest = hashlib.blake2b(authorization.encode(), key=self._key).digest()
+        known = self._verified.get(digest)
+        if known is not None:
+            return known
         name, password = _credentials(authorization)
         if name is None:
             return None
-        digest = hmac.digest(self._key, password.encode(), "sha256")
-        verified = self._verified.get(name)
-        if verified is not None and hmac.compare_digest(verified, digest):
-            return name
         async with self._attempts:
             matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
         if not matches or name not in self._users:
             return None
-        self._verified[name] = digest
+        if len(self._verified) >= _MOST_VERIFIED:  # the same name and password can be written in several ways
+            self._verified.clear()
+        self._verified[digest] = name
         return name
 
 

@@ -3,10 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from .errors import ApiError
 
@@ -60,6 +62,32 @@ class ExactNumber:
 
 class JsonRequest(Request):
     """A request whose body is read by `read_json`."""
+
+    async def body(self) -> bytes:
+        """The body. Starlette's own method takes ten times as long."""
+        if not hasattr(self, "_body"):
+            chunks, is_complete = [], False
+            while not is_complete:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self._is_disconnected = True
+                    raise ClientDisconnect
+                chunks.append(message.get("body", b""))
+                is_complete = not message.get("more_body", False)
+            self._body = b"".join(chunks)
+        return self._body
+
+    async def is_disconnected(self) -> bool:
+        """Whether the client has disconnected. Starlette's own method enters and cancels a scope to ask this."""
+        if not self._is_disconnected:
+            receiving = cast("Coroutine[Any, Any, Message]", self._receive())
+            try:
+                receiving.send(None)
+            except StopIteration as received:
+                self._is_disconnected = received.value["type"] == "http.disconnect"
+            else:  # it waits, so nothing has arrived
+                receiving.close()
+        return self._is_disconnected
 
     async def text(self) -> str:
         """The body as text. Raises `ApiError` 400 if it is not UTF-8; Python's json would accept UTF-16 and UTF-32,

@@ -12,6 +12,8 @@ from psycopg import DataError
 from psycopg.abc import Buffer
 from psycopg.types.datetime import TimestamptzLoader
 
+from .request_body import ExactNumber
+
 __all__ = ["RawJson", "TimestampLoader", "to_json", "utc_text"]
 
 
@@ -49,7 +51,10 @@ def utc_text(at: datetime) -> str:
 
 
 def to_json(value: Any) -> str:
-    """A value as JSON text: dataclasses as objects, timestamps in UTC, bytes as base64, `RawJson` unchanged."""
+    """A value as JSON text: dataclasses as objects, timestamps in UTC, bytes as base64.
+
+    The text of `RawJson` and `ExactNumber` is not changed.
+    """
     write = _WRITERS.get(type(value))
     if write is not None:
         return write(value)
@@ -75,6 +80,7 @@ _WRITERS: Final[dict[type, Callable[[Any], str]]] = {
     float: json.dumps,
     str: _string,
     RawJson: str.__str__,
+    ExactNumber: str,
     UUID: lambda value: f'"{value}"',
     datetime: _timestamp,
     bytes: lambda value: f'"{base64.b64encode(value).decode()}"',
