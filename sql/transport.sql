@@ -759,6 +759,7 @@ begin
         perform pgqueue._raise_null_column(tg_relid, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
+    perform pgqueue._require_unrewritten('{pgqueue.transports}');
     select t.queue_name into found_name
     from pgqueue.transports t
     where pgqueue._transport_address(t.relation) = new.queue_address;

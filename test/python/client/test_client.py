@@ -738,3 +738,14 @@ def test_enqueue_batch_refuses_a_single_value_as_payloads(
     with pytest.raises(TypeError, match=f"^invalid bodies: {kind} is one value"):
         queue.enqueue_batch(bodies=payloads)
     assert queue.stats().ready_messages == 0
+
+
+def test_compact_queue_compacts_the_table_of_the_queue(queue: Any) -> None:
+    assert queue.compact_queue() == []  # less than 1 MB
+    queue.enqueue_batch(range(6000))
+    queue.purge_queue()
+    kept = queue.enqueue(1)
+    done = queue.compact_queue()
+    assert [(one.table_name, one.outcome) for one in done] == [("pgqueue.messages_shared", "compacted")]
+    assert done[0].bytes_after < done[0].bytes_before
+    assert [message.id for message in queue.claim()] == [kept]
