@@ -18,29 +18,29 @@ comment on function pgqueue._raise_in_transaction(text) is
 'Raises 25001: the call is not the first statement of its transaction, or the transaction keeps its snapshot.';
 
 create or replace function pgqueue._compactable_tables()
-returns table (relation regclass, row_type text, least_bytes bigint)
+returns table (relation regclass, row_type regtype, least_bytes bigint)
 language sql stable
 as $$
-    select i.inhrelid::regclass, 'pgqueue.messages', 33554432
+    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 33554432
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
     union all
-    select t::regclass, t, 8388608
+    select t::regclass, t::regtype, 8388608
     from unnest(array[
         'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
     -- Rows of these tables are updated once a second.
-    select t::regclass, t, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
+    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
-    select i.inhrelid::regclass, 'pgqueue.transports', 1048576
+    select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
 comment on function pgqueue._compactable_tables() is
 'The tables that a compaction can rewrite, the row type of each, and the size from which on a sweep requests it.';
 
 create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type text, bytes bigint, living_rows bigint)
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
 language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
@@ -153,6 +153,17 @@ comment on function pgqueue._compaction_obstacle(regclass) is
 truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
 again), referenced (by a foreign key); null if nothing is in the way.';
 
+create or replace function pgqueue._column_list(relation regclass, pattern text, separator text)
+returns text
+language sql stable
+as $$
+    select string_agg(format(pattern, a.attname), separator order by a.attnum)
+    from pg_catalog.pg_attribute a
+    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+$$;
+comment on function pgqueue._column_list(regclass, text, text) is
+'The columns of a table that an insert can set, each formatted with the pattern.';
+
 create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray)
 returns bigint
 language plpgsql volatile
@@ -163,22 +174,14 @@ set max_parallel_workers_per_gather = 0
 set jit = off
 as $$
 declare
-    columns text;
-    sizes text;
     places tid[];
     bytes bigint;
 begin
-    select
-        string_agg(quote_ident(a.attname), ', ' order by a.attnum),
-        string_agg(format('coalesce(pg_column_size(t.%I), 0)', a.attname), ' + ' order by a.attnum)
-    into columns, sizes
-    from pg_attribute a
-    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = '';
     -- Nearly all of the time is this scan over the dead rows. An index does not help: it has an entry for each of them.
     -- The scan does not read the values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
-        sizes, relation)
+        pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)
     into places, bytes;
     if cardinality(places) > 10000 or bytes > 8388608 then
         return null;
@@ -189,7 +192,10 @@ begin
         into kept using places;
     end if;
     execute format('truncate only %s', relation);
-    execute format('insert into %s (%s) overriding system value select %2$s from unnest($1)', relation, columns) using kept;
+    execute format(
+        'insert into %s (%s) overriding system value select %2$s from unnest($1)',
+        relation, pgqueue._column_list(relation, '%I', ', '))
+    using kept;
     return coalesce(cardinality(places), 0);
 end;
 $$;
@@ -198,7 +204,7 @@ comment on function pgqueue._rewrite_table(regclass, anyarray) is
 number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is null and tells the
 row type.';
 
-create or replace function pgqueue._compact_table(relation regclass, row_type text)
+create or replace function pgqueue._compact_table(relation regclass, row_type regtype)
 returns pgqueue.compaction
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -236,7 +242,7 @@ begin
     return done;
 end;
 $$;
-comment on function pgqueue._compact_table(regclass, text) is
+comment on function pgqueue._compact_table(regclass, regtype) is
 'Compacts a table if it holds few living rows, and returns the outcome: compacted, or why nothing was changed: busy
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
@@ -383,9 +389,10 @@ busy if the lock was not free within 500 ms; backlog if more than 10,000 message
 runs; published if a publication contains the table without truncate or through its parent; trigger if a trigger of
 another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction pins the
 horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
-size of the table; it blocks the queue for about a second per GB. Call it in autocommit mode: the lock is held until the
+size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until the
 transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty; the
-functions raise 40001 there. Raises PQ001, and 25001 if it is not the first statement of a read committed transaction.';
+functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction, and
+55P03 if another compaction takes longer than 500 ms.';
 
 create or replace function pgqueue.compact_queues()
 returns setof pgqueue.compaction
@@ -399,7 +406,8 @@ $$;
 comment on function pgqueue.compact_queues() is
 'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
 or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
-ends. Call it in a maintenance window, in autocommit mode. Raises 25001.';
+ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
+than 500 ms.';
 
 create or replace function pgqueue._findings_of_compact(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -449,6 +457,9 @@ begin
                 else 'select * from pgqueue.compact_queues();'
             end)::pgqueue.finding;
     end loop;
+exception when lock_not_available then
+    -- The size of a table that another transaction has locked exclusively cannot be read.
+    null;
 end;
 $$;
 comment on function pgqueue._findings_of_compact(pgqueue.queues) is

@@ -89,8 +89,8 @@ select results_eq($$ select c.table_name collate "C", c.outcome collate "C", c.r
     format($$ values (%L collate "C", 'compacted' collate "C", 60::bigint, true, true) $$, :'deep'), 'compact_queue returns what it has done, and the sizes before and after');
 
 -- What a sweep requests.
-create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type text, bytes bigint, living_rows bigint) language sql volatile
-as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages', 99999999::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
+create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
+as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, 99999999::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
 create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select coalesce(nullif(current_setting('test.pinned', true), ''), '0')::bigint $$;
 create function pg_temp.requests(overgrown text, pinned int, compaction text) returns bigint language plpgsql as $$
 begin

@@ -22,16 +22,10 @@ from pgqueue.embedded import EmbeddedServer
 sys.path.append(str(Path(__file__).parents[2]))
 
 from harness import TOOLS, Server  # noqa: E402
+from soak import FORCED_COMPACTION  # noqa: E402
 
 numbers = count(1)
 
-# Every claim requests a compaction, and each commit then compacts one table, whatever its size.
-FORCED = """
-create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type text, bytes bigint, living_rows bigint) language sql volatile
-as $$ select t.relation, t.row_type, 1::bigint, 1::bigint from pgqueue._compactable_tables() t order by random() $$;
-create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select 1000000 $$;
-"""
 ROWS = "select string_agg(m::text, ',' order by m.id) from pgqueue.messages m"
 FILES = "select array_agg(pg_relation_filenode(t.relation) order by t.relation) from pgqueue._compactable_tables() t"
 
@@ -104,7 +98,7 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
     server, database = site
-    owner.execute(FORCED)
+    owner.execute(FORCED_COMPACTION)
     queue = pgqueue.Queue(owner, "a")
     queue.enqueue_batch([1, 2, 3])
     make_due(owner)
@@ -119,12 +113,29 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
         assert [message.payload for message in queue.claim(9)] == [3]
 
 
+def test_the_claim_of_a_role_without_rights_on_the_tables_compacts(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    owner.execute("create role compact_consumer")
+    owner.execute("select pgqueue.grant_access('compact_consumer', 'consumer')")
+    pgqueue.Queue(owner, "a").enqueue(1)
+    make_due(owner)
+    before = one(owner, FILES)
+    with server.connect(database) as consumer:
+        consumer.execute("set role compact_consumer")
+        assert len(pgqueue.Queue(consumer, "a").claim()) == 1
+    assert one(owner, FILES) != before
+    owner.execute("drop owned by compact_consumer; drop role compact_consumer")
+
+
 @pytest.mark.parametrize("prepare", [False, True])
 def test_prepare_transaction_does_not_compact(
     site: tuple[Server, str], owner: psycopg.Connection[Any], prepare: bool
 ) -> None:
     server, database = site
-    owner.execute(FORCED)
+    owner.execute(FORCED_COMPACTION)
     queue = pgqueue.Queue(owner, "a")
     queue.enqueue_batch([1, 2, 3])
     make_due(owner)
@@ -233,7 +244,7 @@ def dumped_ids(server: Server, database: str) -> set[int] | None:
 def test_a_dump_beside_compactions_contains_every_message(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
-    owner.execute(FORCED)
+    owner.execute(FORCED_COMPACTION)
     with Traffic(*site) as traffic:
         compactions = -1
         for _ in range(2):
@@ -249,7 +260,7 @@ def test_a_dump_beside_compactions_contains_every_message(
 def test_a_dump_that_a_compaction_made_incomplete_fails(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
-    owner.execute(FORCED)
+    owner.execute(FORCED_COMPACTION)
     owner.execute(
         "create or replace function pgqueue._is_dump_running() returns boolean language sql volatile as 'select false'"
     )
