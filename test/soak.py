@@ -34,8 +34,7 @@ from psycopg.types.json import Jsonb
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
-
-# Every sweep that asks for a compaction, once a second, gets one of a table that is chosen at random, whatever its size.
+# Every sweep that asks for a compaction, once a second, gets one of a random table, whatever its size.
 FORCED_COMPACTION = """
 create or replace function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile

@@ -18,8 +18,8 @@ from psycopg.types.json import Json, Jsonb
 from .errors import InvalidArgument
 from .message import (
     ArchiveChange,
-    Compaction,
     ArchivedMessage,
+    Compaction,
     DeadMessage,
     Exchanged,
     Finding,

@@ -14,8 +14,8 @@ from ._styles import correction
 from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
-    Compaction,
     ArchivedMessage,
+    Compaction,
     DeadMessage,
     Exchanged,
     Finding,

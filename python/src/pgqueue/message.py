@@ -10,8 +10,8 @@ from psycopg.types.json import Jsonb
 
 __all__ = [
     "ArchiveChange",
-    "Compaction",
     "ArchivedMessage",
+    "Compaction",
     "DeadMessage",
     "Exchanged",
     "Finding",
