@@ -187,6 +187,17 @@ create type pgqueue.subscription as (
 comment on type pgqueue.subscription is
 'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
 matches.';
+
+create type pgqueue.compaction as (
+    table_name text,
+    outcome text,
+    rows_kept bigint,
+    bytes_before bigint,
+    bytes_after bigint
+);
+comment on type pgqueue.compaction is
+'What compact_queue did with one table. outcome is compacted or the reason why it was left alone. The sizes include
+indexes and the toast table.';
 -- Tables, sequences and indexes. The column names are part of the API: applications may send, claim and acknowledge
 -- messages with plain SQL on these tables. Add new columns at the end.
 
@@ -621,28 +632,63 @@ comment on column pgqueue.transports.next_at is
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
+
+create sequence pgqueue.next_compaction_at;
+comment on sequence pgqueue.next_compaction_at is
+'Register: when a sweep next asks whether a table has to be compacted, in microseconds since 1970. A hint, shared by all
+queues.';
+
+create unlogged table pgqueue.compactions (
+    tried_at timestamptz not null,
+    table_name text,
+    outcome text,
+    rows_kept bigint,
+    bytes_before bigint,
+    bytes_after bigint
+);
+comment on table pgqueue.compactions is
+'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
+when it commits. Unlogged: a crash of the server empties it.';
 -- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
 -- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
-select pg_extension_config_dump('pgqueue.queues', '');
 select pg_extension_config_dump('pgqueue.message_id', '');
 select pg_extension_config_dump('pgqueue.messages', '');
-select pg_extension_config_dump('pgqueue.messages_shared', '');
-select pg_extension_config_dump('pgqueue.scheduled_messages', '');
-select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
 select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
+select pg_extension_config_dump('pgqueue.next_compaction_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
-select pg_extension_config_dump('pgqueue.requeued_messages', '');
-select pg_extension_config_dump('pgqueue.sweep_state', '');
-select pg_extension_config_dump('pgqueue.streams', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
 select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
-select pg_extension_config_dump('pgqueue.sink_commits', '');
+select pg_extension_config_dump('pgqueue.compactions', 'where false');
+-- A compaction of a table between the snapshot of a dump and the lock of that table would leave its messages out of the
+-- dump. The condition lets such a dump fail: pg_class shows the file of each table as of the snapshot,
+-- pg_relation_filenode shows the current one. pg_dump locks a member of an extension only when it copies it, so each
+-- table has the condition. It contains only built-in functions, as the role that dumps may call no other. The text
+-- becomes the error, because it is no boolean.
+do $$
+declare
+    name text;
+begin
+    foreach name in array array[
+        'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
+        'sink_commits'
+    ] loop
+        perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
+            select from pg_catalog.pg_class c
+            where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
+                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
+                    'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
+                )::boolean end
+        )$condition$);
+    end loop;
+end;
+$$;
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
@@ -1068,6 +1114,51 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
+create function pgqueue._rewritten_table(tables regclass[])
+returns regclass
+language sql stable
+as $$
+    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
+    select c.oid::regclass
+    from pg_catalog.pg_class c
+    where c.oid in (
+            select t from unnest(tables) as t
+            union all
+            select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = any (tables)
+        )
+        and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+    limit 1
+$$;
+comment on function pgqueue._rewritten_table(regclass[]) is
+'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
+compaction does: with this snapshot it looks empty. Null if there is none.';
+
+create function pgqueue._require_unrewritten(tables regclass[])
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation regclass;
+begin
+    if not pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
+    foreach relation in array tables loop
+        execute format('lock table %s in access share mode', relation);
+    end loop;
+    relation := pgqueue._rewritten_table(tables);
+    if relation is not null then
+        perform pgqueue._raise_stale_snapshot(format('table %s', relation));
+    end if;
+end;
+$$;
+comment on function pgqueue._require_unrewritten(regclass[]) is
+'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
+tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
+first and takes its snapshot second.';
+
 create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -1083,15 +1174,21 @@ begin
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
-    if not found or pg_relation_filenode(q.fresh_from_id) is null then
-        perform pgqueue._refuse_missing_queue(queue_name);
+    if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
+        if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
+            perform pgqueue._refuse_missing_queue(queue_name);
+        end if;
+        perform pgqueue._require_unrewritten(array[
+            'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
+            'pgqueue.sweep_state'
+        ]::regclass[]);
     end if;
     return q;
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
 'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
-exists but was created after the snapshot.';
+exists but was created after the snapshot, or if a compaction after the snapshot hides messages.';
 
 create function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues
@@ -1125,9 +1222,9 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
--- Events from the core to the rooms: a queue was created or altered or is being dropped, housekeeping is due, doctor
--- collects findings. A room defines a function of the matching name. So the core calls no room by name, and a new room
--- changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
+-- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
+-- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
+-- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
 create function pgqueue._handlers(event text)
 returns setof regproc
@@ -1182,6 +1279,24 @@ comment on function pgqueue._do_housekeeping(timestamptz) is
 'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
 call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
 A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
+
+create function pgqueue._call_for_compaction(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    handler regproc;
+begin
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
+    for handler in select h from pgqueue._handlers('_on_compaction_due_') as h loop
+        execute format('select %s($1)', handler) using at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._call_for_compaction(timestamptz) is
+'Calls _on_compaction_due_<room>(at) of each room that defines it. A sweep calls this once a second, so a handler must
+not wait for a lock or raise an error. A handler that wants to be called later sets pgqueue.next_compaction_at.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -2940,6 +3055,11 @@ begin
     then
         perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
+    end if;
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._call_for_compaction(at);
     end if;
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
@@ -4741,12 +4861,15 @@ language sql stable
 as $$
     select
         pgqueue._now() - a.xact_start,
-        pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
-            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
+        pg_catalog.format('process %s (%s, %s), transaction open, state: %s, snapshot %s transactions old', a.pid,
+            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type, 'unknown'),
+            coalesce(a.state, 'hidden'), coalesce(age(a.backend_xmin), age(a.backend_xid))),
         pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
     from pg_catalog.pg_stat_activity a
-    where a.xact_start is not null and a.backend_type <> 'autovacuum worker'
-        and (a.backend_xmin is not null or a.backend_xid is not null)
+    where (a.backend_xmin is not null or a.backend_xid is not null)
+        and a.backend_type is distinct from 'autovacuum worker'
+        -- Without pg_read_all_stats the start of a transaction of another role is hidden, and its age is not.
+        and (a.xact_start is not null or age(a.backend_xmin) >= 50000)
         and a.pid <> pg_catalog.pg_backend_pid()
     union all
     select
@@ -5096,12 +5219,13 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
-first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
-pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
-stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
-consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription).';
+undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
+ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
+pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
+number of dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead,
+lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
+transport do not find the subscription).';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -5696,6 +5820,7 @@ begin
     where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
+        perform pgqueue._require_unrewritten('{pgqueue.streams}');
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     return s;
@@ -6121,16 +6246,12 @@ the batch and returned in lost. A batch that was begun in max_replays + 1 epochs
 PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss
 false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
-create function pgqueue.stream_read(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+create function pgqueue._read_batch(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
 )
 returns setof pgqueue.message
-language plpgsql stable security definer
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
 as $$
 declare
     -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
@@ -6141,13 +6262,13 @@ declare
     n bigint;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
+    where t.queue_name = q.name and t.stream_name = _read_batch.stream_name collate "C";
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     perform pgqueue._check_epoch(s, epoch);
     perform pgqueue._check_batch(seq, claim_token);
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from _read_batch.claim_token then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
     wanted := s.ids;
@@ -6175,6 +6296,53 @@ begin
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
+end;
+$$;
+comment on function pgqueue._read_batch(text, text, bigint, bigint, uuid, int) is
+'What stream_read returns, by one snapshot.';
+
+create function pgqueue._read_batch_again(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
+)
+returns setof pgqueue.message
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    lock table pgqueue.streams, pgqueue.messages in access share mode;
+    perform pgqueue._require_unrewritten('{pgqueue.streams,pgqueue.messages}');
+    return query
+    select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+end;
+$$;
+comment on function pgqueue._read_batch_again(text, text, bigint, bigint, uuid, int) is
+'What stream_read returns, by a snapshot that is taken after the tables are locked. Raises 40001 if the transaction
+keeps an older one.';
+
+create function pgqueue.stream_read(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+)
+returns setof pgqueue.message
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+begin
+    begin
+        return query
+        select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+        return;
+    exception when sqlstate 'PQ005' or sqlstate 'PQ008' then
+        -- The tables look empty if a compaction ended between the snapshot of the caller and this read.
+        if pgqueue._rewritten_table('{pgqueue.streams,pgqueue.messages}') is null then
+            raise;
+        end if;
+    end;
+    return query
+    select r.* from pgqueue._read_batch_again(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
@@ -6710,6 +6878,7 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
@@ -6793,6 +6962,7 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
+    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
     -- Attempts that are being committed are locked. They are skipped.
@@ -7518,6 +7688,11 @@ begin
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        -- The same as in a sweep, which this queue may never have.
+        if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+        then
+            perform pgqueue._call_for_compaction(at);
+        end if;
     end if;
     return t.head;
 end;
@@ -7864,6 +8039,7 @@ begin
         perform pgqueue._raise_null_column(tg_relid, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
+    perform pgqueue._require_unrewritten('{pgqueue.transports}');
     select t.queue_name into found_name
     from pgqueue.transports t
     where pgqueue._transport_address(t.relation) = new.queue_address;
@@ -8259,7 +8435,9 @@ comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
 
 create function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
-language sql stable
+-- Volatile: the tables are locked first and the snapshot is taken second. A stable function has the snapshot of its
+-- caller, in which a table that was compacted during the wait for its lock is empty.
+language sql volatile
 as $$
     select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))
@@ -8390,6 +8568,472 @@ end;
 $$;
 comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
 'Drops up to ten idle queues when a queue becomes dedicated.';
+-- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
+-- compaction locks a table for some milliseconds, reads the few living rows, truncates the table and inserts them
+-- again. A sweep requests it. The transaction of the sweep carries it out as the last step before its commit.
+
+create function pgqueue._raise_in_transaction(verb text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'active_sql_transaction',
+        message = format('%s must be the only statement of a read committed transaction', verb),
+        hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
+end;
+$$;
+comment on function pgqueue._raise_in_transaction(text) is
+'Raises 25001: the call is not the first statement of its transaction, or the transaction keeps its snapshot.';
+
+create function pgqueue._compactable_tables()
+returns table (relation regclass, row_type regtype, least_bytes bigint)
+language sql stable
+as $$
+    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 33554432
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
+    union all
+    select t::regclass, t::regtype, 8388608
+    from unnest(array[
+        'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
+        'pgqueue.staged_messages', 'pgqueue.sink_commits'
+    ]) as t
+    union all
+    -- Rows of these tables are updated once a second.
+    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
+    union all
+    select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
+$$;
+comment on function pgqueue._compactable_tables() is
+'The tables that a compaction can rewrite, the row type of each, and the size from which on a sweep requests it.';
+
+create function pgqueue._overgrown_tables()
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
+language sql volatile
+as $$
+    -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
+    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation)
+    from pgqueue._compactable_tables() t
+    cross join lateral (
+        select
+            case
+                when pg_stat_get_dead_tuples(t.relation) >= 500
+                    and pg_stat_get_dead_tuples(t.relation) >= 9 * pg_stat_get_live_tuples(t.relation)
+                then pg_total_relation_size(t.relation)
+            end as bytes
+    ) s
+    where s.bytes >= t.least_bytes
+    order by s.bytes desc
+$$;
+comment on function pgqueue._overgrown_tables() is
+'The tables that are large and, by the statistics, nearly all dead, the largest first.';
+
+create function pgqueue._pinned_transactions()
+returns bigint
+language sql volatile
+as $$
+    -- These columns are visible to every role. An autovacuum worker does not hold the horizon.
+    select greatest(
+        (
+            select max(greatest(age(a.backend_xmin), age(a.backend_xid)))
+            from pg_catalog.pg_stat_activity a
+            where (a.datname = pg_catalog.current_database() or a.datid is null)
+                and a.pid <> pg_catalog.pg_backend_pid() and a.backend_type is distinct from 'autovacuum worker'
+        ),
+        (select max(age(s.xmin)) from pg_catalog.pg_replication_slots s),
+        (
+            select max(age(p.transaction)) from pg_catalog.pg_prepared_xacts p
+            where p.database = pg_catalog.current_database()
+        ),
+        0)
+$$;
+comment on function pgqueue._pinned_transactions() is
+'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
+the horizon of this database.';
+
+create function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$
+    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
+    select exists (
+            select from pg_catalog.pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+                and l.pid is distinct from pg_catalog.pg_backend_pid()
+        )
+        or exists (
+            select from pg_catalog.pg_stat_activity a
+            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+                and a.pid <> pg_catalog.pg_backend_pid()
+        )
+$$;
+comment on function pgqueue._is_dump_running() is
+'Whether another session of this database is dumping it: a compaction could make the dump fail.';
+
+create function pgqueue._is_compaction_on()
+returns boolean
+language sql volatile
+as $$
+    select case current_setting('pgqueue.compaction', true)
+        when 'on' then true
+        when 'off' then false
+        -- Not pg_extension: a lock there would look like that of a dump.
+        else exists (
+            select from pg_catalog.pg_depend d
+            where d.classid = 'pg_class'::regclass and d.objid = 'pgqueue.messages'::regclass and d.deptype = 'e'
+        )
+    end
+$$;
+comment on function pgqueue._is_compaction_on() is
+'Whether sweeps request compactions: as the setting pgqueue.compaction says, on or off. By default they do if pgqueue is
+an extension. Only then a dump notices that it is incomplete.';
+
+create function pgqueue._compaction_obstacle(relation regclass)
+returns text
+language sql volatile
+as $$
+    select case
+        when exists (
+            select from pg_catalog.pg_publication_tables p
+            join pg_catalog.pg_publication b on b.pubname = p.pubname
+            where p.schemaname = 'pgqueue'
+                and (
+                    p.tablename = c.relname and not b.pubtruncate
+                    -- A publication that publishes through the parent does not publish the truncation of a partition.
+                    or p.tablename = 'messages' and c.relispartition
+                )
+        ) then 'published'
+        when exists (
+            select from pg_catalog.pg_trigger g
+            join pg_catalog.pg_proc f on f.oid = g.tgfoid
+            -- Triggers for insert (4) and truncate (32).
+            where g.tgrelid = c.oid and not g.tgisinternal and g.tgtype & 36 > 0 and g.tgenabled <> 'D'
+                and f.pronamespace <> 'pgqueue'::regnamespace
+        ) then 'trigger'
+        when exists (select from pg_catalog.pg_constraint k where k.confrelid = c.oid) then 'referenced'
+    end
+    from pg_catalog.pg_class c
+    where c.oid = relation
+$$;
+comment on function pgqueue._compaction_obstacle(regclass) is
+'Why a table must not be truncated and filled again: published (a publication contains the inserts but not the
+truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
+again), referenced (by a foreign key); null if nothing is in the way.';
+
+create function pgqueue._column_list(relation regclass, pattern text, separator text)
+returns text
+language sql stable
+as $$
+    select string_agg(format(pattern, a.attname), separator order by a.attnum)
+    from pg_catalog.pg_attribute a
+    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+$$;
+comment on function pgqueue._column_list(regclass, text, text) is
+'The columns of a table that an insert can set, each formatted with the pattern.';
+
+create function pgqueue._rewrite_table(relation regclass, kept anyarray)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = on
+set enable_tidscan = on
+set max_parallel_workers_per_gather = 0
+set jit = off
+as $$
+declare
+    places tid[];
+    bytes bigint;
+begin
+    -- Nearly all of the time is this scan over the dead rows. An index does not help: it has an entry for each of them.
+    -- The scan does not read the values that are stored out of line.
+    execute format(
+        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
+        pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)
+    into places, bytes;
+    if cardinality(places) > 10000 or bytes > 8388608 then
+        return null;
+    end if;
+    if places is not null then
+        execute format('select array_agg(t::%s) from only %s t where t.ctid = any ($1)',
+            (select format_type(y.typelem, null) from pg_type y where y.oid = pg_typeof(kept)), relation)
+        into kept using places;
+    end if;
+    execute format('truncate only %s', relation);
+    execute format(
+        'insert into %s (%s) overriding system value select %2$s from unnest($1)',
+        relation, pgqueue._column_list(relation, '%I', ', '))
+    using kept;
+    return coalesce(cardinality(places), 0);
+end;
+$$;
+comment on function pgqueue._rewrite_table(regclass, anyarray) is
+'Truncates a table that the caller has locked exclusively, inserts its living rows again, unchanged, and returns their
+number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is null and tells the
+row type.';
+
+create function pgqueue._compact_table(relation regclass, row_type regtype)
+returns pgqueue.compaction
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    done pgqueue.compaction;
+begin
+    done.table_name := relation::text;
+    done.bytes_before := pg_total_relation_size(relation);
+    done.outcome := pgqueue._compaction_obstacle(relation);
+    if done.outcome is null then
+        begin
+            done.outcome := 'busy';
+            execute format('lock table only %s in access exclusive mode', relation);
+            -- Each of the following statements has a snapshot that is younger than the lock.
+            done.outcome := 'backlog';
+            execute format('select pgqueue._rewrite_table($1, null::%s[])', row_type) into done.rows_kept using relation;
+            if done.rows_kept is not null then
+                -- A dump may have begun meanwhile. Its snapshot can be older than the commit that follows.
+                perform pg_stat_clear_snapshot();
+                done.outcome := case when pgqueue._is_dump_running() then 'dump' else 'compacted' end;
+            end if;
+            if done.outcome <> 'compacted' then
+                -- Only an error releases the lock before the transaction ends, and undoes the truncation.
+                perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
+            end if;
+        exception when lock_not_available or deadlock_detected or object_in_use or sqlstate 'PQ004' then
+            if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
+                done.outcome := 'busy';
+            end if;
+            done.rows_kept := null;
+        end;
+    end if;
+    done.bytes_after := case done.outcome when 'compacted' then pg_total_relation_size(relation) else done.bytes_before end;
+    return done;
+end;
+$$;
+comment on function pgqueue._compact_table(regclass, regtype) is
+'Compacts a table if it holds few living rows, and returns the outcome: compacted, or why nothing was changed: busy
+(another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
+for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
+
+create function pgqueue._on_compaction_due_compact(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '20 ms'
+as $$
+begin
+    -- In a fixed snapshot rows that others have inserted since are missing.
+    if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
+        and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
+    then
+        insert into pgqueue.compactions (tried_at) values (at);
+    end if;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
+end;
+$$;
+comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
+
+create function pgqueue._compact_overgrown(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    candidate record;
+    done pgqueue.compaction;
+    next_at timestamptz := at + interval '1 s';
+begin
+    -- One compaction at a time. Until the commit, others find this lock taken. No queue has such a name.
+    if not pg_try_advisory_xact_lock(pgqueue._lock_key('compact_queues()')) then
+        return;
+    end if;
+    if pgqueue._is_dump_running() then
+        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+        return;
+    end if;
+    for candidate in
+        select t.relation, t.row_type from pgqueue._overgrown_tables() t
+        -- Longer scans would block others for too long: compact_queue does those when its caller decides.
+        where pg_relation_size(t.relation) <= 268435456
+    loop
+        done := pgqueue._compact_table(candidate.relation, candidate.row_type);
+        insert into pgqueue.compactions values (at, (done).*);
+        exit when done.outcome = 'compacted';
+        -- While this session waits for the lock of a table, others wait behind it: 20 ms in 10 s cost 0.2 per cent.
+        -- An attempt that has to scan the table first costs more.
+        next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
+    end loop;
+    if next_at > at + interval '1 s' then
+        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(next_at));
+    end if;
+end;
+$$;
+comment on function pgqueue._compact_overgrown(timestamptz) is
+'Compacts the largest of the overgrown tables that can be compacted, and sets the time of the next attempt: in one
+second after a success, in 10 seconds if a table was in use or cannot be compacted, in 60 if it has many living rows.';
+
+create function pgqueue._compact_at_commit()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '20 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    -- These statements fire deferred triggers, too, but do not end the transaction: it would hold the lock.
+    if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
+        return null;
+    end if;
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.outcome is null or o.tried_at not between at - interval '1 day' and at + interval '1 day'
+        for update skip locked));
+    perform pgqueue._compact_overgrown(at);
+    return null;
+exception when others then
+    -- The compaction was undone. It must not fail the transaction of a claim.
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+    return null;
+end;
+$$;
+comment on function pgqueue._compact_at_commit() is
+'Deferred trigger of compactions: carries out a request when its transaction commits, so that the lock of the table is
+held for the time of the compaction and the commit only, however long the transaction is.';
+
+drop trigger if exists compact_at_commit on pgqueue.compactions;
+create constraint trigger compact_at_commit after insert on pgqueue.compactions deferrable initially deferred
+for each row when (new.outcome is null) execute function pgqueue._compact_at_commit();
+
+create function pgqueue._compact_tables(verb text, relations regclass[])
+returns setof pgqueue.compaction
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    candidate record;
+begin
+    if pgqueue._has_fixed_snapshot() or not pgqueue._is_first_statement() then
+        perform pgqueue._raise_in_transaction(verb);
+    end if;
+    perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
+    for candidate in
+        select t.relation, t.row_type from pgqueue._compactable_tables() t
+        where t.relation = any (coalesce(relations, array[t.relation]))
+            and pg_total_relation_size(t.relation) >= 1048576
+        order by t.relation::text
+    loop
+        return next pgqueue._compact_table(candidate.relation, candidate.row_type);
+    end loop;
+end;
+$$;
+comment on function pgqueue._compact_tables(text, regclass[]) is
+'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
+
+create function pgqueue.compact_queue(queue_name text)
+returns setof pgqueue.compaction
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    return query
+    select c.*
+    from pgqueue._compact_tables(
+        'compact_queue',
+        array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
+end;
+$$;
+comment on function pgqueue.compact_queue(text) is
+'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
+truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
+busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
+runs; published if a publication contains the table without truncate or through its parent; trigger if a trigger of
+another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction pins the
+horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
+size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until the
+transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty; the
+functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction, and
+55P03 if another compaction takes longer than 500 ms.';
+
+create function pgqueue.compact_queues()
+returns setof pgqueue.compaction
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
+end;
+$$;
+comment on function pgqueue.compact_queues() is
+'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
+or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
+than 500 ms.';
+
+create function pgqueue._findings_of_compact(q pgqueue.queues)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    pinned constant bigint := pgqueue._pinned_transactions();
+    t record;
+    obstacle text;
+    holder text;
+    last_outcome text;
+begin
+    if q.name is not null or pg_is_in_recovery() then
+        return;
+    end if;
+    for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
+        obstacle := pgqueue._compaction_obstacle(t.relation);
+        select c.outcome into last_outcome from pgqueue.compactions c
+        where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
+        order by c.tried_at desc limit 1;
+        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        from pg_locks l
+        join pg_stat_activity a on a.pid = l.pid
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
+        order by a.xact_start limit 1;
+        return next row(
+            'warning', null, 'uncompacted_table',
+            format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
+                case
+                    when pinned < 50000 then 'the space of dead rows can be used again, but is not returned'
+                    when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
+                    when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
+                    when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
+                    when not pgqueue._is_compaction_on() then 'automatic compaction is off'
+                    when pgqueue._is_dump_running() then 'it is not compacted while a dump runs'
+                    when t.is_huge then 'only compact_queue compacts a table of this size'
+                    when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
+                    when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'
+                        || coalesce('; ' || holder, '')
+                    else 'the next sweeps compact it'
+                end),
+            case obstacle
+                when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
+                else 'select * from pgqueue.compact_queues();'
+            end)::pgqueue.finding;
+    end loop;
+exception when lock_not_available then
+    -- The size of a table that another transaction has locked exclusively cannot be read.
+    null;
+end;
+$$;
+comment on function pgqueue._findings_of_compact(pgqueue.queues) is
+'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
 -- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
 -- role are the only record of its access.
 
@@ -8444,6 +9088,8 @@ as $$
     ('purge_expired', '{admin}'::text[]),
     ('sweep_queue', '{consumer,admin}'::text[]),
     ('sweep_staged', '{admin}'::text[]),
+    ('compact_queue', '{admin}'::text[]),
+    ('compact_queues', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
     ('expose_transport', '{admin}'::text[]),
     ('unexpose_transport', '{admin}'::text[]),

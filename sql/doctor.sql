@@ -14,12 +14,15 @@ language sql stable
 as $$
     select
         pgqueue._now() - a.xact_start,
-        pg_catalog.format('process %s (%s, %s), transaction open, state: %s', a.pid,
-            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type), a.state),
+        pg_catalog.format('process %s (%s, %s), transaction open, state: %s, snapshot %s transactions old', a.pid,
+            coalesce(a.usename, 'no user'), coalesce(nullif(a.application_name, ''), a.backend_type, 'unknown'),
+            coalesce(a.state, 'hidden'), coalesce(age(a.backend_xmin), age(a.backend_xid))),
         pg_catalog.format('select pg_terminate_backend(%s);', a.pid)
     from pg_catalog.pg_stat_activity a
-    where a.xact_start is not null and a.backend_type <> 'autovacuum worker'
-        and (a.backend_xmin is not null or a.backend_xid is not null)
+    where (a.backend_xmin is not null or a.backend_xid is not null)
+        and a.backend_type is distinct from 'autovacuum worker'
+        -- Without pg_read_all_stats the start of a transaction of another role is hidden, and its age is not.
+        and (a.xact_start is not null or age(a.backend_xmin) >= 50000)
         and a.pid <> pg_catalog.pg_backend_pid()
     union all
     select
@@ -369,9 +372,10 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
-first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
-pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
-stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
-consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription).';
+undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
+ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
+pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
+number of dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead,
+lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
+transport do not find the subscription).';

@@ -1,22 +1,40 @@
 -- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
 -- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
-select pg_extension_config_dump('pgqueue.queues', '');
 select pg_extension_config_dump('pgqueue.message_id', '');
 select pg_extension_config_dump('pgqueue.messages', '');
-select pg_extension_config_dump('pgqueue.messages_shared', '');
-select pg_extension_config_dump('pgqueue.scheduled_messages', '');
-select pg_extension_config_dump('pgqueue.dead_messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
 select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
+select pg_extension_config_dump('pgqueue.next_compaction_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
-select pg_extension_config_dump('pgqueue.requeued_messages', '');
-select pg_extension_config_dump('pgqueue.sweep_state', '');
-select pg_extension_config_dump('pgqueue.streams', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
 select pg_extension_config_dump('pgqueue.staged_messages', 'where false');
-select pg_extension_config_dump('pgqueue.sink_commits', '');
+select pg_extension_config_dump('pgqueue.compactions', 'where false');
+-- A compaction of a table between the snapshot of a dump and the lock of that table would leave its messages out of the
+-- dump. The condition lets such a dump fail: pg_class shows the file of each table as of the snapshot,
+-- pg_relation_filenode shows the current one. pg_dump locks a member of an extension only when it copies it, so each
+-- table has the condition. It contains only built-in functions, as the role that dumps may call no other. The text
+-- becomes the error, because it is no boolean.
+do $$
+declare
+    name text;
+begin
+    foreach name in array array[
+        'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
+        'sink_commits'
+    ] loop
+        perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
+            select from pg_catalog.pg_class c
+            where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
+                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
+                    'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
+                )::boolean end
+        )$condition$);
+    end loop;
+end;
+$$;

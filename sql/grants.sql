@@ -52,6 +52,8 @@ as $$
     ('purge_expired', '{admin}'::text[]),
     ('sweep_queue', '{consumer,admin}'::text[]),
     ('sweep_staged', '{admin}'::text[]),
+    ('compact_queue', '{admin}'::text[]),
+    ('compact_queues', '{admin}'::text[]),
     ('doctor', '{admin}'::text[]),
     ('expose_transport', '{admin}'::text[]),
     ('unexpose_transport', '{admin}'::text[]),

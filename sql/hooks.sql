@@ -1,6 +1,6 @@
--- Events from the core to the rooms: a queue was created or altered or is being dropped, housekeeping is due, doctor
--- collects findings. A room defines a function of the matching name. So the core calls no room by name, and a new room
--- changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
+-- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
+-- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
+-- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
 create or replace function pgqueue._handlers(event text)
 returns setof regproc
@@ -55,6 +55,24 @@ comment on function pgqueue._do_housekeeping(timestamptz) is
 'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
 call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
 A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
+
+create or replace function pgqueue._call_for_compaction(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    handler regproc;
+begin
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
+    for handler in select h from pgqueue._handlers('_on_compaction_due_') as h loop
+        execute format('select %s($1)', handler) using at;
+    end loop;
+end;
+$$;
+comment on function pgqueue._call_for_compaction(timestamptz) is
+'Calls _on_compaction_due_<room>(at) of each room that defines it. A sweep calls this once a second, so a handler must
+not wait for a lock or raise an error. A handler that wants to be called later sets pgqueue.next_compaction_at.';
 
 create or replace function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding

@@ -26,7 +26,9 @@ comment on function pgqueue._last_used_at(pgqueue.queues, timestamptz) is
 
 create or replace function pgqueue._is_queue_empty(q pgqueue.queues)
 returns boolean
-language sql stable
+-- Volatile: the tables are locked first and the snapshot is taken second. A stable function has the snapshot of its
+-- caller, in which a table that was compacted during the wait for its lock is empty.
+language sql volatile
 as $$
     select not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name))
         and not exists (select from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= pgqueue._first_id_of(q.name))

@@ -75,6 +75,51 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
+create or replace function pgqueue._rewritten_table(tables regclass[])
+returns regclass
+language sql stable
+as $$
+    -- pg_class shows the file as of the snapshot, pg_relation_filenode the current one.
+    select c.oid::regclass
+    from pg_catalog.pg_class c
+    where c.oid in (
+            select t from unnest(tables) as t
+            union all
+            select i.inhrelid from pg_catalog.pg_inherits i where i.inhparent = any (tables)
+        )
+        and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+    limit 1
+$$;
+comment on function pgqueue._rewritten_table(regclass[]) is
+'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
+compaction does: with this snapshot it looks empty. Null if there is none.';
+
+create or replace function pgqueue._require_unrewritten(tables regclass[])
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    relation regclass;
+begin
+    if not pgqueue._has_fixed_snapshot() then
+        return;
+    end if;
+    -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
+    foreach relation in array tables loop
+        execute format('lock table %s in access share mode', relation);
+    end loop;
+    relation := pgqueue._rewritten_table(tables);
+    if relation is not null then
+        perform pgqueue._raise_stale_snapshot(format('table %s', relation));
+    end if;
+end;
+$$;
+comment on function pgqueue._require_unrewritten(regclass[]) is
+'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
+tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
+first and takes its snapshot second.';
+
 create or replace function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -90,15 +135,21 @@ begin
     end if;
     select * into q from pgqueue.queues where queues.name = queue_name collate "C";
     -- A repeatable read snapshot can be older than a drop_queue. The catalog shows the current state.
-    if not found or pg_relation_filenode(q.fresh_from_id) is null then
-        perform pgqueue._refuse_missing_queue(queue_name);
+    if not found or pg_relation_filenode(q.fresh_from_id) is null or pgqueue._has_fixed_snapshot() then
+        if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
+            perform pgqueue._refuse_missing_queue(queue_name);
+        end if;
+        perform pgqueue._require_unrewritten(array[
+            'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
+            'pgqueue.sweep_state'
+        ]::regclass[]);
     end if;
     return q;
 end;
 $$;
 comment on function pgqueue._get_locked_queue(text) is
 'Locks the queue against drop_queue until the transaction ends, and returns its row. Raises PQ001, or 40001 if the queue
-exists but was created after the snapshot.';
+exists but was created after the snapshot, or if a compaction after the snapshot hides messages.';
 
 create or replace function pgqueue._get_unlocked_queue(queue_name text)
 returns pgqueue.queues

@@ -319,6 +319,7 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
+    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
@@ -402,6 +403,7 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
+    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
     -- Attempts that are being committed are locked. They are skipped.

@@ -173,6 +173,7 @@ begin
     where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
+        perform pgqueue._require_unrewritten('{pgqueue.streams}');
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     return s;
@@ -598,16 +599,12 @@ the batch and returned in lost. A batch that was begun in max_replays + 1 epochs
 PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss
 false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
-create or replace function pgqueue.stream_read(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+create or replace function pgqueue._read_batch(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
 )
 returns setof pgqueue.message
-language plpgsql stable security definer
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
 as $$
 declare
     -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
@@ -618,13 +615,13 @@ declare
     n bigint;
 begin
     select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
+    where t.queue_name = q.name and t.stream_name = _read_batch.stream_name collate "C";
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     perform pgqueue._check_epoch(s, epoch);
     perform pgqueue._check_batch(seq, claim_token);
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_read.claim_token then
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from _read_batch.claim_token then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
     wanted := s.ids;
@@ -652,6 +649,53 @@ begin
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
+end;
+$$;
+comment on function pgqueue._read_batch(text, text, bigint, bigint, uuid, int) is
+'What stream_read returns, by one snapshot.';
+
+create or replace function pgqueue._read_batch_again(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
+)
+returns setof pgqueue.message
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    lock table pgqueue.streams, pgqueue.messages in access share mode;
+    perform pgqueue._require_unrewritten('{pgqueue.streams,pgqueue.messages}');
+    return query
+    select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+end;
+$$;
+comment on function pgqueue._read_batch_again(text, text, bigint, bigint, uuid, int) is
+'What stream_read returns, by a snapshot that is taken after the tables are locked. Raises 40001 if the transaction
+keeps an older one.';
+
+create or replace function pgqueue.stream_read(
+    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+)
+returns setof pgqueue.message
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+begin
+    begin
+        return query
+        select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+        return;
+    exception when sqlstate 'PQ005' or sqlstate 'PQ008' then
+        -- The tables look empty if a compaction ended between the snapshot of the caller and this read.
+        if pgqueue._rewritten_table('{pgqueue.streams,pgqueue.messages}') is null then
+            raise;
+        end if;
+    end;
+    return query
+    select r.* from pgqueue._read_batch_again(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is

@@ -380,6 +380,11 @@ begin
         perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
     end if;
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._call_for_compaction(at);
+    end if;
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then

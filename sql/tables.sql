@@ -432,3 +432,20 @@ comment on column pgqueue.transports.next_at is
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
+
+create sequence pgqueue.next_compaction_at;
+comment on sequence pgqueue.next_compaction_at is
+'Register: when a sweep next asks whether a table has to be compacted, in microseconds since 1970. A hint, shared by all
+queues.';
+
+create unlogged table pgqueue.compactions (
+    tried_at timestamptz not null,
+    table_name text,
+    outcome text,
+    rows_kept bigint,
+    bytes_before bigint,
+    bytes_after bigint
+);
+comment on table pgqueue.compactions is
+'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
+when it commits. Unlogged: a crash of the server empties it.';

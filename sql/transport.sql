@@ -411,6 +411,11 @@ begin
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        -- The same as in a sweep, which this queue may never have.
+        if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+        then
+            perform pgqueue._call_for_compaction(at);
+        end if;
     end if;
     return t.head;
 end;
@@ -757,6 +762,7 @@ begin
         perform pgqueue._raise_null_column(tg_relid, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
+    perform pgqueue._require_unrewritten('{pgqueue.transports}');
     select t.queue_name into found_name
     from pgqueue.transports t
     where pgqueue._transport_address(t.relation) = new.queue_address;

@@ -179,3 +179,14 @@ create type pgqueue.subscription as (
 comment on type pgqueue.subscription is
 'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
 matches.';
+
+create type pgqueue.compaction as (
+    table_name text,
+    outcome text,
+    rows_kept bigint,
+    bytes_before bigint,
+    bytes_after bigint
+);
+comment on type pgqueue.compaction is
+'What compact_queue did with one table. outcome is compacted or the reason why it was left alone. The sizes include
+indexes and the toast table.';

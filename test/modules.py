@@ -24,6 +24,7 @@ ROOM_TABLES = {
     "sink": ["staged_attempts", "staged_messages", "sink_commits"],
     "topics": ["subscriptions"],
     "transport": ["transports"],
+    "compact": ["compactions"],
 }
 
 

@@ -34,6 +34,14 @@ from psycopg.types.json import Jsonb
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
+# Every sweep that asks for a compaction, once a second, gets one of a random table, whatever its size.
+FORCED_COMPACTION = """
+create or replace function pgqueue._overgrown_tables()
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
+as $$ select t.relation, t.row_type, 1::bigint, 1::bigint from pgqueue._compactable_tables() t order by random() $$;
+create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select 1000000 $$;
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -547,6 +555,7 @@ class Plan:
     visibility_timeout: float = 2
     drain_seconds: float = 120  # timeout without any progress
     calm_messages: int = 60
+    compact: bool = False  # compact a table every second
 
 
 @dataclass
@@ -576,7 +585,7 @@ def everything(seed: int, **changes: Any) -> Plan:
         ("sync", [(once, receive | {"listen": False}), (least, lease | {"prefetch": 10})]),
         ("async", [(once, transactional | {"batch_size": 5}), (least, lease | {"prefetch": 10})]),
     ]
-    plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least]}
+    plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least], "compact": True}
     return Plan(seed=seed, **(plan | changes))
 
 
@@ -695,6 +704,8 @@ class Soak:
 
     def _prepare(self) -> None:
         self.connection.execute("create extension pgqueue")
+        if self.plan.compact:
+            self.connection.execute(FORCED_COMPACTION)
         for queue in self.plan.exactly_once:
             pgqueue.Queue(self.connection, queue).create_queue(
                 visibility_timeout=timedelta(seconds=self.plan.visibility_timeout),
@@ -954,6 +965,10 @@ class Soak:
             self._read_tables(queue, h)
             self.violations += [(queue, one) for one in check(h)]
             self._add_figures(h)
+        if self.plan.compact:
+            # The table is empty after a crash of the server.
+            rows = self.connection.execute("select from pgqueue.compactions where outcome = 'compacted'")
+            self.figures["compactions"] = rows.rowcount
 
     def _read_tables(self, queue: str, h: History) -> None:
         def rows(statement: str) -> Iterable[tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(391);
+select plan(399);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -58,6 +58,8 @@ insert into verbs values
 ('browse_dead_messages', 'select pgqueue.browse_dead_messages(''grants'')', false, null, true),
 ('browse_archived_messages', 'select pgqueue.browse_archived_messages(''grants'')', false, true, true),
 ('maintain_archive', 'select pgqueue.maintain_archive()', false, false, true),
+('compact_queue', 'select pgqueue.compact_queue(''grants'')', false, false, true),
+('compact_queues', 'select pgqueue.compact_queues()', false, false, true),
 ('create_queue', 'select pgqueue.create_queue(''grants_new'')', false, false, true),
 ('alter_queue', 'select pgqueue.alter_queue(''grants'')', false, false, true),
 ('pause_queue', 'select pgqueue.pause_queue(''grants'')', false, false, true),
@@ -88,6 +90,8 @@ insert into verbs values
 ('grant_access', 'select pgqueue.grant_access(current_user, ''admin'')', false, false, false),
 ('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false);
 grant select on verbs to public;
+-- compact_queue is refused behind another statement.
+create or replace function pgqueue._is_first_statement() returns boolean language sql volatile as $$ select true $$;
 select is((select array_agg(distinct p.proname::text order by p.proname::text) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'),
     (select array_agg(v.name order by v.name) from verbs v), 'the list contains every public function');
 

@@ -56,6 +56,8 @@ select results_eq(
     ('browse_dead_messages', 'queue_name text, max_messages integer, after_id bigint', 2, 'SETOF pgqueue.dead_message'),
     ('channel', 'queue_name text', 0, 'text'),
     ('claim', 'queue_name text, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
+    ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
+    ('compact_queues', '', 0, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval', 13, 'pgqueue.queue'),
     ('doctor', 'peek_delay interval', 1, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', '', 0, 'SETOF text'),

@@ -22,6 +22,7 @@ from .errors import (
 from .message import (
     ArchiveChange,
     ArchivedMessage,
+    Compaction,
     DeadMessage,
     Exchanged,
     Finding,
@@ -57,6 +58,7 @@ __all__ = [
     "AsyncConsumer",
     "AsyncQueue",
     "AsyncQueues",
+    "Compaction",
     "Consumer",
     "ConsumerStats",
     "DeadMessage",

@@ -19,6 +19,7 @@ from .errors import InvalidArgument
 from .message import (
     ArchiveChange,
     ArchivedMessage,
+    Compaction,
     DeadMessage,
     Exchanged,
     Finding,
@@ -276,6 +277,8 @@ wake = Call(object, "wake", "queue_name text")
 prepare_wait = Call(datetime, "prepare_wait", "queue_name text", "timeout interval")
 next_due_at: Call[datetime | None] = Call(datetime, "next_due_at", "queue_name text")
 maintain_archive = Call(ArchiveChange, "maintain_archive")
+compact_queue = Call(Compaction, "compact_queue", "queue_name text")
+compact_queues = Call(Compaction, "compact_queues")
 doctor = Call(Finding, "doctor", "", "peek_delay interval")
 version = Call(str, "version")
 grant_access = Call(object, "grant_access", "role_name name, access text")

@@ -15,6 +15,7 @@ from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
     ArchivedMessage,
+    Compaction,
     DeadMessage,
     Exchanged,
     Finding,
@@ -179,6 +180,15 @@ class AsyncQueues(_Calls):
         scheduler, in a transaction of its own. It blocks no acknowledgement.
         """
         return await self._all(_calls.maintain_archive())
+
+    async def compact_queues(self) -> list[Compaction]:
+        """Return the disk space of dead rows in all tables of 1 MB or more. Returns what was done with each.
+
+        Claims do the same by themselves while a long transaction keeps vacuum from it. The tables are locked until the
+        transaction ends. Call it in a maintenance window, on a connection in autocommit mode: otherwise it raises
+        `psycopg.errors.ActiveSqlTransaction`.
+        """
+        return await self._all(_calls.compact_queues())
 
     async def doctor(self, peek_delay: timedelta | None = None) -> list[Finding]:
         """Problems of the installation, with the statements that repair them; an empty list if there is none.
@@ -774,6 +784,10 @@ class AsyncQueue(_Calls):
         have ended. Every claim does so, too. Returns the number of removed messages. Raises `InvalidArgument`.
         """
         return await self._one(_calls.sweep_queue(self.name, max_messages))
+
+    async def compact_queue(self) -> list[Compaction]:
+        """Return the disk space of dead rows in the table of the queue, as `compact_queues` does for all tables."""
+        return await self._all(_calls.compact_queue(self.name))
 
     async def channel(self) -> str:
         """The channel to LISTEN on. Its notifications have no payload."""

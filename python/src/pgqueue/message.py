@@ -11,6 +11,7 @@ from psycopg.types.json import Jsonb
 __all__ = [
     "ArchiveChange",
     "ArchivedMessage",
+    "Compaction",
     "DeadMessage",
     "Exchanged",
     "Finding",
@@ -156,6 +157,21 @@ class ArchiveChange:
 
     day: date
     change: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What `compact_queue` did with one table. The sizes include indexes and the toast table.
+
+    `outcome` is `compacted`, or why the table was left alone: `busy`, `backlog`, `dump`, `published`, `trigger` or
+    `referenced`.
+    """
+
+    table_name: str
+    outcome: str
+    rows_kept: int | None
+    bytes_before: int
+    bytes_after: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -749,3 +749,14 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
     for wrong in (None, 5):
         with pytest.raises(TypeError, match=rf"^invalid name: {wrong}; must be a string$"):
             made(connection, wrong)
+
+
+def test_compact_queue_compacts_the_table_of_the_queue(queue: Any) -> None:
+    assert queue.compact_queue() == []  # less than 1 MB
+    queue.enqueue_batch(range(6000))
+    queue.purge_queue()
+    kept = queue.enqueue(1)
+    done = queue.compact_queue()
+    assert [(one.table_name, one.outcome) for one in done] == [("pgqueue.messages_shared", "compacted")]
+    assert done[0].bytes_after < done[0].bytes_before
+    assert [message.id for message in queue.claim()] == [kept]

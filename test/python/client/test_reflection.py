@@ -103,6 +103,7 @@ def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> 
         ("dead_message", pgqueue.DeadMessage),
         ("archived_message", pgqueue.ArchivedMessage),
         ("archive_change", pgqueue.ArchiveChange),
+        ("compaction", pgqueue.Compaction),
         ("queue_stats", pgqueue.QueueStats),
         ("stream", pgqueue.Stream),
         ("stream_batch", pgqueue.StreamBatch),

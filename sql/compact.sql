@@ -1,0 +1,466 @@
+-- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
+-- compaction locks a table for some milliseconds, reads the few living rows, truncates the table and inserts them
+-- again. A sweep requests it. The transaction of the sweep carries it out as the last step before its commit.
+
+create or replace function pgqueue._raise_in_transaction(verb text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'active_sql_transaction',
+        message = format('%s must be the only statement of a read committed transaction', verb),
+        hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
+end;
+$$;
+comment on function pgqueue._raise_in_transaction(text) is
+'Raises 25001: the call is not the first statement of its transaction, or the transaction keeps its snapshot.';
+
+create or replace function pgqueue._compactable_tables()
+returns table (relation regclass, row_type regtype, least_bytes bigint)
+language sql stable
+as $$
+    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 33554432
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
+    union all
+    select t::regclass, t::regtype, 8388608
+    from unnest(array[
+        'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
+        'pgqueue.staged_messages', 'pgqueue.sink_commits'
+    ]) as t
+    union all
+    -- Rows of these tables are updated once a second.
+    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
+    union all
+    select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
+$$;
+comment on function pgqueue._compactable_tables() is
+'The tables that a compaction can rewrite, the row type of each, and the size from which on a sweep requests it.';
+
+create or replace function pgqueue._overgrown_tables()
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
+language sql volatile
+as $$
+    -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
+    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation)
+    from pgqueue._compactable_tables() t
+    cross join lateral (
+        select
+            case
+                when pg_stat_get_dead_tuples(t.relation) >= 500
+                    and pg_stat_get_dead_tuples(t.relation) >= 9 * pg_stat_get_live_tuples(t.relation)
+                then pg_total_relation_size(t.relation)
+            end as bytes
+    ) s
+    where s.bytes >= t.least_bytes
+    order by s.bytes desc
+$$;
+comment on function pgqueue._overgrown_tables() is
+'The tables that are large and, by the statistics, nearly all dead, the largest first.';
+
+create or replace function pgqueue._pinned_transactions()
+returns bigint
+language sql volatile
+as $$
+    -- These columns are visible to every role. An autovacuum worker does not hold the horizon.
+    select greatest(
+        (
+            select max(greatest(age(a.backend_xmin), age(a.backend_xid)))
+            from pg_catalog.pg_stat_activity a
+            where (a.datname = pg_catalog.current_database() or a.datid is null)
+                and a.pid <> pg_catalog.pg_backend_pid() and a.backend_type is distinct from 'autovacuum worker'
+        ),
+        (select max(age(s.xmin)) from pg_catalog.pg_replication_slots s),
+        (
+            select max(age(p.transaction)) from pg_catalog.pg_prepared_xacts p
+            where p.database = pg_catalog.current_database()
+        ),
+        0)
+$$;
+comment on function pgqueue._pinned_transactions() is
+'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
+the horizon of this database.';
+
+create or replace function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$
+    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
+    select exists (
+            select from pg_catalog.pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+                and l.pid is distinct from pg_catalog.pg_backend_pid()
+        )
+        or exists (
+            select from pg_catalog.pg_stat_activity a
+            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+                and a.pid <> pg_catalog.pg_backend_pid()
+        )
+$$;
+comment on function pgqueue._is_dump_running() is
+'Whether another session of this database is dumping it: a compaction could make the dump fail.';
+
+create or replace function pgqueue._is_compaction_on()
+returns boolean
+language sql volatile
+as $$
+    select case current_setting('pgqueue.compaction', true)
+        when 'on' then true
+        when 'off' then false
+        -- Not pg_extension: a lock there would look like that of a dump.
+        else exists (
+            select from pg_catalog.pg_depend d
+            where d.classid = 'pg_class'::regclass and d.objid = 'pgqueue.messages'::regclass and d.deptype = 'e'
+        )
+    end
+$$;
+comment on function pgqueue._is_compaction_on() is
+'Whether sweeps request compactions: as the setting pgqueue.compaction says, on or off. By default they do if pgqueue is
+an extension. Only then a dump notices that it is incomplete.';
+
+create or replace function pgqueue._compaction_obstacle(relation regclass)
+returns text
+language sql volatile
+as $$
+    select case
+        when exists (
+            select from pg_catalog.pg_publication_tables p
+            join pg_catalog.pg_publication b on b.pubname = p.pubname
+            where p.schemaname = 'pgqueue'
+                and (
+                    p.tablename = c.relname and not b.pubtruncate
+                    -- A publication that publishes through the parent does not publish the truncation of a partition.
+                    or p.tablename = 'messages' and c.relispartition
+                )
+        ) then 'published'
+        when exists (
+            select from pg_catalog.pg_trigger g
+            join pg_catalog.pg_proc f on f.oid = g.tgfoid
+            -- Triggers for insert (4) and truncate (32).
+            where g.tgrelid = c.oid and not g.tgisinternal and g.tgtype & 36 > 0 and g.tgenabled <> 'D'
+                and f.pronamespace <> 'pgqueue'::regnamespace
+        ) then 'trigger'
+        when exists (select from pg_catalog.pg_constraint k where k.confrelid = c.oid) then 'referenced'
+    end
+    from pg_catalog.pg_class c
+    where c.oid = relation
+$$;
+comment on function pgqueue._compaction_obstacle(regclass) is
+'Why a table must not be truncated and filled again: published (a publication contains the inserts but not the
+truncation, so a subscriber would get the rows twice), trigger (a trigger of the user would see the rows inserted
+again), referenced (by a foreign key); null if nothing is in the way.';
+
+create or replace function pgqueue._column_list(relation regclass, pattern text, separator text)
+returns text
+language sql stable
+as $$
+    select string_agg(format(pattern, a.attname), separator order by a.attnum)
+    from pg_catalog.pg_attribute a
+    where a.attrelid = relation and a.attnum > 0 and not a.attisdropped and a.attgenerated = ''
+$$;
+comment on function pgqueue._column_list(regclass, text, text) is
+'The columns of a table that an insert can set, each formatted with the pattern.';
+
+create or replace function pgqueue._rewrite_table(relation regclass, kept anyarray)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = on
+set enable_tidscan = on
+set max_parallel_workers_per_gather = 0
+set jit = off
+as $$
+declare
+    places tid[];
+    bytes bigint;
+begin
+    -- Nearly all of the time is this scan over the dead rows. An index does not help: it has an entry for each of them.
+    -- The scan does not read the values that are stored out of line.
+    execute format(
+        'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
+        pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)
+    into places, bytes;
+    if cardinality(places) > 10000 or bytes > 8388608 then
+        return null;
+    end if;
+    if places is not null then
+        execute format('select array_agg(t::%s) from only %s t where t.ctid = any ($1)',
+            (select format_type(y.typelem, null) from pg_type y where y.oid = pg_typeof(kept)), relation)
+        into kept using places;
+    end if;
+    execute format('truncate only %s', relation);
+    execute format(
+        'insert into %s (%s) overriding system value select %2$s from unnest($1)',
+        relation, pgqueue._column_list(relation, '%I', ', '))
+    using kept;
+    return coalesce(cardinality(places), 0);
+end;
+$$;
+comment on function pgqueue._rewrite_table(regclass, anyarray) is
+'Truncates a table that the caller has locked exclusively, inserts its living rows again, unchanged, and returns their
+number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is null and tells the
+row type.';
+
+create or replace function pgqueue._compact_table(relation regclass, row_type regtype)
+returns pgqueue.compaction
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    done pgqueue.compaction;
+begin
+    done.table_name := relation::text;
+    done.bytes_before := pg_total_relation_size(relation);
+    done.outcome := pgqueue._compaction_obstacle(relation);
+    if done.outcome is null then
+        begin
+            done.outcome := 'busy';
+            execute format('lock table only %s in access exclusive mode', relation);
+            -- Each of the following statements has a snapshot that is younger than the lock.
+            done.outcome := 'backlog';
+            execute format('select pgqueue._rewrite_table($1, null::%s[])', row_type) into done.rows_kept using relation;
+            if done.rows_kept is not null then
+                -- A dump may have begun meanwhile. Its snapshot can be older than the commit that follows.
+                perform pg_stat_clear_snapshot();
+                done.outcome := case when pgqueue._is_dump_running() then 'dump' else 'compacted' end;
+            end if;
+            if done.outcome <> 'compacted' then
+                -- Only an error releases the lock before the transaction ends, and undoes the truncation.
+                perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
+            end if;
+        exception when lock_not_available or deadlock_detected or object_in_use or sqlstate 'PQ004' then
+            if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
+                done.outcome := 'busy';
+            end if;
+            done.rows_kept := null;
+        end;
+    end if;
+    done.bytes_after := case done.outcome when 'compacted' then pg_total_relation_size(relation) else done.bytes_before end;
+    return done;
+end;
+$$;
+comment on function pgqueue._compact_table(regclass, regtype) is
+'Compacts a table if it holds few living rows, and returns the outcome: compacted, or why nothing was changed: busy
+(another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
+for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
+
+create or replace function pgqueue._on_compaction_due_compact(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '20 ms'
+as $$
+begin
+    -- In a fixed snapshot rows that others have inserted since are missing.
+    if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
+        and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
+    then
+        insert into pgqueue.compactions (tried_at) values (at);
+    end if;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
+end;
+$$;
+comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
+
+create or replace function pgqueue._compact_overgrown(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    candidate record;
+    done pgqueue.compaction;
+    next_at timestamptz := at + interval '1 s';
+begin
+    -- One compaction at a time. Until the commit, others find this lock taken. No queue has such a name.
+    if not pg_try_advisory_xact_lock(pgqueue._lock_key('compact_queues()')) then
+        return;
+    end if;
+    if pgqueue._is_dump_running() then
+        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+        return;
+    end if;
+    for candidate in
+        select t.relation, t.row_type from pgqueue._overgrown_tables() t
+        -- Longer scans would block others for too long: compact_queue does those when its caller decides.
+        where pg_relation_size(t.relation) <= 268435456
+    loop
+        done := pgqueue._compact_table(candidate.relation, candidate.row_type);
+        insert into pgqueue.compactions values (at, (done).*);
+        exit when done.outcome = 'compacted';
+        -- While this session waits for the lock of a table, others wait behind it: 20 ms in 10 s cost 0.2 per cent.
+        -- An attempt that has to scan the table first costs more.
+        next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
+    end loop;
+    if next_at > at + interval '1 s' then
+        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(next_at));
+    end if;
+end;
+$$;
+comment on function pgqueue._compact_overgrown(timestamptz) is
+'Compacts the largest of the overgrown tables that can be compacted, and sets the time of the next attempt: in one
+second after a success, in 10 seconds if a table was in use or cannot be compacted, in 60 if it has many living rows.';
+
+create or replace function pgqueue._compact_at_commit()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '20 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    -- These statements fire deferred triggers, too, but do not end the transaction: it would hold the lock.
+    if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
+        return null;
+    end if;
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.outcome is null or o.tried_at not between at - interval '1 day' and at + interval '1 day'
+        for update skip locked));
+    perform pgqueue._compact_overgrown(at);
+    return null;
+exception when others then
+    -- The compaction was undone. It must not fail the transaction of a claim.
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+    return null;
+end;
+$$;
+comment on function pgqueue._compact_at_commit() is
+'Deferred trigger of compactions: carries out a request when its transaction commits, so that the lock of the table is
+held for the time of the compaction and the commit only, however long the transaction is.';
+
+drop trigger if exists compact_at_commit on pgqueue.compactions;
+create constraint trigger compact_at_commit after insert on pgqueue.compactions deferrable initially deferred
+for each row when (new.outcome is null) execute function pgqueue._compact_at_commit();
+
+create or replace function pgqueue._compact_tables(verb text, relations regclass[])
+returns setof pgqueue.compaction
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    candidate record;
+begin
+    if pgqueue._has_fixed_snapshot() or not pgqueue._is_first_statement() then
+        perform pgqueue._raise_in_transaction(verb);
+    end if;
+    perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
+    for candidate in
+        select t.relation, t.row_type from pgqueue._compactable_tables() t
+        where t.relation = any (coalesce(relations, array[t.relation]))
+            and pg_total_relation_size(t.relation) >= 1048576
+        order by t.relation::text
+    loop
+        return next pgqueue._compact_table(candidate.relation, candidate.row_type);
+    end loop;
+end;
+$$;
+comment on function pgqueue._compact_tables(text, regclass[]) is
+'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
+
+create or replace function pgqueue.compact_queue(queue_name text)
+returns setof pgqueue.compaction
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    return query
+    select c.*
+    from pgqueue._compact_tables(
+        'compact_queue',
+        array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
+end;
+$$;
+comment on function pgqueue.compact_queue(text) is
+'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
+truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
+busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
+runs; published if a publication contains the table without truncate or through its parent; trigger if a trigger of
+another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction pins the
+horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
+size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until the
+transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty; the
+functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction, and
+55P03 if another compaction takes longer than 500 ms.';
+
+create or replace function pgqueue.compact_queues()
+returns setof pgqueue.compaction
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
+end;
+$$;
+comment on function pgqueue.compact_queues() is
+'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
+or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
+than 500 ms.';
+
+create or replace function pgqueue._findings_of_compact(q pgqueue.queues)
+returns setof pgqueue.finding
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    pinned constant bigint := pgqueue._pinned_transactions();
+    t record;
+    obstacle text;
+    holder text;
+    last_outcome text;
+begin
+    if q.name is not null or pg_is_in_recovery() then
+        return;
+    end if;
+    for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
+        obstacle := pgqueue._compaction_obstacle(t.relation);
+        select c.outcome into last_outcome from pgqueue.compactions c
+        where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
+        order by c.tried_at desc limit 1;
+        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        from pg_locks l
+        join pg_stat_activity a on a.pid = l.pid
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
+        order by a.xact_start limit 1;
+        return next row(
+            'warning', null, 'uncompacted_table',
+            format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
+                case
+                    when pinned < 50000 then 'the space of dead rows can be used again, but is not returned'
+                    when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
+                    when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
+                    when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
+                    when not pgqueue._is_compaction_on() then 'automatic compaction is off'
+                    when pgqueue._is_dump_running() then 'it is not compacted while a dump runs'
+                    when t.is_huge then 'only compact_queue compacts a table of this size'
+                    when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
+                    when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'
+                        || coalesce('; ' || holder, '')
+                    else 'the next sweeps compact it'
+                end),
+            case obstacle
+                when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
+                else 'select * from pgqueue.compact_queues();'
+            end)::pgqueue.finding;
+    end loop;
+exception when lock_not_available then
+    -- The size of a table that another transaction has locked exclusively cannot be read.
+    null;
+end;
+$$;
+comment on function pgqueue._findings_of_compact(pgqueue.queues) is
+'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';

@@ -1,0 +1,295 @@
+"""Compaction by claims, which loses no message in a crash, in a dump, or by a prepared transaction."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, wait_for
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from harness import TOOLS, Server
+from soak import FORCED_COMPACTION
+
+numbers = count(1)
+
+ROWS = "select string_agg(m::text, ',' order by m.id) from pgqueue.messages m"
+FILES = "select array_agg(pg_relation_filenode(t.relation) order by t.relation) from pgqueue._compactable_tables() t"
+
+
+@pytest.fixture(scope="module")
+def durable() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(settings={"max_prepared_transactions": "10"}) as server:
+        yield server
+
+
+@pytest.fixture
+def site(durable: EmbeddedServer) -> Iterator[tuple[Server, str]]:
+    """A server, and the name of a new database in which the queue `a` exists."""
+    server = Server("PostgreSQL 18", durable.dsn)
+    with server.database(f"compact_{next(numbers)}") as database:
+        with server.connect(database) as connection:
+            connection.execute("create extension pgqueue")
+            connection.execute("select pgqueue.create_queue('a', '1 h')")
+        yield server, database
+
+
+@pytest.fixture
+def owner(site: tuple[Server, str]) -> Iterator[psycopg.Connection[Any]]:
+    with site[0].connect(site[1]) as connection:
+        yield connection
+
+
+def one(connection: psycopg.Connection[Any], query: str) -> Any:
+    row = connection.execute(query.encode()).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def make_due(connection: psycopg.Connection[Any]) -> None:
+    """Make the next claim sweep, and the sweep ask for a compaction."""
+    connection.execute(
+        "select setval('pgqueue.next_compaction_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q"
+    )
+
+
+def test_claims_compact_a_table_while_the_horizon_is_pinned(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    with server.connect(database) as pin:
+        pin.execute("begin isolation level repeatable read")
+        pin.execute("select pg_current_xact_id()")
+        queue = pgqueue.Queue(owner, "a")
+        ids = queue.enqueue_batch([os.urandom(3000).hex()] * 6000)
+        kept = queue.claim(1)[0]
+        owner.execute("delete from pgqueue.messages where id > %s", [kept.id])
+        owner.execute("do $$ begin for n in 1..50000 loop perform pg_current_xact_id(); commit; end loop; end $$")
+        size = one(owner, "select pg_total_relation_size('pgqueue.messages_shared')")
+        assert size > 32 << 20
+
+        def is_compacted() -> bool:
+            owner.execute("select pg_stat_force_next_flush()")
+            make_due(owner)
+            queue.claim(1)
+            return bool(one(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 100000"))
+
+        wait_for(is_compacted)
+        assert queue.ack(kept.id, kept.claim_token)
+        assert ids[0] == kept.id
+        outcome = "select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null"
+        assert one(owner, outcome) == "pgqueue.messages_shared compacted"
+
+
+def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_commit(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    queue = pgqueue.Queue(owner, "a")
+    queue.enqueue_batch([1, 2, 3])
+    make_due(owner)
+    with server.connect(database) as other:
+        other.execute("set lock_timeout = '1 s'")
+        before = one(owner, FILES)
+        with owner.transaction():
+            assert len(queue.receive(1)) == 1
+            assert one(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
+            assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
+        assert one(owner, FILES) != before
+        assert [message.payload for message in queue.claim(9)] == [3]
+
+
+def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:
+    owner.execute(FORCED_COMPACTION)
+    owner.execute("select pgqueue.expose_transport('a')")
+    owner.execute("insert into a (headers, body) select '{}', 'x' from generate_series(1, 3)")
+    make_due(owner)
+    owner.execute("update pgqueue.transports set next_at = now() - interval '3 s'")
+    before = one(owner, FILES)
+    with owner.transaction():
+        receive = (
+            "delete from a where seq in (select seq from a order by seq limit 1 for update skip locked) returning seq"
+        )
+        assert one(owner, receive) == 1
+    assert one(owner, FILES) != before
+    assert one(owner, "select array_agg(seq order by seq) from a") == [2, 3]
+
+
+def test_the_claim_of_a_role_without_rights_on_the_tables_compacts(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    owner.execute("create role compact_consumer")
+    owner.execute("select pgqueue.grant_access('compact_consumer', 'consumer')")
+    pgqueue.Queue(owner, "a").enqueue(1)
+    make_due(owner)
+    before = one(owner, FILES)
+    with server.connect(database) as consumer:
+        consumer.execute("set role compact_consumer")
+        assert len(pgqueue.Queue(consumer, "a").claim()) == 1
+    assert one(owner, FILES) != before
+    owner.execute("drop owned by compact_consumer; drop role compact_consumer")
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_prepare_transaction_does_not_compact(
+    site: tuple[Server, str], owner: psycopg.Connection[Any], prepare: bool
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    queue = pgqueue.Queue(owner, "a")
+    queue.enqueue_batch([1, 2, 3])
+    make_due(owner)
+    before = one(owner, FILES)
+    owner.execute("begin")
+    assert len(queue.receive(1)) == 1
+    owner.execute("PREPARE  TRANSACTION 'compact'", prepare=prepare)
+    try:
+        with server.connect(database) as other:
+            other.execute("set lock_timeout = '1 s'")
+
+            assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
+            # The transaction that is prepared holds its lock, so that no row is written twice.
+            done = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
+            other.execute("set lock_timeout = '20 ms'")
+            assert one(other, done) == "busy"
+    finally:
+        owner.execute("commit prepared 'compact'")
+    assert one(owner, FILES) == before
+    assert [message.payload for message in queue.claim(9)] == [3]
+
+
+def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(durable: EmbeddedServer) -> None:
+    with connect(durable.dsn) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("select pgqueue.create_queue('a', '1 h')")
+        pgqueue.Queue(connection, "a").enqueue_batch([os.urandom(2000).hex() for _ in range(300)])
+        pgqueue.Queue(connection, "a").claim(100)
+        before = one(connection, ROWS)
+    compact = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
+    done = [0]
+
+    def compact_until_down() -> None:
+        with suppress(psycopg.Error), connect(durable.dsn) as connection:
+            while True:
+                assert one(connection, compact) == "compacted"
+                done[0] += 1
+
+    for victim in ("server", "backend", "server", "backend"):
+        done[0] = 0
+        thread = threading.Thread(target=compact_until_down)
+        with connect(durable.dsn) as connection:
+            thread.start()
+            wait_for(lambda: done[0] >= 3)
+            others = "select pid from pg_stat_activity where query ~ '_compact_table' and pid <> pg_backend_pid()"
+            pid = one(connection, others)
+        if victim == "server":
+            durable.kill()
+            durable.start()
+        else:
+            os.kill(pid, signal.SIGKILL)
+        thread.join()
+
+        def rows() -> Any:
+            # The other sessions of a killed one are ended, too.
+            with suppress(psycopg.OperationalError), connect(durable.dsn) as connection:
+                return one(connection, ROWS)
+
+        assert wait_for(rows) == before
+    with connect(durable.dsn) as connection:
+        connection.execute("drop extension pgqueue cascade")
+
+
+class Traffic:
+    """Sends, claims and acknowledges in a thread, forces compactions, and knows what was confirmed."""
+
+    def __init__(self, server: Server, database: str) -> None:
+        self.sent: set[int] = set()
+        self.settling: set[int] = set()
+        self._stopped = threading.Event()
+        self._connection = server.connect(database)
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Traffic":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._connection.close()
+
+    def _run(self) -> None:
+        queue = pgqueue.Queue(self._connection, "a")
+        while not self._stopped.is_set():
+            self.sent.update(queue.enqueue_batch([1, 2, 3]))
+            make_due(self._connection)
+            for message in queue.claim(2):
+                self.settling.add(message.id)
+                queue.ack(message.id, message.claim_token)
+
+
+def dumped_ids(server: Server, database: str) -> set[int] | None:
+    """The ids in a database that was restored from a dump; None if the dump asked to be repeated."""
+    dump = subprocess.run([TOOLS / "pg_dump"], env=server.environment(database), capture_output=True, text=True)
+    if dump.returncode:
+        assert "repeat the dump" in dump.stderr, dump.stderr
+        return None
+    with server.database(f"restored_{next(numbers)}") as restored:
+        psql = [TOOLS / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1"]
+        done = subprocess.run(psql, env=server.environment(restored), input=dump.stdout, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        with server.connect(restored) as connection:
+            return {row[0] for row in connection.execute("select id from pgqueue.messages")}
+
+
+def test_a_dump_beside_compactions_contains_every_message(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    owner.execute(FORCED_COMPACTION)
+    with Traffic(*site) as traffic:
+        compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
+        for _ in range(2):
+            before = one(owner, compactions)
+            owner.execute("select setval('pgqueue.next_compaction_at', 1)")
+            wait_for(lambda: one(owner, compactions) > before)  # noqa: B023
+            sent = set(traffic.sent)
+            found = dumped_ids(*site)
+            assert found is not None, "the compactions did not wait for the dump"
+            assert sent - traffic.settling <= found
+
+
+def test_a_dump_that_a_compaction_made_incomplete_fails(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    owner.execute(FORCED_COMPACTION)
+    owner.execute(
+        "create or replace function pgqueue._is_dump_running() returns boolean language sql volatile as 'select false'"
+    )
+    refused = 0
+    with Traffic(*site) as traffic:
+        until = time.monotonic() + 60
+        while not refused and time.monotonic() < until:
+            sent = set(traffic.sent)
+            found = dumped_ids(*site)
+            if found is None:
+                refused += 1
+            else:
+                assert sent - traffic.settling <= found
+    assert refused
+    assert dumped_ids(*site) is not None

@@ -1,0 +1,133 @@
+begin;
+-- The lock makes test files wait for each other: this file attaches a table.
+lock table pgqueue.messages in access exclusive mode;
+select plan(65);
+
+create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
+declare
+    answer text;
+begin
+    execute format('select string_agg(t::text, e''\n'' order by t::text) from only %s t', relation) into answer;
+    return answer;
+end;
+$$;
+create function pg_temp.compact(relation regclass) returns pgqueue.compaction language plpgsql as $$
+declare
+    done pgqueue.compaction;
+begin
+    select c.* into done from pgqueue._compactable_tables() t, pgqueue._compact_table(t.relation, t.row_type) c
+    where t.relation = compact.relation;
+    return done;
+end;
+$$;
+
+-- Every table, with a row in each.
+select pgqueue.create_queue('compact', archive_for => '1 day') is not null as made, pgqueue.create_queue('compact_own', dedicated => true) is not null as made_own \gset
+select lives_ok($$ select pgqueue.expose_transport('compact_own') $$, 'a dedicated queue is exposed');
+insert into compact_own (headers, body) values ('{"a":"1"}', 'one'), ('{"a":"2"}', 'two');
+select pgqueue.enqueue('compact', payload => to_jsonb((select string_agg(md5(g::text), '') from generate_series(1, 6000) g)), headers => '{"a": [1]}', expires_in => '1 h', message_id => gen_random_uuid()) as sent \gset
+select pgqueue.enqueue('compact', body => '\x00ff') as body \gset
+select count(*) as claimed from pgqueue.claim('compact', 1, claimed_by => 'me') \gset
+select pgqueue.enqueue('compact', '1', delay => '1 h') as later \gset
+select pgqueue.enqueue('compact', '"dead"') as dead \gset
+select count(pgqueue.reject('compact', c.id, c.claim_token, 'why')) as rejected from pgqueue.claim('compact', 2) c \gset
+insert into pgqueue.requeued_messages values ('compact', '-infinity', :sent);
+select pgqueue.stream_open('compact', 's') is not null as opened \gset
+select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
+insert into pgqueue.staged_messages (token, row_number, payloads) values (:'token', 1, array['1', '"two"']::jsonb[]);
+select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'compact', 1) as committed \gset
+
+create temp table before as
+select t.relation, pg_temp.rows_of(t.relation) as content, pg_relation_filenode(t.relation) as file from pgqueue._compactable_tables() t;
+select isnt(b.content, null, format('the test has a row in %s', b.relation)) from before b order by b.relation::text;
+create temp table done as select (pg_temp.compact(b.relation)).* from before b;
+select is(d.outcome, 'compacted', format('%s is compacted', d.table_name)) from done d order by d.table_name;
+select is(pg_temp.rows_of(b.relation), b.content, format('a compaction of %s changes no row', b.relation)) from before b order by b.relation::text;
+select is((select count(*) from before b where pg_relation_filenode(b.relation) = b.file), 0::bigint, 'every compacted table has a new file');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'compact' and m.claim_token is not null and m.claimed_by = 'me'), 1::bigint, 'a claim survives a compaction');
+select is((select pgqueue.ack('compact', m.id, m.claim_token) from pgqueue.messages m where m.id = :sent), true, 'ack after a compaction succeeds with the token of the claim');
+select results_eq($$ select t.body, t.seq from compact_own t order by t.seq $$, $$ values ('one'::bytea, 1::bigint), ('two', 2) $$, 'the relation of a transport shows the same rows after a compaction');
+insert into compact_own (headers, body) values ('{}', 'three');
+select results_eq($$ select max(t.seq) from compact_own t $$, array[3::bigint], 'the trigger of the relation works after a compaction');
+
+-- Limits.
+select pgqueue.create_queue('compact_deep', dedicated => true) is not null as made \gset
+select pgqueue._partition_of(q) as deep from pgqueue.queues q where q.name = 'compact_deep' \gset
+select count(*) as sent_batch from pgqueue.enqueue_batch('compact_deep', array(select '1'::jsonb from generate_series(1, 10001))) \gset
+select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 10,000 rows is not compacted');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'compact_deep'), 10001::bigint, 'no row is lost by the attempt');
+select is(pgqueue.purge_queue('compact_deep'), 10001::bigint, 'the queue is purged');
+insert into pgqueue.messages (queue_name, body) select 'compact_deep', decode(string_agg(md5((n * 1000 + g)::text), ''), 'hex') from generate_series(1, 9) n, generate_series(1, 65536) g group by n;
+select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 8 MB of living rows is not compacted');
+select is(pgqueue.purge_queue('compact_deep'), 9::bigint, 'the large messages are still there');
+
+-- Obstacles.
+create function pg_temp.nothing() returns trigger language plpgsql as 'begin return new; end';
+create trigger of_user after insert on pgqueue.dead_messages for each row execute function pg_temp.nothing();
+select is((pg_temp.compact('pgqueue.dead_messages')).outcome, 'trigger', 'a table with a trigger of the user for inserts is not compacted');
+drop trigger of_user on pgqueue.dead_messages;
+
+set local client_min_messages = error;
+create publication compact_all for all tables;
+select is((pg_temp.compact('pgqueue.dead_messages')).outcome, 'compacted', 'a published table is compacted if the truncation is published');
+alter publication compact_all set (publish = 'insert, update, delete');
+select is((pg_temp.compact('pgqueue.dead_messages')).outcome, 'published', 'a published table is not compacted if the truncation is not published');
+select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition is not compacted if the truncation is not published');
+alter publication compact_all set (publish = 'insert, update, delete, truncate', publish_via_partition_root = true);
+select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition that is published through its parent is not compacted');
+drop publication compact_all;
+reset client_min_messages;
+
+-- The verbs.
+select throws_ok($$ select pgqueue.compact_queue('compact') $$, '25001', null, 'compact_queue refuses a transaction that has begun before');
+select throws_ok($$ select pgqueue.compact_queues() $$, '25001', null, 'compact_queues refuses a transaction that has begun before');
+create or replace function pgqueue._is_first_statement() returns boolean language sql volatile as $$ select true $$;
+select is_empty($$ select * from pgqueue.compact_queue('compact') $$, 'compact_queue leaves tables under 1 MB alone');
+select count(*) as sent_batch from pgqueue.enqueue_batch('compact_deep', array(select '1'::jsonb from generate_series(1, 6000))) \gset
+delete from pgqueue.messages m where m.queue_name = 'compact_deep' and m.id % 100 > 0;
+select results_eq($$ select c.table_name collate "C", c.outcome collate "C", c.rows_kept, c.bytes_before > 1048576, c.bytes_after < 200000 from pgqueue.compact_queue('compact_deep') c $$,
+    format($$ values (%L collate "C", 'compacted' collate "C", 60::bigint, true, true) $$, :'deep'), 'compact_queue returns what it has done, and the sizes before and after');
+
+-- What a sweep requests.
+create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
+as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, 99999999::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
+create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select coalesce(nullif(current_setting('test.pinned', true), ''), '0')::bigint $$;
+create function pg_temp.requests(overgrown text, pinned int, compaction text) returns bigint language plpgsql as $$
+begin
+    perform set_config('test.overgrown', overgrown, true), set_config('test.pinned', pinned::text, true), set_config('pgqueue.compaction', compaction, true);
+    delete from pgqueue.compactions;
+    perform setval('pgqueue.next_compaction_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
+    perform pgqueue.claim('compact');
+    perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
+    perform pgqueue.claim('compact');
+    return (select count(*) from pgqueue.compactions c where c.outcome is null);
+end;
+$$;
+select is(pg_temp.requests('yes', 50000, 'on'), 1::bigint, 'claims request a compaction at most once a second if a table is overgrown and the horizon is pinned');
+select is(pg_temp.requests('no', 50000, 'on'), 0::bigint, 'claims request no compaction if no table is overgrown');
+select is(pg_temp.requests('yes', 49999, 'on'), 0::bigint, 'claims request no compaction if the horizon is not pinned');
+select is(pg_temp.requests('yes', 50000, 'off'), 0::bigint, 'claims request no compaction if it is set to off');
+select is(pg_temp.requests('yes', 50000, ''), exists (select from pg_extension e where e.extname = 'pgqueue')::int::bigint, 'by default claims request compactions only if pgqueue is an extension');
+
+delete from pgqueue.compactions;
+insert into pgqueue.compactions (tried_at) values (now());
+select pg_relation_filenode('pgqueue.dead_messages') as file \gset
+set constraints pgqueue.compact_at_commit immediate;
+select is(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'set constraints carries out no request, because the transaction does not end');
+set constraints pgqueue.compact_at_commit deferred;
+select set_config('test.overgrown', 'yes', true) as set \gset
+select lives_ok($$ select pgqueue._compact_overgrown(now()) $$, 'a request is carried out');
+select isnt(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'the overgrown table has been rewritten');
+select results_eq($$ select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null $$, array['pgqueue.dead_messages compacted'], 'the outcome is recorded');
+
+select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
+    'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and the next sweeps compact it', 'doctor reports a table that is nearly all dead')
+from set_config('test.pinned', '50000', true) a, set_config('pgqueue.compaction', 'on', true) b;
+select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
+    'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and automatic compaction is off', 'doctor says that automatic compaction is off')
+from set_config('pgqueue.compaction', 'off', true);
+create trigger of_user after insert on pgqueue.dead_messages for each row execute function pg_temp.nothing();
+select alike((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'), '%a trigger of another schema would fire', 'doctor names the obstacle');
+
+select * from finish();
+rollback;
