@@ -165,6 +165,13 @@ begin
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
     end if;
 
+    if pgqueue._missing_counters(q.name) <> '{}' then
+        return next row('warning', q.name, 'missing_counter',
+            format('the queue has no sequence for these counters: %s; the totals of stats are too low',
+                array_to_string(pgqueue._missing_counters(q.name), ', ')),
+            format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
+    end if;
+
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
@@ -372,6 +379,7 @@ that none was found. severity is error, warning or info. finding is one of: pinn
 undelivered_messages (left by a dropped queue), misplaced_messages, ids_above_sequence, twin_messages (checked among the
 first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of
 pgqueue cannot see the transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off,
-stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
-consumers that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription).';
+stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream,
+peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, archive_mark,
+unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a transport do not
+find the subscription).';

@@ -218,7 +218,7 @@ begin
     order by s.token, s.row_number;
     get diagnostics published = row_count;
     if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return published;
+        return pgqueue._count('enqueued', q.name, published::int);
     end if;
     with sent as (
         insert into pgqueue.scheduled_messages (
@@ -243,7 +243,7 @@ begin
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
-    return published + delayed;
+    return pgqueue._count('enqueued', q.name, (published + delayed)::int);
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is

@@ -243,14 +243,15 @@ begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
     then
-        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+        acked := cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+    else
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, s.claim_token);
+        get diagnostics acked = row_count;
     end if;
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(s.queue_name, s.ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-        and pgqueue._is_claimed_by(m, s.claim_token);
-    get diagnostics acked = row_count;
-    return acked;
+    return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
