@@ -124,10 +124,15 @@ create type pgqueue.queue_stats as (
     dead_messages bigint,
     oldest_age_seconds double precision,
     paused boolean,
-    estimates text[]
+    estimates text[],
+    enqueued_total bigint,
+    acknowledged_total bigint,
+    failed_total bigint,
+    dead_total bigint
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue. estimates lists the figures that are estimated; it is empty if all were counted.';
+'The depth of a queue, and what was counted since it was created. estimates lists the figures that are estimated; it is
+empty if all were counted.';
 
 create type pgqueue.finding as (
     severity text,
@@ -709,11 +714,11 @@ begin
 end;
 $$;
 
-create function pgqueue._count(number bigint, noun text)
+create function pgqueue._counted(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
-comment on function pgqueue._count(bigint, text) is
+comment on function pgqueue._counted(bigint, text) is
 'A number and its noun for a message, such as 1 message and 2 messages.';
 
 create function pgqueue._raise_invalid(argument text, given text, expected text)
@@ -774,7 +779,7 @@ begin
     raise exception using
         errcode = 'PQ003',
         message = format('%s of %s is over the limit of %s of queue %L',
-            argument, pgqueue._count(bytes, 'byte'), pgqueue._count(limit_bytes, 'byte'), queue_name),
+            argument, pgqueue._counted(bytes, 'byte'), pgqueue._counted(limit_bytes, 'byte'), queue_name),
         hint = case argument
             when 'headers' then 'Move large values into the payload.'
             else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
@@ -864,6 +869,7 @@ each with a time of its own. False if the same query begins a transaction or cal
 to work in it.';
 -- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
 -- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
+-- Counters are sequences, too. Their totals never decrease.
 
 create function pgqueue._to_micros(moment timestamptz)
 returns bigint
@@ -910,6 +916,120 @@ as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
 'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
 without the sequences.';
+
+create function pgqueue._sequence_name(role text, queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+comment on function pgqueue._sequence_name(text, text) is
+'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
+name, as the name of a queue can be longer than an identifier. Inlined.';
+
+create function pgqueue._counter(role text, queue_name text)
+returns regclass
+language sql stable parallel safe
+as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
+comment on function pgqueue._counter(text, text) is
+'A counter of a queue; null if it is missing. Reads the catalog cache. Inlined.';
+
+create function pgqueue._counter_roles()
+returns text[]
+language sql immutable parallel safe
+as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
+comment on function pgqueue._counter_roles() is
+'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
+one message.';
+
+create function pgqueue._count_many(ones regclass, tens regclass, messages int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A loop over one expression. A statement with generate_series would take twice as long.
+    for i in 1..messages / 10 + messages % 10 loop
+        continue when nextval(case when i <= messages / 10 then tens else ones end) > 0;
+    end loop;
+    return messages;
+end;
+$$;
+comment on function pgqueue._count_many(regclass, regclass, int) is
+'The part of _count for several messages.';
+
+create function pgqueue._count(role text, queue_name text, messages int)
+returns int
+language sql volatile
+as $$
+    select case
+        when messages > 1 then pgqueue._count_many(
+            case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
+            case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
+        when messages = 1 and nextval(pgqueue._counter(role, queue_name)) = 0 then 0
+        else messages
+    end
+$$;
+comment on function pgqueue._count(text, text, int) is
+'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
+if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
+further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
+
+create function pgqueue._total_query(role text, queue_name text)
+returns text
+language sql stable
+as $$
+    select concat(
+        '0',
+        ' + (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)',
+        ' + 10 * (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role || '_tens', queue_name)::text || ' t)')
+$$;
+comment on function pgqueue._total_query(text, text) is
+'The SQL expression for the number of messages that a queue has counted in a role; 0 if the counter is missing.';
+
+create function pgqueue._missing_counters(queue_name text)
+returns text[]
+language sql stable
+as $$
+    select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
+$$;
+comment on function pgqueue._missing_counters(text) is
+'The roles for which a queue has no counter.';
+
+create function pgqueue._create_counters(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+declare
+    role text;
+begin
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
+    -- exists" reads the catalog again.
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('create sequence if not exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+        perform pgqueue._revoke_default_privileges(pgqueue._sequence_name(role, queue_name)::regclass);
+    end loop;
+end;
+$$;
+comment on function pgqueue._create_counters(text) is
+'Creates the counters of a queue that are missing.';
+
+create function pgqueue._drop_counters(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+declare
+    role text;
+begin
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('drop sequence if exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_counters(text) is
+'Drops the counters of a queue.';
 
 create function pgqueue._revoke_default_privileges(relation regclass)
 returns void
@@ -1366,7 +1486,7 @@ comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
 create function pgqueue._archive_marker(queue_name text)
 returns text
 language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+as $$ select pgqueue._sequence_name('archives', queue_name) $$;
 comment on function pgqueue._archive_marker(text) is
 'The name of the sequence that exists while a queue archives.';
 
@@ -1708,6 +1828,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
+    perform pgqueue._create_counters(q.name);
     perform pgqueue._tell_rooms('queue_created', q);
     return pgqueue._public_queue(q);
 end;
@@ -1818,6 +1939,10 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
+    -- The repair that doctor suggests relies on this.
+    if pgqueue._missing_counters(q.name) <> '{}' then
+        perform pgqueue._create_counters(q.name);
+    end if;
     perform pgqueue._tell_rooms('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
@@ -1886,6 +2011,7 @@ begin
     ] loop
         execute format('drop sequence %s', register);
     end loop;
+    perform pgqueue._drop_counters(q.name);
     return removed;
 end;
 $$;
@@ -2191,7 +2317,7 @@ begin
             q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             message_id, payload, body, headers
         )
-        returning scheduled_messages.id into new_id;
+        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then scheduled_messages.id end into new_id;
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
@@ -2200,7 +2326,7 @@ begin
         values (
             q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
-        returning messages.id into new_id;
+        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
         perform pgqueue._wake_waiting(q, at);
     end if;
     return new_id;
@@ -2234,7 +2360,11 @@ begin
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
-    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
+    select
+        q.name, at, at,
+        -- It counts here because the conditions below may refuse the message.
+        case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
+        enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
@@ -2292,8 +2422,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, pgqueue._count(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._count(n, 'element')))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._counted(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._counted(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -2310,7 +2440,8 @@ begin
 
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
-    ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
+    ids := array(
+        select nextval('pgqueue.message_id') from generate_series(1, pgqueue._count('enqueued', q.name, n)));
 
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -2754,6 +2885,7 @@ declare
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
             and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
         for update of m skip locked);
+    died int;
 begin
     if spent_ids = '{}' then
         return 0;
@@ -2771,10 +2903,12 @@ begin
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
             last_error = excluded.last_error, reason = excluded.reason;
+        get diagnostics died = row_count;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         return 0;
     end;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
     return cardinality(spent_ids);
 end;
 $$;
@@ -3367,7 +3501,10 @@ declare
     at timestamptz;
     is_filed boolean;
 begin
-    if pgqueue._lock_queue_without_archive(queue_name) then
+    -- All picks are locked, so all of them are deleted below.
+    if pgqueue._count('acknowledged', queue_name, cardinality(picks)) >= 0
+        and pgqueue._lock_queue_without_archive(queue_name)
+    then
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
@@ -3500,10 +3637,10 @@ begin
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if found then
-            return true;
+            return pgqueue._count('acknowledged', queue_name, 1) = 1;
         end if;
     elsif pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
-        return true;
+        return pgqueue._count('acknowledged', queue_name, 1) = 1;
     end if;
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._get_locked_queue(queue_name);
@@ -3542,7 +3679,7 @@ begin
         perform pgqueue._check_claim(0, claim_token);
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    return acked;
+    return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is
@@ -3598,9 +3735,11 @@ declare
 begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
+    perform pgqueue._count('failed', q.name, 1);
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
+            perform pgqueue._count('dead', q.name, 1);
             perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
         end if;
         return;
@@ -3848,7 +3987,7 @@ begin
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
-        if cardinality(acked) is distinct from given then
+        if pgqueue._count('acknowledged', queue_name, cardinality(acked)) is distinct from given then
             return query
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
@@ -4032,6 +4171,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
+    died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
@@ -4070,6 +4210,8 @@ begin
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
+    get diagnostics died = row_count;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
     return cardinality(picks) + cardinality(scheduled_picks);
 end;
 $$;
@@ -4715,6 +4857,25 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
+create function pgqueue._add_totals(s pgqueue.queue_stats)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
+    execute format(
+        'select %s, %s, %s, %s',
+        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
+        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
+    return s;
+end;
+$$;
+comment on function pgqueue._add_totals(pgqueue.queue_stats) is
+'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
+
 create function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
@@ -4726,15 +4887,28 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
+    s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._get_locked_queue(queue_name), at);
+        return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null;
-        return next pgqueue._stats(q, at);
+        s := pgqueue._stats(q, at);
+        begin
+            s := pgqueue._add_totals(s);
+            -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
+            -- queues would fill the lock table.
+            perform pgqueue._raise_queue_busy(q.name, 'stats');
+        exception
+            when sqlstate 'PQ004' then
+                return next s;
+            when lock_not_available or undefined_table then
+                -- The queue is being dropped.
+                null;
+        end;
     end loop;
 end;
 $$;
@@ -4743,7 +4917,12 @@ comment on function pgqueue.stats(text) is
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
 also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
-are estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the queue was
+created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that ack,
+exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
+stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
+a crash of the server can add some. Plain SQL on the tables is not counted. A queue that another transaction is dropping
+is left out of the statistics of all queues. Raises PQ001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
@@ -5009,21 +5188,28 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._count(twins, 'id'), top_id),
+            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._counted(twins, 'id'), top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
     end if;
 
+    if pgqueue._missing_counters(q.name) <> '{}' then
+        return next row('warning', q.name, 'missing_counter',
+            format('the queue has no sequence for these counters: %s; the totals of stats are too low',
+                array_to_string(pgqueue._missing_counters(q.name), ', ')),
+            format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
+    end if;
+
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._count(s.ready_messages, 'message')),
+            format('paused since %s, %s ready', q.paused_at, pgqueue._counted(s.ready_messages, 'message')),
             format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
     end if;
     if s.dead_messages > 0 then
         return next row('info', q.name, 'dead_messages',
-            pgqueue._count(s.dead_messages, 'dead letter'),
+            pgqueue._counted(s.dead_messages, 'dead letter'),
             format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
     end if;
 
@@ -5052,7 +5238,7 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._count(lapsed, 'claim'), at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._counted(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -5222,10 +5408,10 @@ that none was found. severity is error, warning or info. finding is one of: pinn
 undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
 ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
 pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead,
-lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
-transport do not find the subscription).';
+number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
+clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
+long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
+(endpoints of a transport do not find the subscription).';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -5636,7 +5822,7 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('no queue needs %s of the archive any more: %s', pgqueue._count(overdue, 'day'),
+            format('no queue needs %s of the archive any more: %s', pgqueue._counted(overdue, 'day'),
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
@@ -5725,7 +5911,7 @@ begin
     raise exception using
         errcode = 'PQ008',
         message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), pgqueue._count(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
+            s.stream_name, s.queue_name, cardinality(lost), pgqueue._counted(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
 end;
@@ -5742,7 +5928,7 @@ begin
     raise exception using
         errcode = 'PQ009',
         message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._count(s.replays, 'replay'),
+            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._counted(s.replays, 'replay'),
             case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
         hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
@@ -5892,14 +6078,15 @@ begin
     if s.on_ack = 'archive'
         or s.on_ack is null and (select q.archive_for is not null from pgqueue.queues q where q.name = s.queue_name)
     then
-        return cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+        acked := cardinality(pgqueue._ack_to_archive(s.queue_name, s.ids, s.claim_token));
+    else
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(s.queue_name, s.ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, s.claim_token);
+        get diagnostics acked = row_count;
     end if;
-    delete from pgqueue.messages m
-    using pgqueue._lookup_keys(s.queue_name, s.ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
-        and pgqueue._is_claimed_by(m, s.claim_token);
-    get diagnostics acked = row_count;
-    return acked;
+    return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
 comment on function pgqueue._settle_batch(pgqueue.streams) is
@@ -6468,7 +6655,7 @@ begin
     loop
         perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
-            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._count(s.replays, 'replay'))),
+            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._counted(s.replays, 'replay'))),
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
@@ -6549,7 +6736,7 @@ begin
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._count(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+            t.acked_seq + 1, t.stream_name, pgqueue._counted(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
@@ -6570,7 +6757,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._count(expected, 'message'),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._counted(expected, 'message'),
             coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
@@ -6777,7 +6964,7 @@ begin
     order by s.token, s.row_number;
     get diagnostics published = row_count;
     if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return published;
+        return pgqueue._count('enqueued', q.name, published::int);
     end if;
     with sent as (
         insert into pgqueue.scheduled_messages (
@@ -6802,7 +6989,7 @@ begin
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
-    return published + delayed;
+    return pgqueue._count('enqueued', q.name, (published + delayed)::int);
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
@@ -6846,7 +7033,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._count(cardinality(tokens), 'element')));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._counted(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -7018,7 +7205,7 @@ begin
         select
             'warning', null::text, 'stale_staging',
             format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
-                pgqueue._count(s.attempts, 'attempt'), pgqueue._count(s.runs, 'run'), s.staged_by, at - s.oldest_at),
+                pgqueue._counted(s.attempts, 'attempt'), pgqueue._counted(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at
@@ -7235,8 +7422,9 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at,
+            case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
@@ -7249,8 +7437,8 @@ begin
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
+            q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
@@ -7463,7 +7651,7 @@ begin
         -- back.
         case when not pgqueue._is_transport_id(id) then id end
     )
-    returning transport_seq into seq;
+    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
     perform pgqueue._wake_waiting(q, at);
     return seq;
 end;

@@ -14,10 +14,10 @@ begin
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if found then
-            return true;
+            return pgqueue._count('acknowledged', queue_name, 1) = 1;
         end if;
     elsif pgqueue._ack_to_archive(queue_name, array[id], claim_token) <> '{}' then
-        return true;
+        return pgqueue._count('acknowledged', queue_name, 1) = 1;
     end if;
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._get_locked_queue(queue_name);
@@ -56,7 +56,7 @@ begin
         perform pgqueue._check_claim(0, claim_token);
         perform pgqueue._get_locked_queue(queue_name);
     end if;
-    return acked;
+    return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
 comment on function pgqueue.ack_batch(text, bigint[], uuid) is

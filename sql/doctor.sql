@@ -162,21 +162,28 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._count(twins, 'id'), top_id),
+            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._counted(twins, 'id'), top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
     end if;
 
+    if pgqueue._missing_counters(q.name) <> '{}' then
+        return next row('warning', q.name, 'missing_counter',
+            format('the queue has no sequence for these counters: %s; the totals of stats are too low',
+                array_to_string(pgqueue._missing_counters(q.name), ', ')),
+            format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
+    end if;
+
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._count(s.ready_messages, 'message')),
+            format('paused since %s, %s ready', q.paused_at, pgqueue._counted(s.ready_messages, 'message')),
             format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
     end if;
     if s.dead_messages > 0 then
         return next row('info', q.name, 'dead_messages',
-            pgqueue._count(s.dead_messages, 'dead letter'),
+            pgqueue._counted(s.dead_messages, 'dead letter'),
             format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
     end if;
 
@@ -205,7 +212,7 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._count(lapsed, 'claim'), at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._counted(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -375,7 +382,7 @@ that none was found. severity is error, warning or info. finding is one of: pinn
 undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
 ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
 pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, paused_queue, dead_messages, stuck_claims, clock_ahead,
-lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
-transport do not find the subscription).';
+number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
+clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
+long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
+(endpoints of a transport do not find the subscription).';

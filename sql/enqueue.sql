@@ -101,7 +101,7 @@ begin
             q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             message_id, payload, body, headers
         )
-        returning scheduled_messages.id into new_id;
+        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then scheduled_messages.id end into new_id;
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
@@ -110,7 +110,7 @@ begin
         values (
             q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
-        returning messages.id into new_id;
+        returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
         perform pgqueue._wake_waiting(q, at);
     end if;
     return new_id;
@@ -144,7 +144,11 @@ begin
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
-    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
+    select
+        q.name, at, at,
+        -- It counts here because the conditions below may refuse the message.
+        case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
+        enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
@@ -202,8 +206,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, pgqueue._count(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._count(n, 'element')))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._counted(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._counted(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -220,7 +224,8 @@ begin
 
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
-    ids := array(select nextval('pgqueue.message_id') from generate_series(1, n));
+    ids := array(
+        select nextval('pgqueue.message_id') from generate_series(1, pgqueue._count('enqueued', q.name, n)));
 
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers

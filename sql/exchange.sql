@@ -38,7 +38,7 @@ begin
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
-        if cardinality(acked) is distinct from given then
+        if pgqueue._count('acknowledged', queue_name, cardinality(acked)) is distinct from given then
             return query
             select
                 i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,

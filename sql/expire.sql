@@ -12,6 +12,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
     scheduled_picks bigint[];
+    died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
@@ -50,6 +51,8 @@ begin
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
+    get diagnostics died = row_count;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
     return cardinality(picks) + cardinality(scheduled_picks);
 end;
 $$;

@@ -5,7 +5,7 @@
 create or replace function pgqueue._archive_marker(queue_name text)
 returns text
 language sql immutable parallel safe
-as $$ select 'pgqueue.archives_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+as $$ select pgqueue._sequence_name('archives', queue_name) $$;
 comment on function pgqueue._archive_marker(text) is
 'The name of the sequence that exists while a queue archives.';
 

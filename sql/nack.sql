@@ -48,9 +48,11 @@ declare
 begin
     m.last_error := coalesce(left(error, 65536), m.last_error);
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
+    perform pgqueue._count('failed', q.name, 1);
 
     if given_up is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
+            perform pgqueue._count('dead', q.name, 1);
             perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
         end if;
         return;

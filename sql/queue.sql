@@ -193,6 +193,7 @@ begin
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
+    perform pgqueue._create_counters(q.name);
     perform pgqueue._tell_rooms('queue_created', q);
     return pgqueue._public_queue(q);
 end;
@@ -303,6 +304,10 @@ begin
         expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
+    -- The repair that doctor suggests relies on this.
+    if pgqueue._missing_counters(q.name) <> '{}' then
+        perform pgqueue._create_counters(q.name);
+    end if;
     perform pgqueue._tell_rooms('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
@@ -371,6 +376,7 @@ begin
     ] loop
         execute format('drop sequence %s', register);
     end loop;
+    perform pgqueue._drop_counters(q.name);
     return removed;
 end;
 $$;

@@ -15,7 +15,10 @@ declare
     at timestamptz;
     is_filed boolean;
 begin
-    if pgqueue._lock_queue_without_archive(queue_name) then
+    -- All picks are locked, so all of them are deleted below.
+    if pgqueue._count('acknowledged', queue_name, cardinality(picks)) >= 0
+        and pgqueue._lock_queue_without_archive(queue_name)
+    then
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k

@@ -1,5 +1,6 @@
 -- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
 -- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
+-- Counters are sequences, too. Their totals never decrease.
 
 create or replace function pgqueue._to_micros(moment timestamptz)
 returns bigint
@@ -46,6 +47,120 @@ as $$ select coalesce(pg_sequence_last_value(register), setval(register, 1)) $$;
 comment on function pgqueue._register_value(regclass) is
 'The value of a register. A register without a value is set to 1, for example if the tables were restored or replicated
 without the sequences.';
+
+create or replace function pgqueue._sequence_name(role text, queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.' || role || '_' || to_hex(hashtextextended(queue_name collate "C", 0)) $$;
+comment on function pgqueue._sequence_name(text, text) is
+'The name of a sequence that is found by the name of the queue, without reading its row. It contains a hash of this
+name, as the name of a queue can be longer than an identifier. Inlined.';
+
+create or replace function pgqueue._counter(role text, queue_name text)
+returns regclass
+language sql stable parallel safe
+as $$ select to_regclass(pgqueue._sequence_name(role, queue_name)) $$;
+comment on function pgqueue._counter(text, text) is
+'A counter of a queue; null if it is missing. Reads the catalog cache. Inlined.';
+
+create or replace function pgqueue._counter_roles()
+returns text[]
+language sql immutable parallel safe
+as $$ select '{enqueued,enqueued_tens,acknowledged,acknowledged_tens,failed,dead}'::text[] $$;
+comment on function pgqueue._counter_roles() is
+'The roles of the counters of a queue. nextval of a counter whose role ends in _tens counts ten messages, of another
+one message.';
+
+create or replace function pgqueue._count_many(ones regclass, tens regclass, messages int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A loop over one expression. A statement with generate_series would take twice as long.
+    for i in 1..messages / 10 + messages % 10 loop
+        continue when nextval(case when i <= messages / 10 then tens else ones end) > 0;
+    end loop;
+    return messages;
+end;
+$$;
+comment on function pgqueue._count_many(regclass, regclass, int) is
+'The part of _count for several messages.';
+
+create or replace function pgqueue._count(role text, queue_name text, messages int)
+returns int
+language sql volatile
+as $$
+    select case
+        when messages > 1 then pgqueue._count_many(
+            case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
+            case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
+        when messages = 1 and nextval(pgqueue._counter(role, queue_name)) = 0 then 0
+        else messages
+    end
+$$;
+comment on function pgqueue._count(text, text, int) is
+'Counts messages of a queue and returns their number. role is enqueued, acknowledged, failed or dead. Nothing is counted
+if messages is null or 0, or if the counter is missing. Call it inside an expression that is evaluated anyway, as each
+further one would slow down the call by its preparation. Inlined. A counter is never 0 after nextval.';
+
+create or replace function pgqueue._total_query(role text, queue_name text)
+returns text
+language sql stable
+as $$
+    select concat(
+        '0',
+        ' + (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)',
+        ' + 10 * (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role || '_tens', queue_name)::text || ' t)')
+$$;
+comment on function pgqueue._total_query(text, text) is
+'The SQL expression for the number of messages that a queue has counted in a role; 0 if the counter is missing.';
+
+create or replace function pgqueue._missing_counters(queue_name text)
+returns text[]
+language sql stable
+as $$
+    select array(select r from unnest(pgqueue._counter_roles()) as r where pgqueue._counter(r, queue_name) is null)
+$$;
+comment on function pgqueue._missing_counters(text) is
+'The roles for which a queue has no counter.';
+
+create or replace function pgqueue._create_counters(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+declare
+    role text;
+begin
+    -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if not
+    -- exists" reads the catalog again.
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('create sequence if not exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+        perform pgqueue._revoke_default_privileges(pgqueue._sequence_name(role, queue_name)::regclass);
+    end loop;
+end;
+$$;
+comment on function pgqueue._create_counters(text) is
+'Creates the counters of a queue that are missing.';
+
+create or replace function pgqueue._drop_counters(queue_name text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+declare
+    role text;
+begin
+    foreach role in array pgqueue._counter_roles() loop
+        execute format('drop sequence if exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_counters(text) is
+'Drops the counters of a queue.';
 
 create or replace function pgqueue._revoke_default_privileges(relation regclass)
 returns void

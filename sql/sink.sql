@@ -11,7 +11,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._count(expected, 'message'),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._counted(expected, 'message'),
             coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
@@ -218,7 +218,7 @@ begin
     order by s.token, s.row_number;
     get diagnostics published = row_count;
     if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return published;
+        return pgqueue._count('enqueued', q.name, published::int);
     end if;
     with sent as (
         insert into pgqueue.scheduled_messages (
@@ -243,7 +243,7 @@ begin
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
-    return published + delayed;
+    return pgqueue._count('enqueued', q.name, (published + delayed)::int);
 end;
 $$;
 comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
@@ -287,7 +287,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._count(cardinality(tokens), 'element')));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._counted(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -459,7 +459,7 @@ begin
         select
             'warning', null::text, 'stale_staging',
             format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
-                pgqueue._count(s.attempts, 'attempt'), pgqueue._count(s.runs, 'run'), s.staged_by, at - s.oldest_at),
+                pgqueue._counted(s.attempts, 'attempt'), pgqueue._counted(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at

@@ -311,6 +311,25 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
+create or replace function pgqueue._add_totals(s pgqueue.queue_stats)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    -- pg_sequence_last_value would keep its lock until the end of the transaction, also if a subtransaction rolls back.
+    execute format(
+        'select %s, %s, %s, %s',
+        pgqueue._total_query('enqueued', s.queue_name), pgqueue._total_query('acknowledged', s.queue_name),
+        pgqueue._total_query('failed', s.queue_name), pgqueue._total_query('dead', s.queue_name))
+    into s.enqueued_total, s.acknowledged_total, s.failed_total, s.dead_total;
+    return s;
+end;
+$$;
+comment on function pgqueue._add_totals(pgqueue.queue_stats) is
+'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
+
 create or replace function pgqueue.stats(queue_name text default null)
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
@@ -322,15 +341,28 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
+    s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._stats(pgqueue._get_locked_queue(queue_name), at);
+        return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null;
-        return next pgqueue._stats(q, at);
+        s := pgqueue._stats(q, at);
+        begin
+            s := pgqueue._add_totals(s);
+            -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
+            -- queues would fill the lock table.
+            perform pgqueue._raise_queue_busy(q.name, 'stats');
+        exception
+            when sqlstate 'PQ004' then
+                return next s;
+            when lock_not_available or undefined_table then
+                -- The queue is being dropped.
+                null;
+        end;
     end loop;
 end;
 $$;
@@ -339,4 +371,9 @@ comment on function pgqueue.stats(text) is
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
 also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
-are estimated from samples and named in estimates, so that the cost stays bounded. Raises PQ001.';
+are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the queue was
+created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that ack,
+exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
+stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
+a crash of the server can add some. Plain SQL on the tables is not counted. A queue that another transaction is dropping
+is left out of the statistics of all queues. Raises PQ001.';

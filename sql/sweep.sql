@@ -78,6 +78,7 @@ declare
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
             and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
         for update of m skip locked);
+    died int;
 begin
     if spent_ids = '{}' then
         return 0;
@@ -95,10 +96,12 @@ begin
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
             last_error = excluded.last_error, reason = excluded.reason;
+        get diagnostics died = row_count;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
         return 0;
     end;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
     return cardinality(spent_ids);
 end;
 $$;

@@ -201,8 +201,9 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
+            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at,
+            case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
@@ -215,8 +216,8 @@ begin
             queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in),
-            publish.message_id, publish.payload, publish.body, publish.headers
+            q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;

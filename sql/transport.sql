@@ -186,7 +186,7 @@ begin
         -- back.
         case when not pgqueue._is_transport_id(id) then id end
     )
-    returning transport_seq into seq;
+    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
     perform pgqueue._wake_waiting(q, at);
     return seq;
 end;

@@ -116,10 +116,15 @@ create type pgqueue.queue_stats as (
     dead_messages bigint,
     oldest_age_seconds double precision,
     paused boolean,
-    estimates text[]
+    estimates text[],
+    enqueued_total bigint,
+    acknowledged_total bigint,
+    failed_total bigint,
+    dead_total bigint
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue. estimates lists the figures that are estimated; it is empty if all were counted.';
+'The depth of a queue, and what was counted since it was created. estimates lists the figures that are estimated; it is
+empty if all were counted.';
 
 create type pgqueue.finding as (
     severity text,

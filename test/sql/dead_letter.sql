@@ -98,7 +98,7 @@ begin
     perform pgqueue.claim(queue);
     return next is((select (s.inflight_messages, s.dead_messages)::text from pgqueue.stats(queue) s), '(4,0)', queue || ': messages of a last attempt are in flight until their claims end');
     perform pg_temp.pass('31 s');
-    return next is((select s::text from pgqueue.stats(queue) s), format('(%s,0,0,0,4,,f,{})', queue), queue || ': stats counts messages without attempts as dead when their last claims have ended');
+    return next is((select s::text from pgqueue.stats(queue) s), format('(%s,0,0,0,4,,f,{},4,0,0,0)', queue), queue || ': stats counts messages without attempts as dead when their last claims have ended');
     return next is((select count(*) from pgqueue.browse(queue)), 0::bigint, queue || ': browse does not show messages without attempts as ready');
     return next is((select array_agg((d.id, d.reason, d.died_at)::text) from pgqueue.browse_dead_messages(queue, 2, ids[1]) d),
         array[(ids[2], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text, (ids[3], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text],

@@ -16,7 +16,7 @@ declare
     far bigint;
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 5, dedicated => has_table);
-    return next is(pgqueue.stats(queue)::text, (queue, 0::bigint, 0::bigint, 0::bigint, 0::bigint, null::double precision, false, '{}'::text[])::text,
+    return next is(pgqueue.stats(queue)::text, (queue, 0::bigint, 0::bigint, 0::bigint, 0::bigint, null::double precision, false, '{}'::text[], 0::bigint, 0::bigint, 0::bigint, 0::bigint)::text,
         queue || ': stats of an empty queue returns no messages, no age and no estimates');
     perform pgqueue.enqueue(queue, '1');
     perform pg_temp.pass('2 s');
@@ -128,7 +128,7 @@ select throws_ok($$ select pgqueue.stats('stats_nowhere') $$, 'PQ001', null, 'st
 select throws_ok($$ select pgqueue.stats('') $$, 'PQ001', null, 'stats refuses an empty queue name');
 select is(
     (select array_agg(format('%s %s', a.attname, format_type(a.atttypid, a.atttypmod)) order by a.attnum) from pg_attribute a where a.attrelid = 'pgqueue.queue_stats'::regclass),
-    array['queue_name text', 'ready_messages bigint', 'inflight_messages bigint', 'scheduled_messages bigint', 'dead_messages bigint', 'oldest_age_seconds double precision', 'paused boolean', 'estimates text[]'],
+    array['queue_name text', 'ready_messages bigint', 'inflight_messages bigint', 'scheduled_messages bigint', 'dead_messages bigint', 'oldest_age_seconds double precision', 'paused boolean', 'estimates text[]', 'enqueued_total bigint', 'acknowledged_total bigint', 'failed_total bigint', 'dead_total bigint'],
     'the type pgqueue.queue_stats has exactly the documented attributes');
 
 select * from finish();

@@ -178,7 +178,9 @@ class Compaction:
 class QueueStats:
     """The depth of a queue. `estimates` names the figures that are estimated; it is empty if all are exact.
 
-    `oldest_age_seconds` is the age of the oldest ready message, None if none is ready.
+    `oldest_age_seconds` is the age of the oldest ready message, None if none is ready. The totals count since the queue
+    was created and never decrease: messages sent, messages acknowledged, failed attempts that consumers reported, and
+    messages that became dead letters. Work that was rolled back stays counted. Plain SQL on the tables is not counted.
     """
 
     queue_name: str
@@ -189,6 +191,10 @@ class QueueStats:
     oldest_age_seconds: float | None
     paused: bool
     estimates: list[str]
+    enqueued_total: int = 0
+    acknowledged_total: int = 0
+    failed_total: int = 0
+    dead_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

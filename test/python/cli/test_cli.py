@@ -159,9 +159,32 @@ def test_stats_watch_shows_the_change_per_second(database: str, orders: pgqueue.
     assert {(more > 0) - (more < 0) for more, _ in looks} == {-1, 0, 1}
     assert all((more > 0) - (more < 0) == (rate > 0) - (rate < 0) for more, rate in looks)
     with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: re.search(r"change/s +\n.*\n.* \+0\.0 *\n", command.out))
+        shown = r"in/s +out/s +failed/s +dead/s +change/s +\n.*\n.*( +0\.0){4} +\+0\.0 *\n"
+        command.wait_for(lambda: re.search(shown, command.out))
         command.signal(signal.SIGINT)
         assert command.end().status == 0
+
+
+def test_stats_watch_shows_the_messages_that_pass_per_second(
+    database: str, orders: pgqueue.Queue, tmp_path: Path
+) -> None:
+    words = ["stats", orders.name, "--watch", "--interval", "100ms", "--json"]
+    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: '"in_per_second": 0.0' in command.out)
+        orders.enqueue_batch([1] * 30)
+        orders.receive(20)
+        failed, rejected = orders.claim(2)
+        orders.nack(failed.id, failed.claim_token)
+        orders.reject(rejected.id, rejected.claim_token)
+        command.wait_for(lambda: '"dead_total": 1,' in command.out)
+        command.signal(signal.SIGINT)
+        records = command.end().records
+    names = {"in": "enqueued", "out": "acknowledged", "failed": "failed", "dead": "dead"}
+    assert [records[-1][f"{name}_total"] for name in names.values()] == [30, 20, 2, 1]
+    assert {records[0][f"{rate}_per_second"] for rate in names} == {None}
+    for before, one in pairwise(records):
+        for rate, name in names.items():
+            assert (one[f"{rate}_per_second"] > 0) == (one[f"{name}_total"] > before[f"{name}_total"])
 
 
 @pytest.mark.parametrize("options", [["--json"], []])

@@ -430,10 +430,13 @@ def test_stats_count_messages_by_state(client: Client, queue: Any) -> None:
     )
     assert isinstance(found.oldest_age_seconds, float)
     assert (found.paused, found.estimates) == (False, [])
+    totals = (found.enqueued_total, found.acknowledged_total, found.failed_total, found.dead_total)
+    assert totals == (4, 0, 1, 1)
     (same,) = client.queues.stats(queue.name)
     assert same.queue_name == queue.name
     assert queue.name in {found.queue_name for found in client.queues.stats()}
     assert queue.ack(first.id, first.claim_token)
+    assert queue.stats().acknowledged_total == 1
 
 
 # Waiting

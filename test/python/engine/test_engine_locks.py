@@ -29,12 +29,26 @@ def test_functions_over_all_queues_hold_no_queue_locks(
             assert other.execute("select pg_try_advisory_xact_lock(pgqueue._lock_key(%s))", [name]).fetchone() == (
                 True,
             )
-            registers = other.execute(
-                "select count(*) from pg_locks l join pgqueue.queues q on q.fresh_from_id = l.relation"
-                " where q.name = %s",
+            held = other.execute(
+                "select l.relation::regclass from pg_locks l, pgqueue.queues q where q.name = %s and l.relation = any"
+                " (q.fresh_from_id || array("
+                " select pgqueue._counter(r, q.name) from unnest(pgqueue._counter_roles()) r))",
                 [name],
             )
-            assert registers.fetchone() == (0,)
+            assert held.fetchall() == []
+
+
+def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(
+    connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    pgqueue.Queue(connection, name).create_queue()
+    pgqueue.Queue(connection, f"{name}-2").create_queue()
+    with connect(database) as admin, admin.transaction(force_rollback=True):
+        admin.execute("select pgqueue.drop_queue(%s)", [name])
+        names = [found.queue_name for found in pgqueue.Queues(connection).stats()]
+    assert f"{name}-2" in names
+    assert name not in names
+    assert name in [found.queue_name for found in pgqueue.Queues(connection).stats()]
 
 
 def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:

@@ -105,6 +105,10 @@ def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None
         "oldest_age_seconds": None,
         "paused": False,
         "estimates": [],
+        "enqueued_total": 1,
+        "acknowledged_total": 1,
+        "failed_total": 2,
+        "dead_total": 1,
     }
 
 

@@ -24,7 +24,6 @@ from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.passwords import Authenticator, hash_password
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
-from pgqueue.http.throughput import QueueActivity
 from pgqueue.message import QueueStats
 
 SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
@@ -378,7 +377,7 @@ def test_the_counters_of_dropped_queues_are_removed(monkeypatch: pytest.MonkeyPa
     sampler = Sampler(SETTINGS, Databases(SETTINGS))
     counted = Metrics(sampler)
     there = History()
-    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []), QueueActivity(0, None, None))
+    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []))
     monkeypatch.setattr(sampler, "histories", lambda: iter([(("one", "one", "there"), there)]))
     for queue in ("there", "gone"):
         for operation in ("enqueued", "claimed"):

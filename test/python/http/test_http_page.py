@@ -128,21 +128,23 @@ def test_the_page_shows_queues_with_figures_and_sparklines(
     shot(page, "queues")
 
 
-def test_outgoing_messages_are_unknown_unless_they_are_counted(
+def test_the_lines_in_and_out_show_what_other_sessions_do(
     page: Page, web: Server, sql: psycopg.Connection[Any]
 ) -> None:
-    shared, dedicated = new_name(), new_name()
-    for name in (shared, dedicated):
-        sql.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, name == dedicated])
-        sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[50]))", [name])
-    for name in (shared, dedicated):
+    busy, idle = new_name(), new_name()
+    for name in (busy, idle):
+        sql.execute("select pgqueue.create_queue(%s)", [name])
         web.until(lambda name=name: f'"{name}"' in web.get("/metrics").text)  # type: ignore[misc]
     page.goto("/")
-    expect(row(page, shared).locator('[data-label="Out"]')).to_have_text("unknown")
-    expect(row(page, shared).locator('[data-label="Out"] polyline')).to_have_count(0)
-    expect(row(page, dedicated).locator('[data-label="Out"]')).to_contain_text("/s")
-    expect(row(page, dedicated).locator('[data-label="Out"] polyline')).to_have_count(1)
-    for name in (shared, dedicated):
+    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[50]))", [busy])
+    sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 40) m", [busy, busy])
+    acknowledged = re.compile(f'^pgqueue_messages_acknowledged_total.*"{busy}".* 40.0$', re.MULTILINE)
+    web.until(lambda: acknowledged.search(web.get("/metrics").text))
+    for name, most in ((busy, "[1-9]"), (idle, "0$")):
+        for label in ("In", "Out"):
+            line = row(page, name).locator(f'[data-label="{label}"] svg')
+            expect(line).to_have_attribute("aria-label", re.compile(f"^{label} a second, from 0 to {most}"))
+    for name in (busy, idle):
         sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
@@ -921,13 +923,13 @@ def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str]
 
 
 def test_the_server_records_each_queue(site: Site, queue: str, tmp_path: Path, web: Server) -> None:
-    """A server records when it starts, and then each minute."""
-    found = "select depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
+    """A server records when it starts, and then each minute. The rate is null if there was only one sample."""
+    found = "select depth, dead, coalesce(outgoing, 0) from pgqueue_http.depth_history where queue_name = %s"
     with (
         serving(site.configuration(tmp_path), tmp_path),
         psycopg.connect(site.control, autocommit=True) as control,
     ):
-        assert web.until(lambda: control.execute(found, [queue]).fetchall())[0] == (2, 1, None)
+        assert web.until(lambda: control.execute(found, [queue]).fetchall())[0] == (2, 1, 0.0)
 
 
 @pytest.mark.usefixtures("web")

@@ -1,4 +1,4 @@
-"""The throughput of queues: what is counted, what samples find, and the cost of a sample."""
+"""The throughput of queues, what samples find, and the metrics of a server."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -13,66 +13,34 @@ from served import Server, Site, new_name, serving
 import pgqueue
 from pgqueue.http import notifications
 from pgqueue.http.databases import Databases
-from pgqueue.http.metrics import Metrics
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Service, Settings
-from pgqueue.http.throughput import (
-    _ACTIVITY,
-    _SEEN_LIMIT,
-    Counts,
-    QueueActivity,
-    Throughput,
-    read_activity,
-    throughput_between,
-)
+from pgqueue.http.throughput import Throughput
 from pgqueue.message import QueueStats
 
 
+def stats_of(sent: int, acknowledged: int) -> QueueStats:
+    return QueueStats(
+        "orders", 9, 0, 0, 0, 1.0, False, ["ready_messages"], enqueued_total=sent, acknowledged_total=acknowledged
+    )
+
+
 @pytest.mark.parametrize(
-    ("before", "now", "expected"),
+    ("totals", "expected"),
     [
-        pytest.param(Counts(5, 5, 5, 5), Counts(5, 5, 5, 5), Throughput(0, 0), id="nothing happened"),
-        pytest.param(Counts(depth=0), Counts(sent=20, acked=6, depth=14), Throughput(10, 3), id="all passed here"),
-        pytest.param(Counts(depth=10), Counts(sent=20, depth=4), Throughput(10, 13), id="consumers are elsewhere"),
-        pytest.param(Counts(depth=10), Counts(acked=20, depth=4), Throughput(7, 10), id="producers are elsewhere"),
-        pytest.param(Counts(depth=10), Counts(depth=4), Throughput(0, 3), id="all are elsewhere, and it shrinks"),
-        pytest.param(Counts(depth=4), Counts(seen=2, depth=10), Throughput(3, 0), id="and it grows"),
-        pytest.param(
-            Counts(depth=4),
-            Counts(seen=8, depth=4),
-            Throughput(4, 4),
-            id="and it stays, but what is there is new",
-        ),
-        pytest.param(Counts(depth=None), Counts(sent=4, seen=6, depth=9), Throughput(3, 0), id="a depth was estimated"),
-        pytest.param(
-            Counts(inserted=5, deleted=1),
-            Counts(9, 9, 9, 9, 15, 7),
-            Throughput(5, 3, True),
-            id="it is counted",
-        ),
-        pytest.param(Counts(inserted=5, deleted=5), Counts(inserted=1, deleted=9), Throughput(0, 0, True), id="anew"),
-        pytest.param(
-            Counts(), Counts(inserted=1000, deleted=9), Throughput(0, 0, True), id="the first that is counted"
-        ),
+        pytest.param([(7, 5)], Throughput(0.0, None), id="one sample"),
+        pytest.param([(7, 5), (7, 5)], Throughput(0.0, 0.0), id="nothing happened"),
+        pytest.param([(7, 5), (27, 11)], Throughput(10.0, 3.0), id="both increased"),
+        pytest.param([(7, 5), (27, 11), (67, 31)], Throughput(15.0, 6.5), id="since the first of a few samples"),
+        pytest.param([(7, 5), (3, 6)], Throughput(0.0, None), id="the queue was created again"),
     ],
 )
-def test_throughput_between_two_counts(before: Counts, now: Counts, expected: Throughput) -> None:
-    assert throughput_between(before, now, 2.0) == expected
-
-
-@pytest.mark.parametrize(("estimated", "left"), [("ready_messages", 2.0), ("dead_messages", 4.0)])
-def test_operations_of_this_server_count_as_throughput(estimated: str, left: float) -> None:
-    settings = Settings("", {"one": Service("one", "", ("two",))}, {})
-    sampler = Sampler(settings, Databases(settings))
-    metrics = Metrics(sampler)
-    place, nothing = ("one", "two", "three"), QueueActivity(0, None, None)
-    history = sampler._histories[place] = History()
-    stats = QueueStats("three", 999, 0, 0, 0, 1.0, False, [estimated])
-    history.add(0.0, stats, nothing)
-    for operation, number in (("enqueued", 6), ("redriven", 2), ("claimed", 5), ("released", 1), ("acked", 4)):
-        metrics.messages(*place, operation, number)
-    history.add(2.0, stats, nothing)
-    assert history.throughput == Throughput(4.0, left)  # if the depth is exact, it did not change
+def test_the_throughput_is_the_increase_of_the_totals(totals: list[tuple[int, int]], expected: Throughput) -> None:
+    history = History()
+    for number, each in enumerate(totals):
+        history.add(2.0 * number, stats_of(*each))
+    assert history.throughput == expected
+    assert history.throughput_over(60) == expected
 
 
 @pytest.fixture(scope="module")
@@ -89,83 +57,25 @@ def sql(dsn: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-def looked(dsn: str, mark: int | None) -> tuple[dict[str, QueueActivity], int | None]:
-    async def run() -> tuple[dict[str, QueueActivity], int | None]:
-        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
-            return await read_activity(connection, mark)
-
-    return asyncio.run(run())
-
-
-def test_activity_counts_messages_above_the_mark(sql: psycopg.Connection[Any], dsn: str) -> None:
-    name, other = new_name(), new_name()
-    sql.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) n", [[name, other]])
-    send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
-    sql.execute(send, [name, 5])
-    found, mark = looked(dsn, None)
-    assert found[name] == QueueActivity(0, None, None)  # the first sample has no mark to compare with
-    sql.execute(send, [name, 3])
-    sql.execute("select pgqueue.enqueue(%s, '1', delay => '1 h')", [name])
-    sql.execute(send, [other, 2])
-    found, later = looked(dsn, mark)
-    assert (found[name].seen, found[other].seen) == (4, 2)
-    assert later == (mark or 0) + 6
-    assert looked(dsn, later)[0][name].seen == 0
-    sql.execute(send, [name, 2])
-    sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 1) m", [name, name])
-    sql.execute(send, [name, 600])
-    assert looked(dsn, later)[0][name].seen == 500  # the sample counts no more
-
-
-def test_the_activity_of_a_dedicated_queue_has_partition_statistics(sql: psycopg.Connection[Any], dsn: str) -> None:
-    name = new_name()
-    sql.execute("select pgqueue.create_queue(%s, dedicated => true)", [name])
-    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[7]))", [name])
-    sql.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m limit 2", [name, name])
-    sql.execute("select pg_stat_force_next_flush()")
-    sql.execute("select 1")
-    assert looked(dsn, None)[0][name] == QueueActivity(0, 7, 2)
-
-
-def test_a_role_without_read_access_gets_no_activity(sql: psycopg.Connection[Any], dsn: str) -> None:
+async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql: psycopg.Connection[Any]) -> None:
     name, role = new_name(), f"role_{new_name()[2:]}"
     sql.execute("select pgqueue.create_queue(%s)", [name])
-    sql.execute(f"create role {role} in role pg_monitor")
+    sql.execute("select pgqueue.enqueue(%s, '1')", [name])
+    sql.execute(f"create role {role}")
+    sql.execute("select pgqueue.grant_access(%s, 'producer')", [role])
+    service = Service("one", psycopg.conninfo.make_conninfo(dsn, options=f"-c role={role}"), (sql.info.dbname,))
+    databases = Databases(settings := Settings("", {"one": service}, {}))
+    sampler = Sampler(settings, databases)
     try:
-        assert looked(psycopg.conninfo.make_conninfo(dsn, options=f"-c role={role}"), 1) == ({}, None)
+        assert await sampler.sample(service, sql.info.dbname)
+        history = sampler.history(("one", sql.info.dbname, name))
+        assert history is not None
+        assert history.last.stats.enqueued_total == 1
+        assert list(sampler.last_message_ids) == []
     finally:
+        await databases.close()
+        sql.execute("select pgqueue.revoke_access(%s, 'producer')", [role])
         sql.execute(f"drop role {role}")
-
-
-def test_reading_activity_costs_the_same_on_a_deep_queue(empty_database: Callable[[], str]) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        pgqueue.install(connection)
-        connection.execute("select pgqueue.create_queue(n) from unnest(array['deep', 'other']) n")
-        fill = "insert into pgqueue.messages (queue_name, payload) select %s, '1' from generate_series(1, %s)"
-        connection.execute(fill, ["other", 50_000])
-        connection.execute(fill, ["deep", 200_000])
-        connection.execute(
-            "insert into pgqueue.scheduled_messages (queue_name, due_at, payload)"
-            " select 'deep', '9999-01-01', '1' from generate_series(1, 100000)"
-        )
-        for are_there_statistics in (False, True):
-            if are_there_statistics:
-                connection.execute("vacuum (analyze) pgqueue.messages, pgqueue.scheduled_messages")
-            assert looked(dsn, 1)[0]["deep"].seen == 1000
-            for mark in (1, 200_000, 349_990, None):
-                assert buffers(connection, mark) < 110  # twice the measured value
-
-
-def buffers(connection: psycopg.Connection[Any], mark: int | None) -> int:
-    """The buffers that the statement touches when it runs for the second time in a session."""
-    text = _ACTIVITY.replace("\nselect\n", "\nexplain (analyze, buffers, timing off, format json) select\n", 1)
-    for _ in range(2):
-        cursor = connection.execute(SQL(text).format(mark=2**62 if mark is None else mark, limit=_SEEN_LIMIT))
-        while cursor.nextset():
-            pass
-        ((plans,),) = cursor.fetchall()
-    return int(plans[0]["Plan"]["Shared Hit Blocks"] + plans[0]["Plan"]["Shared Read Blocks"])
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
@@ -240,26 +150,6 @@ def metric(web: Server, name: str, **labels: str) -> float | None:
     return None
 
 
-def test_messages_that_pass_through_the_server_count_as_throughput(web: Server) -> None:
-    name = new_name()
-    web.create(name)
-    web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) is not None)
-    body = {"messages": [{"payload": 1}] * 10}
-
-    def pass_on() -> bool:
-        web.post(f"/v1/queues/{name}/enqueue", body)
-        claimed = web.post(f"/v1/queues/{name}/claim", {"max_messages": 10}).json()["messages"]
-        held = {"ids": [each["id"] for each in claimed], "claim_token": claimed[0]["claim_token"]}
-        web.post(f"/v1/queues/{name}/ack_batch", held)
-        rates = [metric(web, f"pgqueue_{each}_per_second", queue=name) or 0 for each in ("in", "out")]
-        return min(rates) > 1
-
-    web.until(pass_on)  # although every sample found a depth of 0
-    assert metric(web, "pgqueue_flow_counted", queue=name) == 0
-    web.until(lambda: metric(web, "pgqueue_in_per_second", queue=name) == 0)  # and nothing is sent any more
-    web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
-
-
 def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     name = new_name()
     web.create(name)
@@ -267,30 +157,28 @@ def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     assert metric(web, "pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
 
 
-def test_operations_outside_of_the_server_count_as_throughput(web: Server, site: Site) -> None:
-    shared, dedicated = new_name(), new_name()
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedicated: bool) -> None:
+    name = new_name()
     with psycopg.connect(site.target, autocommit=True) as connection:
-        connection.execute("select pgqueue.create_queue(%s)", [shared])
-        connection.execute("select pgqueue.create_queue(%s, dedicated => true)", [dedicated])
-        for name in (shared, dedicated):
-            web.until(lambda name=name: metric(web, "pgqueue_ready_messages", queue=name) is not None)  # type: ignore[misc]
+
+        def total(what: str) -> float | None:
+            return metric(web, f"pgqueue_messages_{what}_total", queue=name)
+
+        connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, dedicated])
+        web.until(lambda: total("enqueued") == 0)
+        assert metric(web, "pgqueue_flow_counted", queue=name) == 1
         ids = metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0
 
-        def came(name: str) -> float:
-            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
-            return metric(web, "pgqueue_in_per_second", queue=name) or 0
-
-        def left(name: str) -> float:
-            connection.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 5) m", [name, name])
-            return metric(web, "pgqueue_out_per_second", queue=name) or 0
-
-        for name in (shared, dedicated):
-            web.until(lambda name=name: came(name) > 1)  # type: ignore[misc]
-        connection.execute("select pgqueue.purge_queue(%s)", [shared])
-        for name in (shared, dedicated):
-            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[250]))", [name])
-        for name in (shared, dedicated):
-            web.until(lambda name=name: left(name) > 1)  # type: ignore[misc]
-        assert metric(web, "pgqueue_flow_counted", queue=shared) == 0
-        assert metric(web, "pgqueue_flow_counted", queue=dedicated) == 1
-        assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + 580
+        connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
+        web.until(lambda: (metric(web, "pgqueue_in_per_second", queue=name) or 0) > 0)
+        assert metric(web, "pgqueue_out_per_second", queue=name) == 0
+        connection.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 25) m", [name, name])
+        connection.execute("select pgqueue.nack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m", [name, name])
+        connection.execute("select pgqueue.reject(%s, m.id, m.claim_token) from pgqueue.claim(%s, 2) m", [name, name])
+        web.until(lambda: (metric(web, "pgqueue_out_per_second", queue=name) or 0) > 0)
+        web.until(lambda: total("dead") == 2)
+        assert [total(what) for what in ("enqueued", "acknowledged", "failed")] == [40, 25, 5]
+        assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + 40
+        for each in ("in", "out"):  # nothing more is sent or acknowledged
+            web.until(lambda each=each: metric(web, f"pgqueue_{each}_per_second", queue=name) == 0)  # type: ignore[misc]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, NoReturn, cast
+from operator import attrgetter
+from typing import Annotated, Any, Final, NoReturn, cast
 
 import typer
 from rich.live import Live
@@ -230,9 +231,9 @@ def stats(
 
     Figures with ~ are estimated. Internal queues of pgqueue, such as that of the HTTP service's tasks, come last.
 
-    With --watch, change/s is how many messages more per second are ready, in flight or scheduled than at the look
-    before: above 0, more are sent than consumed. With --watch and --json, or if stdout is not a terminal, each look
-    adds lines.
+    With --watch, in/s, out/s, failed/s and dead/s are the messages per second that were sent, acknowledged, failed and
+    became dead letters since the look before. change/s is how many messages more per second are ready, in flight or
+    scheduled. With --watch and --json, or if stdout is not a terminal, each look adds lines.
     """
     with session.queues() as verbs:
 
@@ -247,8 +248,16 @@ def stats(
 
 
 _STATS = ["queue", ">ready", ">in flight", ">scheduled", ">dead", ">oldest", ""]
-_WATCHED = [*_STATS[:-1], ">change/s", _STATS[-1]]
 _LIVE = ("ready_messages", "inflight_messages", "scheduled_messages")
+# The figures whose rates --watch shows.
+_COUNTS: Final[dict[str, Callable[[QueueStats], int]]] = {
+    "in": attrgetter("enqueued_total"),
+    "out": attrgetter("acknowledged_total"),
+    "failed": attrgetter("failed_total"),
+    "dead": attrgetter("dead_total"),
+    "change": lambda stats: sum(getattr(stats, name) for name in _LIVE),
+}
+_WATCHED = [*_STATS[:-1], *(f">{name}/s" for name in _COUNTS), _STATS[-1]]
 
 
 def _stats_row(found: QueueStats) -> list[object]:
@@ -264,22 +273,27 @@ def _stats_row(found: QueueStats) -> list[object]:
     ]
 
 
-class _Changes:
-    """The change of each queue's depth, in messages per second, from one look to the next."""
+class _Rates:
+    """The rates of each queue, in messages per second, from one look to the next."""
 
     def __init__(self) -> None:
-        self._depths: dict[str, int] = {}
+        self._looked: dict[str, QueueStats] = {}
         self._at = 0.0
 
-    def add(self, looked: list[QueueStats]) -> dict[str, float | None]:
-        """Add a look. Returns the change of each queue since the look before; None for a queue that was not in it."""
-        at, before = time.monotonic(), self._depths
+    def add(self, looked: list[QueueStats]) -> dict[str, dict[str, float | None]]:
+        """Add a look. Returns the rates of each queue since the look before; None for a queue that was not in it."""
+        at, before = time.monotonic(), self._looked
         seconds = at - self._at
         self._at = at
-        self._depths = {found.queue_name: sum(getattr(found, name) for name in _LIVE) for found in looked}
+        self._looked = {found.queue_name: found for found in looked}
         return {
-            name: round((depth - before[name]) / seconds, 1) + 0.0 if name in before else None
-            for name, depth in self._depths.items()
+            name: {
+                f"{rate}_per_second": round((count(found) - count(before[name])) / seconds, 1) + 0.0
+                if name in before
+                else None
+                for rate, count in _COUNTS.items()
+            }
+            for name, found in self._looked.items()
         }
 
 
@@ -290,24 +304,27 @@ def _watch(session: Session, look: Callable[[], list[QueueStats]], interval: tim
     seconds = min(max(interval, _SHORTEST), _LONGEST).total_seconds()
     is_screen = session.out.is_interactive and not session.json
     with Live(console=session.out, auto_refresh=False) if is_screen else nullcontext() as live:
-        changes = _Changes()
+        rates = _Rates()
         while True:
             found = look()
-            change = changes.add(found)
+            since = rates.add(found)
 
-            def row(stats: QueueStats, change: dict[str, float | None] = change) -> list[object]:
+            def row(stats: QueueStats, since: dict[str, dict[str, float | None]] = since) -> list[object]:
                 *figures, notes = _stats_row(stats)
-                rate = change[stats.queue_name]
+                *flows, change = since[stats.queue_name].values()
                 is_estimated = any(name in stats.estimates for name in _LIVE)
-                return [*figures, "" if rate is None else f"{'~' if is_estimated else ''}{rate:+,.1f}", notes]
+                return [
+                    *figures,
+                    *("" if rate is None else f"{rate:,.1f}" for rate in flows),
+                    "" if change is None else f"{'~' if is_estimated else ''}{change:+,.1f}",
+                    notes,
+                ]
 
             if live:
                 live.update(table(_WATCHED, map(row, found)), refresh=True)
             elif session.json:
                 at = datetime.now(UTC)
-                session.lines(
-                    {"at": at} | asdict(stats) | {"change_per_second": change[stats.queue_name]} for stats in found
-                )
+                session.lines({"at": at} | asdict(stats) | since[stats.queue_name] for stats in found)
             else:
                 session.show(found, _WATCHED, row, _NO_QUEUE)
             sys.stdout.flush()

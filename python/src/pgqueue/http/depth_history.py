@@ -105,7 +105,7 @@ def recorded_row(place: tuple[str, str, str], stats: QueueStats, throughput: Thr
     """The row that `record` stores for a queue."""
     depth = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
     age = stats.oldest_age_seconds or 0.0
-    return (*place, depth, stats.dead_messages, age, throughput.incoming, throughput.known_outgoing)
+    return (*place, depth, stats.dead_messages, age, throughput.incoming, throughput.outgoing)
 
 
 async def record(connection: AsyncConnection[Any], rows: Sequence[tuple[Any, ...]]) -> None:

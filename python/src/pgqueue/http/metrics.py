@@ -23,9 +23,15 @@ _GAUGES = {
     "paused": "1 while the queue is paused.",
 }
 _THROUGHPUT = {
-    "in_per_second": "Recent incoming messages; a lower bound unless pgqueue_flow_counted is 1.",
-    "out_per_second": "Recent outgoing messages; a lower bound unless pgqueue_flow_counted is 1.",
-    "flow_counted": "1 if both rates are exact, from the statistics of the queue's own partition.",
+    "in_per_second": "Messages sent per second, recently.",
+    "out_per_second": "Messages acknowledged per second, recently.",
+    "flow_counted": "Always 1: both rates are counted.",
+}
+_TOTALS = {
+    "enqueued": "Messages sent since the queue was created.",
+    "acknowledged": "Messages acknowledged since the queue was created.",
+    "failed": "Failed attempts that consumers reported since the queue was created.",
+    "dead": "Messages that became dead letters since the queue was created.",
 }
 
 
@@ -41,6 +47,9 @@ class _QueueCollector(Collector):
         incoming, outgoing, counted = (
             GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _THROUGHPUT.items()
         )
+        totals = {
+            name: CounterMetricFamily(f"pgqueue_messages_{name}", text, labels=_QUEUE) for name, text in _TOTALS.items()
+        }
         ids = CounterMetricFamily(
             "pgqueue_message_ids",
             "Message ids given out in a database: messages sent to all its queues, rolled back ones included.",
@@ -51,12 +60,14 @@ class _QueueCollector(Collector):
             for name, family in families.items():
                 family.add_metric(place, float(getattr(stats, name) or 0))
             change.add_metric(place, history.change)
+            for name, total in totals.items():
+                total.add_metric(place, getattr(stats, f"{name}_total"))
             incoming.add_metric(place, history.throughput.incoming)
-            outgoing.add_metric(place, history.throughput.outgoing)
-            counted.add_metric(place, float(history.throughput.is_counted))
+            outgoing.add_metric(place, history.throughput.outgoing or 0.0)
+            counted.add_metric(place, 1.0)
         for database, mark in self._sampler.last_message_ids:
             ids.add_metric(database, mark)
-        yield from (*families.values(), change, incoming, outgoing, counted, ids)
+        yield from (*families.values(), *totals.values(), change, incoming, outgoing, counted, ids)
 
 
 class Metrics:
@@ -114,7 +125,6 @@ class Metrics:
             counter = self._messages.labels(*labels) if known is None else known[0]
             self._message_counters[labels] = counter, time.monotonic()
             counter.inc(number)
-            self._sampler.record_operation(labels[:3], operation, number)
 
     def task(self, kind: str, status: str) -> None:
         """Count a task that has ended."""

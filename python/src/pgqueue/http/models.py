@@ -355,7 +355,11 @@ class Done(BaseModel):
 
 
 class DirectStats(BaseModel):
-    """The depth of a queue, with the columns of the SQL type. `estimates` names the figures that are estimated."""
+    """The depth of a queue, with the columns of the SQL type. `estimates` names the figures that are estimated.
+
+    The totals count since the queue was created: messages sent, messages acknowledged, failed attempts, and messages
+    that became dead letters.
+    """
 
     queue_name: str
     ready_messages: int
@@ -365,6 +369,10 @@ class DirectStats(BaseModel):
     oldest_age_seconds: float | None
     paused: bool
     estimates: list[str]
+    enqueued_total: int
+    acknowledged_total: int
+    failed_total: int
+    dead_total: int
 
 
 class DeadLetter(BaseModel):

@@ -63,7 +63,7 @@ class Row:
     @property
     def outgoing(self) -> list[float | None]:
         """Outgoing messages per second at each sample; None where unknown."""
-        return [] if self.history is None else [each.known_outgoing for each in self.history.throughputs]
+        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
 
     @property
     def ages(self) -> list[float]:

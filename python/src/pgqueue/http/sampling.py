@@ -18,7 +18,7 @@ from ..message import QueueStats
 from .databases import Connection, Databases, cancel_and_wait
 from .depth_history import record, recorded_row
 from .settings import Service, Settings
-from .throughput import Counts, QueueActivity, Throughput, read_activity, throughput_between
+from .throughput import Throughput, throughput_between
 
 __all__ = ["History", "Place", "Sample", "Sampler"]
 
@@ -29,8 +29,6 @@ _RATE_SAMPLES: Final = 5  # over which rates are computed
 _RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 
-_LIVE_COUNTS: Final = {"ready_messages", "inflight_messages", "scheduled_messages"}
-
 Place = tuple[str, str, str]  # service, database, queue
 
 
@@ -40,7 +38,6 @@ class Sample:
 
     at: float
     stats: QueueStats
-    counts: Counts
 
     @property
     def depth(self) -> int:
@@ -58,9 +55,7 @@ class History:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
-        self.throughputs: deque[Throughput] = deque([Throughput()], maxlen=_MAX_SAMPLES)
-        self.sent = 0
-        self.acked = 0
+        self.throughputs: deque[Throughput] = deque(maxlen=_MAX_SAMPLES)
 
     @property
     def last(self) -> Sample:
@@ -74,27 +69,26 @@ class History:
 
     def throughput_over(self, seconds: float) -> Throughput:
         """The throughput over the last `seconds`, as far as the samples reach back."""
-        earlier = next(each for each in self.samples if each.at >= self.last.at - seconds)
-        if earlier is self.last:
-            return Throughput()
-        return throughput_between(earlier.counts, self.last.counts, max(self.last.at - earlier.at, 0.001))
+        return self._throughput_since(next(each for each in self.samples if each.at >= self.last.at - seconds))
+
+    def _throughput_since(self, earlier: Sample) -> Throughput:
+        return throughput_between(earlier.stats, self.last.stats, self.last.at - earlier.at)
+
+    @property
+    def _earlier(self) -> Sample:
+        """The sample from which rates are computed."""
+        return self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
 
     @property
     def change(self) -> float:
         """The change of the depth over the last few samples, in messages per second."""
-        earlier = self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
+        earlier = self._earlier
         return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
 
-    def add(self, at: float, stats: QueueStats, found: QueueActivity) -> None:
+    def add(self, at: float, stats: QueueStats) -> None:
         """Add a sample, and the throughput since the sample a few before it."""
-        seen = self.samples[-1].counts.seen if self.samples else 0
-        depth = None if _LIVE_COUNTS & set(stats.estimates) else depth_of(stats)
-        # Exact totals of a queue belong into `inserted` and `deleted`: rates, metrics and charts then use them.
-        counts = Counts(self.sent, self.acked, seen + found.seen, depth, found.inserted, found.deleted)
-        self.samples.append(Sample(at, stats, counts))
-        if len(self.samples) > 1:
-            earlier = self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
-            self.throughputs.append(throughput_between(earlier.counts, counts, max(at - earlier.at, 0.001)))
+        self.samples.append(Sample(at, stats))
+        self.throughputs.append(self._throughput_since(self._earlier))
 
 
 class Sampler:
@@ -117,16 +111,6 @@ class Sampler:
     def history(self, place: Place) -> History | None:
         """The history of a queue; None if it was never sampled."""
         return self._histories.get(place)
-
-    def record_operation(self, place: Place, operation: str, number: int) -> None:
-        """Count messages that passed through this server."""
-        history = self.history(place)
-        if history is None:
-            return
-        if operation in ("enqueued", "redriven"):
-            history.sent += number
-        elif operation == "acked":
-            history.acked += number
 
     @property
     def last_message_ids(self) -> Iterator[tuple[tuple[str, str], int]]:
@@ -193,11 +177,9 @@ class Sampler:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
                 await self._bury(place, connection, found)
-                activities, self._last_message_ids[place] = await read_activity(
-                    connection, self._last_message_ids.get(place)
-                )
+                self._last_message_ids[place] = await _last_message_id(connection)
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
-            found, activities = [], {}  # pgqueue is not installed there yet
+            found = []  # pgqueue is not installed there yet
         except (psycopg.Error, PoolTimeout, OSError) as error:
             if place not in self.failing:
                 logger.warning("%s/%s cannot be sampled: %s", *place, type(error).__name__)
@@ -210,5 +192,15 @@ class Sampler:
             del self._histories[gone]
         for stats in found:
             history = self._histories.setdefault((*place, stats.queue_name), History())
-            history.add(now, stats, activities.get(stats.queue_name) or QueueActivity(0, None, None))
+            history.add(now, stats)
         return True
+
+
+async def _last_message_id(connection: Connection) -> int | None:
+    """The last message id given out in a database; None if there is none, or if the role may not read it."""
+    try:
+        cursor = await connection.execute("select pg_sequence_last_value('pgqueue.message_id')")
+    except psycopg.errors.InsufficientPrivilege:  # before PostgreSQL 17; later ones return null
+        return None
+    ((last,),) = await cursor.fetchall()
+    return None if last is None else int(last)
