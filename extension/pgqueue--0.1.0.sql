@@ -4468,10 +4468,13 @@ begin
         union all
         (
             select l.*
-            from pgqueue.messages m
-            cross join lateral pgqueue._lookup_keys(q.name, spent) k
-            cross join lateral pgqueue._as_dead_letter(m, m.visible_at, null) l
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._keeps_spent(q, m)
+            from unnest(spent) as i
+            -- `offset 0` keeps the planner from a join that reads the whole queue.
+            cross join lateral (
+                select m as spent_message from pgqueue.messages m where m.queue_name = q.name and m.id = i offset 0
+            ) g
+            cross join lateral pgqueue._as_dead_letter(g.spent_message, (g.spent_message).visible_at, null) l
+            where pgqueue._keeps_spent(q, g.spent_message)
         )
     ) d
     order by d.id limit browse_dead_messages.max_messages;
@@ -5376,7 +5379,7 @@ begin
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, now(), m.id'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, timestamptz ''now'', m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',

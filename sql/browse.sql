@@ -94,10 +94,13 @@ begin
         union all
         (
             select l.*
-            from pgqueue.messages m
-            cross join lateral pgqueue._lookup_keys(q.name, spent) k
-            cross join lateral pgqueue._as_dead_letter(m, m.visible_at, null) l
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._keeps_spent(q, m)
+            from unnest(spent) as i
+            -- `offset 0` keeps the planner from a join that reads the whole queue.
+            cross join lateral (
+                select m as spent_message from pgqueue.messages m where m.queue_name = q.name and m.id = i offset 0
+            ) g
+            cross join lateral pgqueue._as_dead_letter(g.spent_message, (g.spent_message).visible_at, null) l
+            where pgqueue._keeps_spent(q, g.spent_message)
         )
     ) d
     order by d.id limit browse_dead_messages.max_messages;

@@ -350,7 +350,7 @@ begin
         format('message %s, the first of these, has an id that sweeps skip: its id or queue_name was set by hand, or the sequence pgqueue.message_id was set back',
             min(m.id)),
         format(
-            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, now(), m.id'
+            'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, timestamptz ''now'', m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
             ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
             ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',

@@ -143,7 +143,11 @@ def test_a_task_waits_for_a_target_that_is_down(
         ("password", "target", "the server refuses the user or the password of the service; correct its dsn"),
         ("unknown-role", "target", "the server refuses the user or the password of the service; correct its dsn"),
         ("no-connect", "closed", "the user of the service may not connect to the database; grant it CONNECT"),
-        ("no-create", "target", "the database refuses the task: permission denied for database target"),
+        (
+            "no-create",
+            "target",
+            "the database role of the server lacks CREATE on the database target: its owner grants it",
+        ),
     ],
 )
 def test_a_queue_whose_creation_cannot_succeed_fails_at_once(

@@ -7,7 +7,6 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from psycopg.sql import SQL
 from served import Server, Site, new_name, serving
 
 import pgqueue

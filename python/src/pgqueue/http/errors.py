@@ -50,7 +50,12 @@ _CONNECTION_SQLSTATES: Final = {
         r"|no pg_hba\.conf entry|pg_hba\.conf rejects)|no password supplied"
     ),
 }
-_RIGHTS: Final = {"schema": "USAGE", "function": "EXECUTE", "table": "SELECT or a right to change it"}
+_RIGHTS: Final = {
+    "database": "CREATE",
+    "schema": "USAGE",
+    "function": "EXECUTE",
+    "table": "SELECT or a right to change it",
+}
 _DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
 _CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
@@ -262,6 +267,8 @@ def _missing_right(detail: str) -> str:
         return f"the database role of the server lacks a right: {detail}"
     right = _RIGHTS.get(found[1], "a right")
     remedy = "pgqueue.grant_access gives a role the rights of a producer, consumer, reader or admin"
+    if found[1] == "database":
+        remedy = "its owner grants it"
     return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
 
 
