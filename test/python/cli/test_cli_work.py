@@ -443,6 +443,8 @@ def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch)
 
     ended: list[int] = []
     monitor: Any = SilentMonitor()
+    # Spark replaces the handler in its process, and a consumer takes only signals that nobody handles.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     with monkeypatch.context() as patch:
         patch.setattr(os, "_exit", ended.append)
         patch.setattr(sys, "stdout", Full())
@@ -451,6 +453,7 @@ def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: monitor.signals == 2)
+    signal.signal(signal.SIGINT, previous)
     assert ended == [128 + signal.SIGTERM]
 
 

@@ -624,7 +624,7 @@ def test_a_release_runs_after_the_time_limit_of_its_request(site: Site, tmp_path
     """The client is gone when its claim ends, and the release takes longer than the request may."""
     name = new_name()
     lock = "lock table pgqueue.messages in access exclusive mode"
-    with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
+    with serving(site.configuration(tmp_path, limits={"request_seconds": 10}), tmp_path) as web:
         web.create(name, visibility_timeout_seconds=600)
         queue = DirectQueue(web, name)
         (sent,) = queue.send(1)
