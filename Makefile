@@ -173,7 +173,7 @@ test-all:
 timed = began=$$SECONDS; end=passed; $(2) || end=FAILED; \
 	echo "$(1): $$end, $$((SECONDS - began)) s" >> .cache/run/times; [ $$end = passed ]
 
-test-python: setup
+test-python: setup  ## run the Python tests
 	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
 
 test-sql: build setup .cache/debs/ready .cache/postgres/ready
