@@ -177,8 +177,13 @@ def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) 
     return "taken"
 
 
+# These verbs refuse a transaction, and the calls here share one. Their own tests call them with valid arguments.
+ALONE = {"compact_queue", "compact_queues"}
+
+
 def test_valid_arguments_are_accepted(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
-    assert {verb.name: seen for verb in verbs if (seen := outcome(arguments, verb.call(), "")) != "taken"} == {}
+    seen = {verb.name: outcome(arguments, verb.call(), "") for verb in verbs if verb.name not in ALONE}
+    assert {name: what for name, what in seen.items() if what != "taken"} == {}
 
 
 def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
@@ -208,7 +213,8 @@ def test_names_are_accepted_in_any_collation(arguments: psycopg.Connection[Any],
     bad = {
         verb.name: what
         for verb in verbs
-        if (texts := [name for name, kind in verb.arguments.items() if kind in ("text", "text[]")])
+        if verb.name not in ALONE
+        and (texts := [name for name, kind in verb.arguments.items() if kind in ("text", "text[]")])
         and (
             what := outcome(arguments, verb.call(**{name: verb.value(name, ' collate "POSIX"') for name in texts}), "")
         )

@@ -638,7 +638,7 @@ def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:
     sink.connection.execute(
         "delete from pgqueue.staged_messages where token = %s and row_number = 2", (next(iter(staged.counts)),)
     )
-    with pytest.raises(pgqueue.StagedMessagesLost, match="staged 2 messages in partition 0, and 1 are there"):
+    with pytest.raises(pgqueue.StagedMessagesLost, match="staged 2 messages in partition 0, and 1 is there"):
         writer.commit([staged])
     assert sink.sent() == []
     sink.send(payloads("1", "2"), txnAppId=sink.name, txnVersion="1")
@@ -694,7 +694,7 @@ def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
         waited = first.write(first.writer(retryTimeout="60 s"), payloads("3"))
         back.join()
         with psycopg.connect(server.dsn, autocommit=True) as connection:
-            with pytest.raises(pgqueue.StagedMessagesLost, match="staged 1 messages in partition unknown, and 0 are"):
+            with pytest.raises(pgqueue.StagedMessagesLost, match="staged 1 message in partition unknown, and 0 are"):
                 writer.commit([staged])
             assert connection.execute("select payload from pgqueue.messages").fetchall() == [(1,)]
             writer.commit([waited])
