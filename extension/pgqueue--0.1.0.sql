@@ -714,11 +714,11 @@ begin
 end;
 $$;
 
-create function pgqueue._counted(number bigint, noun text)
+create function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
-comment on function pgqueue._counted(bigint, text) is
+comment on function pgqueue._with_number(bigint, text) is
 'A number and its noun for a message, such as 1 message and 2 messages.';
 
 create function pgqueue._raise_invalid(argument text, given text, expected text)
@@ -779,7 +779,7 @@ begin
     raise exception using
         errcode = 'PQ003',
         message = format('%s of %s is over the limit of %s of queue %L',
-            argument, pgqueue._counted(bytes, 'byte'), pgqueue._counted(limit_bytes, 'byte'), queue_name),
+            argument, pgqueue._with_number(bytes, 'byte'), pgqueue._with_number(limit_bytes, 'byte'), queue_name),
         hint = case argument
             when 'headers' then 'Move large values into the payload.'
             else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'
@@ -964,7 +964,8 @@ as $$
         when messages > 1 then pgqueue._count_many(
             case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
             case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
-        when messages = 1 and nextval(pgqueue._counter(role, queue_name)) = 0 then 0
+        -- `and` would evaluate its second operand even if messages is null.
+        when messages = 1 then case nextval(pgqueue._counter(role, queue_name)) when 0 then 0 else 1 end
         else messages
     end
 $$;
@@ -2422,8 +2423,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, pgqueue._counted(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._counted(n, 'element')))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._with_number(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._with_number(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -2553,6 +2554,13 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
+create function pgqueue._unless_future(recorded timestamptz, at timestamptz)
+returns timestamptz
+language sql immutable parallel safe
+as $$ select case when recorded <= at then recorded else '-infinity' end $$;
+comment on function pgqueue._unless_future(timestamptz, timestamptz) is
+'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
+
 create function pgqueue._known_keys(queue_name text, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql stable
@@ -2564,9 +2572,8 @@ begin
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
     s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
     s.first_id := coalesce(s.first_id, 1);
-    -- A time in the future was recorded before the clock was set back.
-    s.first_due_at := case when s.first_due_at <= at then s.first_due_at else '-infinity' end;
-    s.first_check_at := case when s.first_check_at <= at then s.first_check_at else '-infinity' end;
+    s.first_due_at := pgqueue._unless_future(s.first_due_at, at);
+    s.first_check_at := pgqueue._unless_future(s.first_check_at, at);
     return s;
 end;
 $$;
@@ -2586,11 +2593,10 @@ create function pgqueue._first_due_at_of(queue_name text, at timestamptz)
 returns timestamptz
 language sql stable
 as $$
-    -- A time in the future was recorded before the clock was set back.
     select coalesce(
         (
-            select s.first_due_at from pgqueue.sweep_state s
-            where s.queue_name = _first_due_at_of.queue_name and s.first_due_at <= at
+            select pgqueue._unless_future(s.first_due_at, at) from pgqueue.sweep_state s
+            where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_due_at_of(text, timestamptz) is
@@ -2602,27 +2608,22 @@ language sql stable
 as $$
     select coalesce(
         (
-            select s.first_check_at from pgqueue.sweep_state s
-            where s.queue_name = _first_check_at_of.queue_name and s.first_check_at <= at
+            select pgqueue._unless_future(s.first_check_at, at) from pgqueue.sweep_state s
+            where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_check_at_of(text, timestamptz) is
 'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
-create function pgqueue._forget_times()
-returns void
-language sql volatile
+create function pgqueue._are_times_old(s pgqueue.sweep_state, at timestamptz)
+returns boolean
+language sql stable parallel safe
 as $$
-    update pgqueue.sweep_state
-    set first_due_at = '-infinity', first_check_at = '-infinity'
-    where ctid = any (array(
-        select s.ctid from pgqueue.sweep_state s
-        where s.first_due_at > '-infinity' or s.first_check_at > '-infinity'
-        for update skip locked))
+    select greatest(s.first_due_at, s.first_check_at) > '-infinity'
+        and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._forget_times() is
-'Makes the sweeps of all queues start at the earliest times again, once an hour. They then find messages that the
-recorded times exclude, because the clock was set back or plain SQL has set a due time in the past.';
+comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
+'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
 
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
@@ -2667,8 +2668,9 @@ begin
         ) c;
     end if;
 
-    if s.first_due_at > at or s.first_check_at > at then
-        -- The clock was set back.
+    -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
+    -- exclude, because the clock was set back or plain SQL has set a due time in the past.
+    if s.first_due_at > at or s.first_check_at > at or pgqueue._are_times_old(s, at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;
@@ -3187,7 +3189,6 @@ begin
     -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
-        perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
     end if;
     -- The register is at most a minute ahead, or was set while the clock was ahead.
@@ -3205,7 +3206,8 @@ begin
         end if;
     end if;
     -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
-    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
+    if pgqueue._are_times_old(s, at)
+        or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
@@ -3239,11 +3241,10 @@ begin
     loop
         if pos = head then
             picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks),
-                case when s.first_check_at <= at then s.first_check_at else '-infinity' end, false);
+                q, picks, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_check_at, at), false);
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), case when s.first_due_at <= at then s.first_due_at else '-infinity' end);
+                    q, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_due_at, at));
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
@@ -5191,7 +5192,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._counted(twins, 'id'), top_id),
+            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -5207,12 +5208,12 @@ begin
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._counted(s.ready_messages, 'message')),
+            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
             format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
     end if;
     if s.dead_messages > 0 then
         return next row('info', q.name, 'dead_messages',
-            pgqueue._counted(s.dead_messages, 'dead letter'),
+            pgqueue._with_number(s.dead_messages, 'dead letter'),
             format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
     end if;
 
@@ -5241,7 +5242,7 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._counted(lapsed, 'claim'), at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._with_number(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -5825,7 +5826,7 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('no queue needs %s of the archive any more: %s', pgqueue._counted(overdue, 'day'),
+            format('no queue needs %s of the archive any more: %s', pgqueue._with_number(overdue, 'day'),
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
@@ -5914,7 +5915,7 @@ begin
     raise exception using
         errcode = 'PQ008',
         message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), pgqueue._counted(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
+            s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
 end;
@@ -5931,7 +5932,7 @@ begin
     raise exception using
         errcode = 'PQ009',
         message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._counted(s.replays, 'replay'),
+            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._with_number(s.replays, 'replay'),
             case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
         hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
@@ -6658,7 +6659,7 @@ begin
     loop
         perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
-            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._counted(s.replays, 'replay'))),
+            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._with_number(s.replays, 'replay'))),
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
@@ -6739,7 +6740,7 @@ begin
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._counted(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';
@@ -6760,7 +6761,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._counted(expected, 'message'),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._with_number(expected, 'message'),
             coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
@@ -7036,7 +7037,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._counted(cardinality(tokens), 'element')));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._with_number(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -7208,7 +7209,7 @@ begin
         select
             'warning', null::text, 'stale_staging',
             format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
-                pgqueue._counted(s.attempts, 'attempt'), pgqueue._counted(s.runs, 'run'), s.staged_by, at - s.oldest_at),
+                pgqueue._with_number(s.attempts, 'attempt'), pgqueue._with_number(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at

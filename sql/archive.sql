@@ -408,7 +408,7 @@ begin
     where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
-            format('no queue needs %s of the archive any more: %s', pgqueue._counted(overdue, 'day'),
+            format('no queue needs %s of the archive any more: %s', pgqueue._with_number(overdue, 'day'),
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;

@@ -162,7 +162,7 @@ begin
         select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
-            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._counted(twins, 'id'), top_id),
+            format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
             format(
                 'update pgqueue.scheduled_messages s set id = nextval(''pgqueue.message_id'') from pgqueue.messages m'
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
@@ -178,12 +178,12 @@ begin
     s := pgqueue._stats(q, at);
     if q.paused_at is not null then
         return next row('info', q.name, 'paused_queue',
-            format('paused since %s, %s ready', q.paused_at, pgqueue._counted(s.ready_messages, 'message')),
+            format('paused since %s, %s ready', q.paused_at, pgqueue._with_number(s.ready_messages, 'message')),
             format('select pgqueue.resume_queue(%L);', q.name))::pgqueue.finding;
     end if;
     if s.dead_messages > 0 then
         return next row('info', q.name, 'dead_messages',
-            pgqueue._counted(s.dead_messages, 'dead letter'),
+            pgqueue._with_number(s.dead_messages, 'dead letter'),
             format('select * from pgqueue.browse_dead_messages(%L);', q.name))::pgqueue.finding;
     end if;
 
@@ -212,7 +212,7 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._counted(lapsed, 'claim'), at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._with_number(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if ahead_until is not null then

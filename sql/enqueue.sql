@@ -206,8 +206,8 @@ begin
         perform pgqueue._raise_invalid('payloads', payloads::text,
             'an array of at least one message, unless bodies is given');
     end if;
-    perform pgqueue._raise_invalid(a.argument, pgqueue._counted(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._counted(n, 'element')))
+    perform pgqueue._raise_invalid(a.argument, pgqueue._with_number(a.given, 'element'),
+        format('null or an array with one element for each message: %s', pgqueue._with_number(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),

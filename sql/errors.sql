@@ -18,11 +18,11 @@ begin
 end;
 $$;
 
-create or replace function pgqueue._counted(number bigint, noun text)
+create or replace function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
 as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$;
-comment on function pgqueue._counted(bigint, text) is
+comment on function pgqueue._with_number(bigint, text) is
 'A number and its noun for a message, such as 1 message and 2 messages.';
 
 create or replace function pgqueue._raise_invalid(argument text, given text, expected text)
@@ -83,7 +83,7 @@ begin
     raise exception using
         errcode = 'PQ003',
         message = format('%s of %s is over the limit of %s of queue %L',
-            argument, pgqueue._counted(bytes, 'byte'), pgqueue._counted(limit_bytes, 'byte'), queue_name),
+            argument, pgqueue._with_number(bytes, 'byte'), pgqueue._with_number(limit_bytes, 'byte'), queue_name),
         hint = case argument
             when 'headers' then 'Move large values into the payload.'
             else 'Store the content elsewhere and send a reference, or raise max_payload_bytes with pgqueue.alter_queue.'

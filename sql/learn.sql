@@ -63,6 +63,13 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
+create or replace function pgqueue._unless_future(recorded timestamptz, at timestamptz)
+returns timestamptz
+language sql immutable parallel safe
+as $$ select case when recorded <= at then recorded else '-infinity' end $$;
+comment on function pgqueue._unless_future(timestamptz, timestamptz) is
+'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
+
 create or replace function pgqueue._known_keys(queue_name text, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql stable
@@ -74,9 +81,8 @@ begin
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
     s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
     s.first_id := coalesce(s.first_id, 1);
-    -- A time in the future was recorded before the clock was set back.
-    s.first_due_at := case when s.first_due_at <= at then s.first_due_at else '-infinity' end;
-    s.first_check_at := case when s.first_check_at <= at then s.first_check_at else '-infinity' end;
+    s.first_due_at := pgqueue._unless_future(s.first_due_at, at);
+    s.first_check_at := pgqueue._unless_future(s.first_check_at, at);
     return s;
 end;
 $$;
@@ -96,11 +102,10 @@ create or replace function pgqueue._first_due_at_of(queue_name text, at timestam
 returns timestamptz
 language sql stable
 as $$
-    -- A time in the future was recorded before the clock was set back.
     select coalesce(
         (
-            select s.first_due_at from pgqueue.sweep_state s
-            where s.queue_name = _first_due_at_of.queue_name and s.first_due_at <= at
+            select pgqueue._unless_future(s.first_due_at, at) from pgqueue.sweep_state s
+            where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_due_at_of(text, timestamptz) is
@@ -112,27 +117,22 @@ language sql stable
 as $$
     select coalesce(
         (
-            select s.first_check_at from pgqueue.sweep_state s
-            where s.queue_name = _first_check_at_of.queue_name and s.first_check_at <= at
+            select pgqueue._unless_future(s.first_check_at, at) from pgqueue.sweep_state s
+            where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_check_at_of(text, timestamptz) is
 'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
-create or replace function pgqueue._forget_times()
-returns void
-language sql volatile
+create or replace function pgqueue._are_times_old(s pgqueue.sweep_state, at timestamptz)
+returns boolean
+language sql stable parallel safe
 as $$
-    update pgqueue.sweep_state
-    set first_due_at = '-infinity', first_check_at = '-infinity'
-    where ctid = any (array(
-        select s.ctid from pgqueue.sweep_state s
-        where s.first_due_at > '-infinity' or s.first_check_at > '-infinity'
-        for update skip locked))
+    select greatest(s.first_due_at, s.first_check_at) > '-infinity'
+        and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._forget_times() is
-'Makes the sweeps of all queues start at the earliest times again, once an hour. They then find messages that the
-recorded times exclude, because the clock was set back or plain SQL has set a due time in the past.';
+comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
+'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
 
 create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
@@ -177,8 +177,9 @@ begin
         ) c;
     end if;
 
-    if s.first_due_at > at or s.first_check_at > at then
-        -- The clock was set back.
+    -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
+    -- exclude, because the clock was set back or plain SQL has set a due time in the past.
+    if s.first_due_at > at or s.first_check_at > at or pgqueue._are_times_old(s, at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;

@@ -95,7 +95,8 @@ as $$
         when messages > 1 then pgqueue._count_many(
             case when messages % 10 > 0 then pgqueue._counter(role, queue_name) end,
             case when messages >= 10 then pgqueue._counter(role || '_tens', queue_name) end, messages)
-        when messages = 1 and nextval(pgqueue._counter(role, queue_name)) = 0 then 0
+        -- `and` would evaluate its second operand even if messages is null.
+        when messages = 1 then case nextval(pgqueue._counter(role, queue_name)) when 0 then 0 else 1 end
         else messages
     end
 $$;

@@ -11,7 +11,7 @@ as $$
 begin
     raise exception using
         errcode = 'PQ010',
-        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._counted(expected, 'message'),
+        message = format('run %s staged %s in partition %s, and %s there', run, pgqueue._with_number(expected, 'message'),
             coalesce(partition::text, 'unknown'), remaining || case remaining when 1 then ' is' else ' are' end),
         detail = 'Nothing was sent.',
         hint = 'The server crashed after they were staged, sweep_staged or sink_abort removed them, or another role staged them. Run the job or the micro-batch again.';
@@ -287,7 +287,7 @@ begin
         select from unnest(counts) as n where n is null or n not between 0 and 2147483647
     ) then
         perform pgqueue._raise_invalid('counts', counts::text,
-            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._counted(cardinality(tokens), 'element')));
+            format('an array of %s, one for each token: the number of messages staged under it, from 0 to 2147483647', pgqueue._with_number(cardinality(tokens), 'element')));
     end if;
     if app_id is not null and length(app_id) not between 1 and 512 then
         perform pgqueue._raise_invalid('app_id', app_id, '1 to 512 characters, or null');
@@ -459,7 +459,7 @@ begin
         select
             'warning', null::text, 'stale_staging',
             format('never committed: %s of %s, staged by %s and up to %s old; the driver of each run died',
-                pgqueue._counted(s.attempts, 'attempt'), pgqueue._counted(s.runs, 'run'), s.staged_by, at - s.oldest_at),
+                pgqueue._with_number(s.attempts, 'attempt'), pgqueue._with_number(s.runs, 'run'), s.staged_by, at - s.oldest_at),
             'select pgqueue.sweep_staged();'
         from (
             select a.staged_by, count(*) as attempts, count(distinct a.run) as runs, min(a.staged_at) as oldest_at

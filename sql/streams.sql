@@ -78,7 +78,7 @@ begin
     raise exception using
         errcode = 'PQ008',
         message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
-            s.stream_name, s.queue_name, cardinality(lost), pgqueue._counted(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
+            s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
         hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
 end;
@@ -95,7 +95,7 @@ begin
     raise exception using
         errcode = 'PQ009',
         message = format('stream %L of queue %L gives up batch %s after %s: %s %s',
-            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._counted(s.replays, 'replay'),
+            s.stream_name, s.queue_name, s.acked_seq + 1, pgqueue._with_number(s.replays, 'replay'),
             case cardinality(s.ids) when 1 then 'message' else 'messages' end, pgqueue._format_ids(s.ids)),
         hint = format('Move the batch, or only the messages that cause the failure, to the dead letters: select pgqueue.stream_skip(%L, %L, %s). Or allow more replays.',
             s.queue_name, s.stream_name, s.acked_seq + 1);
@@ -822,7 +822,7 @@ begin
     loop
         perform pgqueue._retry_or_dead_letter(
             q, m, at, null,
-            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._counted(s.replays, 'replay'))),
+            coalesce(error, format('skipped with batch %s of stream %s after %s', seq, s.stream_name, pgqueue._with_number(s.replays, 'replay'))),
             null, 'rejected');
         skipped := skipped + 1;
     end loop;
@@ -903,7 +903,7 @@ begin
     select
         'warning', q.name, 'lapsed_stream',
         format('the reservation of batch %s of stream %L, %s, ran out %s ago, and the stream was not read since',
-            t.acked_seq + 1, t.stream_name, pgqueue._counted(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
+            t.acked_seq + 1, t.stream_name, pgqueue._with_number(cardinality(t.ids) - cardinality(t.left_out), 'message'), at - t.claimed_until),
         format('Start its query again, or release the messages: select pgqueue.drop_stream(%L, %L);', q.name, t.stream_name)
     from pgqueue.streams t
     where t.queue_name = q.name and t.claimed_until <= at - interval '1 min';

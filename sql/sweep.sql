@@ -380,7 +380,6 @@ begin
     -- was ahead.
     if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
     then
-        perform pgqueue._forget_times();
         perform pgqueue._do_housekeeping(at);
     end if;
     -- The register is at most a minute ahead, or was set while the clock was ahead.
@@ -398,7 +397,8 @@ begin
         end if;
     end if;
     -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
-    if (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
+    if pgqueue._are_times_old(s, at)
+        or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
@@ -432,11 +432,10 @@ begin
     loop
         if pos = head then
             picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks),
-                case when s.first_check_at <= at then s.first_check_at else '-infinity' end, false);
+                q, picks, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_check_at, at), false);
             if cardinality(picks) < wanted then
                 picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), case when s.first_due_at <= at then s.first_due_at else '-infinity' end);
+                    q, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_due_at, at));
             end if;
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop

@@ -83,6 +83,7 @@ begin
     select array_agg(c.id), min(c.claim_token::text)::uuid into ids, token from pgqueue.claim(queue, 14) c;
     perform pgqueue.exchange(queue, ids[:13], token, 1);
     perform pgqueue.exchange(queue, ids, token, 1);
+    perform pgqueue.exchange(queue, ids[:1], token, 1);
     return next is(pg_temp.totals(queue), '1000 115 0 0', queue || ': exchange counts the messages whose claims were valid');
     perform pgqueue.receive(queue);
     return next is(pg_temp.totals(queue), '1000 116 0 0', queue || ': receive counts the message');

@@ -755,11 +755,15 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
 
 
 def test_compact_queue_compacts_the_table_of_the_queue(queue: Any) -> None:
+    queue.drop_queue()
+    queue.create_queue(dedicated=True)  # what other tests leave in the shared table depends on their order
     assert queue.compact_queue() == []  # less than 1 MB
     queue.enqueue_batch(range(6000))
-    queue.purge_queue()
+    claimed = queue.claim(6000)
+    queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
     kept = queue.enqueue(1)
     done = queue.compact_queue()
-    assert [(one.table_name, one.outcome) for one in done] == [("pgqueue.messages_shared", "compacted")]
+    assert [one.outcome for one in done] == ["compacted"]
+    assert done[0].table_name.startswith("pgqueue.messages_")
     assert done[0].bytes_after < done[0].bytes_before
     assert [message.id for message in queue.claim()] == [kept]

@@ -559,6 +559,9 @@ def test_a_long_poll_continues_when_the_listening_connection_is_lost(
         assert time.monotonic() - began < 4  # it was woken
 
 
+CLAIM = "%from pgqueue.claim($1%"  # not the claim of an agent, which has named arguments
+
+
 @contextmanager
 def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
     """A request whose client disconnects at the end of the block, whatever its state is."""
@@ -587,7 +590,7 @@ def test_messages_claimed_for_a_disconnected_client_are_released(
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, f"{queue.path}/claim", {"max_messages": 2, "wait_seconds": wait_seconds}),
     ):
-        queue.web.until(lambda: waiters(site.target, "%claim(%"))
+        queue.web.until(lambda: waiters(site.target, CLAIM))
     of_queue = f'queue="{queue.name}",service="{SERVICE}"'
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
     claimed = queue.claim(max_messages=2)
@@ -603,7 +606,7 @@ def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: Dire
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, f"{queue.path}/claim", {}, key),
     ):
-        queue.web.until(lambda: waiters(site.target, "%claim(%"))
+        queue.web.until(lambda: waiters(site.target, CLAIM))
     queue.web.until(lambda: queue.stats()["inflight_messages"] == 1)
     assert [each["id"] for each in queue.post("claim", {}, key).json()["messages"]] == [sent]
 
@@ -630,9 +633,9 @@ def test_a_release_runs_after_the_time_limit_of_its_request(site: Site, tmp_path
         (sent,) = queue.send(1)
         with ThreadPoolExecutor(1) as threads, psycopg.connect(site.target) as behind:
             with locked(site.target, lock), asked(web, f"{queue.path}/claim", {}):
-                web.until(lambda: waiters(site.target, "%claim(%"))
+                web.until(lambda: waiters(site.target, CLAIM))
                 getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
-                web.until(lambda: len(waiters(site.target)) > 1)
+                web.until(lambda: waiters(site.target, lock))
             getting.result()
             web.until(lambda: waiters(site.target, "%release(%"))
             # the request has ended
