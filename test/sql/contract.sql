@@ -2,7 +2,7 @@ begin;
 -- The lock makes test files wait for each other: this file attaches a table, grants rights and shifts the clock.
 lock table pgqueue.messages in access exclusive mode;
 create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
-as $$ select clock_timestamp() + current_setting('test.ahead')::interval $$;
+as $$ select now() + current_setting('test.ahead')::interval $$;
 
 -- now() stands still in a transaction: plain SQL does not see what enqueue sends in it. So enqueue with an earlier
 -- clock.
