@@ -28,6 +28,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "latency": _latencies,
         "pressure": _pressures,
         "pinned": _pressures,
+        "mixed": _pressures,
         "cost": _costs,
         "horizon": _horizons,
     }
@@ -116,38 +117,42 @@ def _latencies(plt: Any, part: Part) -> Any:
 
 
 def _pressures(plt: Any, part: Part) -> Any:
-    """The rate of each system over time, before and after the pressure starts."""
+    """The rate and the bytes of each system over time, before and after the pressure starts."""
     names = list(dict.fromkeys(cell["pressure"] for cell in part["cells"]))
     systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
     figure, every = plt.subplots(
-        len(names), 1, figsize=(10, 2.6 * len(names) + 0.6), sharex=True, squeeze=False, layout="constrained"
+        len(names), 2, figsize=(12, 2.6 * len(names) + 0.6), sharex=True, squeeze=False, layout="constrained"
     )
-    for axes, name in zip(every[:, 0], names, strict=True):
+    for row, name in zip(every, names, strict=True):
         for cell in (cell for cell in part["cells"] if cell["pressure"] == name):
             look: dict[str, Any] = {"color": COLOURS[systems.index(cell["system"])], "linewidth": 1.6, "marker": "."}
             look["linestyle"] = "-" if cell["postgresql"] == 18 else "--"
             for what, where in (("clean", None), ("under", f"{cell['system']}, PostgreSQL {cell['postgresql']}")):
-                axes.plot(*_points(cell[what], before=what == "clean"), **look, label=where)
-        axes.axvline(0, color="#444444", linewidth=0.8, linestyle=":")
-        axes.set_title(name, loc="left", fontsize=9)
-        axes.set_ylim(bottom=0)
-        axes.margins(y=0.1)
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.set_ylabel("cycles per second", fontsize=9)
-        axes.grid(axis="y", alpha=0.3)
-        _unframed(axes)
-    every[-1, 0].set_xlabel("seconds since the start of the pressure", fontsize=9)
+                middles = _middles(cell[what], before=what == "clean")
+                row[0].plot(middles, cell[what]["stretches"], **look, label=where)
+                row[1].plot(middles, [size / 1e6 for size in cell[what]["stretch_bytes"]], **look)
+        row[0].set_title(name, loc="left", fontsize=9)
+        for axes, unit in zip(row, ("cycles per second", "MB of tables and indexes"), strict=True):
+            axes.axvline(0, color="#444444", linewidth=0.8, linestyle=":")
+            axes.margins(y=0.1)
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_ylabel(unit, fontsize=9)
+            axes.grid(axis="y", alpha=0.3)
+            axes.set_ylim(bottom=0)
+            _unframed(axes)
+    for axes in every[-1]:
+        axes.set_xlabel("seconds since the start of the pressure", fontsize=9)
     handles, labels = every[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=SMALL, ncols=len(handles), frameon=False, loc="outside lower left")
     figure.suptitle(part["title"], x=0.01, ha="left", fontsize=10)
     return figure
 
 
-def _points(watched: dict[str, Any], *, before: bool) -> tuple[list[float], list[float]]:
-    """Return the middle and the rate of each stretch; stretches before the pressure end at zero."""
-    stretch, rates = watched["stretch_seconds"], watched["stretches"]
-    start = -stretch * len(rates) if before else 0
-    return [start + (n + 0.5) * stretch for n in range(len(rates))], rates
+def _middles(watched: dict[str, Any], *, before: bool) -> list[float]:
+    """The middle of each stretch in seconds; stretches before the pressure end at zero."""
+    stretch, number = watched["stretch_seconds"], len(watched["stretches"])
+    start = -stretch * number if before else 0
+    return [start + (n + 0.5) * stretch for n in range(number)]
 
 
 def _costs(plt: Any, part: Part) -> Any:

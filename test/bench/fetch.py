@@ -64,9 +64,7 @@ def rabbitmq() -> None:
 def packages(place: str, *names: str) -> None:
     """Unpack Debian packages, and those of their dependencies that this machine lacks."""
     home = HOME / place
-    apt = tools._apt(home)
-    tools.run(*apt, "update")
-    command = [*apt, "--no-install-recommends", "--download-only", "--yes", "install", *names]
+    command = [*tools.updated_apt(home), "--no-install-recommends", "--download-only", "--yes", "install", *names]
     tools.run(*command, failure=f"{', '.join(names)}, of Debian 12")
     for deb in (home / "cache/archives").glob("*.deb"):
         tools.run("dpkg-deb", "-x", deb, home / "root")

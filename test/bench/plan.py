@@ -12,6 +12,7 @@ BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
 # For parts pressure and cost: each system with the PostgreSQL version that it runs on.
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
+PINNED = ("pgqueue", 18), ("pgmq", 18)
 COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
 COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
 WORKERS = (
@@ -52,6 +53,7 @@ class Part:
     contestants: Sequence[tuple[str, int]] = ()
     trials: Sequence[Any] = ("",)
     seconds: float = 0
+    verb: str = "cycle"  # of a part about pressure
     overhead: float = 0.5  # approximate seconds of a step for filling queues and starting clients
 
     @property
@@ -170,11 +172,21 @@ def parts(full: bool) -> dict[str, Part]:
             overhead=7 if full else 1.4,  # the clean turns included
         ),
         "pinned": Part(
-            "For long, pgqueue alone: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
+            "For long: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
             rounds=60 if full else 12,
-            contestants=[("pgqueue", 18)],
+            contestants=PINNED,
             trials=[IDLE_XID],
             seconds=30 if full else 5,
+            overhead=7 if full else 1.4,
+        ),
+        "mixed": Part(
+            "For long, 10% delayed, 10% retried after a delay, 1% dead and redriven, 4 clients, 100 bytes,"
+            " synchronous_commit = off",
+            rounds=60 if full else 12,
+            contestants=PINNED[:1],
+            trials=[IDLE_XID],
+            seconds=30 if full else 5,
+            verb="mixed",
             overhead=7 if full else 1.4,
         ),
         "cost": Part(

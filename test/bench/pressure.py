@@ -21,6 +21,7 @@ from plan import HARDER, IDLE_XID, SNAPSHOT, Part
 from psycopg import IsolationLevel
 from runner import MIN_DEPTH, Tell, Testbed
 
+SIZES = "select sum(pg_total_relation_size(relid))::bigint, sum(n_dead_tup)::bigint from pg_stat_user_tables"
 CLEAN = 1 / 5  # duration of the clean cycle before, as a fraction of that under pressure
 # A context with the activity of a pressure during a turn of its system.
 Acting = Callable[[], AbstractContextManager[object]]
@@ -41,8 +42,8 @@ def run_pressure(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any
     seconds = CLEAN * part.rounds * part.seconds / turns
     records = []
     for name in part.trials:
-        cleans = in_turns(peers, undisturbed, turns, seconds, lambda _: tell("clean", 0))
-        unders = in_turns(peers, PRESSURES[name], part.rounds, part.seconds, partial(tell, name))
+        cleans = in_turns(peers, undisturbed, turns, seconds, part.verb, lambda _: tell("clean", 0))
+        unders = in_turns(peers, PRESSURES[name], part.rounds, part.seconds, part.verb, partial(tell, name))
         records += [
             {
                 "pressure": name,
@@ -64,16 +65,20 @@ class Watched:
     """The measurements of a system in all its turns."""
 
     peer: SqlPeer
-    size: int
+    verb: str
     wal: int = 0
+    dead: int = 0
     samples: list[Sample] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)  # the most of each turn
     bystander: list[float] = field(default_factory=list)
 
     def work(self, seconds: float, acting: Acting) -> None:
         """Run one turn."""
         wal = wal_kept(self.peer)
-        with acting(), bystander(self.peer) as took:
-            self.samples.append(self.peer.cycle(Work("cycle", seconds=seconds)))
+        with acting(), bystander(self.peer) as took, tables(self.peer) as seen:
+            self.samples.append(self.peer.cycle(Work(self.verb, seconds=seconds)))
+        self.bytes.append(max(size for size, _ in seen))
+        self.dead = max(self.dead, *(dead for _, dead in seen))
         self.bystander += took
         self.wal += wal_kept(self.peer) - wal
 
@@ -84,18 +89,16 @@ class Watched:
             sum(each.seconds for each in self.samples),
             sorted(ms for each in self.samples for ms in each.latencies),
         )
-        grown = database_size(self.peer) - self.size
-        dead = "select sum(n_dead_tup)::bigint from pg_stat_user_tables"
         return {
             "rate": round(whole.rate, 1),
             "stretch_seconds": round(stretch, 1),
             "stretches": [round(each.rate, 1) for each in self.samples],
             "p50_ms": whole.percentile(0.5),
             "p99_ms": whole.percentile(0.99),
-            "dead_tuples": self.peer.execute("select pg_stat_force_next_flush()", dead)[0][0],
-            "grown_bytes": grown,
-            # Each latency is that of one enqueue.
-            "grown_bytes_per_message": round(grown / max(len(whole.latencies), 1), 1),
+            "p999_ms": whole.percentile(0.999),
+            "most_dead_rows": self.dead,
+            "most_bytes": max(self.bytes),
+            "stretch_bytes": self.bytes,
             "wal_kept_bytes": self.wal,
             "bystander_p50_ms": round(statistics.median(self.bystander), 3),
             "bystander_p99_ms": round(sorted(self.bystander)[int(len(self.bystander) * 0.99)], 3),
@@ -107,12 +110,13 @@ def in_turns(
     pressure: Callable[[SqlPeer], AbstractContextManager[Acting]],
     rounds: int,
     seconds: float,
+    verb: str,
     tell: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     """Return the figures of each system. Queues are filled before the pressure starts."""
     for peer in peers:
         peer.fill(MIN_DEPTH, 100)
-    seen = [Watched(peer, database_size(peer)) for peer in peers]
+    seen = [Watched(peer, verb) for peer in peers]
     with ExitStack() as stack:
         turns = [(each, stack.enter_context(pressure(each.peer))) for each in seen]
         for peer in peers:
@@ -125,11 +129,6 @@ def in_turns(
                 tell(1)
         stretch = (time.monotonic() - begin) / rounds
         return [each.figures(stretch) for each in seen]
-
-
-def database_size(peer: SqlPeer) -> int:
-    ((found,),) = peer.execute("select pg_database_size(current_database())")
-    return int(found)
 
 
 def wal_kept(peer: SqlPeer) -> int:
@@ -157,6 +156,26 @@ def bystander(peer: SqlPeer) -> Iterator[list[float]]:
     thread.start()
     try:
         yield took
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def tables(peer: SqlPeer) -> Iterator[list[tuple[int, int]]]:
+    """Read once a second the bytes of all tables with their indexes, and the dead rows by the statistics."""
+    seen: list[tuple[int, int]] = []
+    done = threading.Event()
+
+    def read() -> None:
+        with psycopg.connect(peer.dsn, autocommit=True) as connection:
+            while not done.wait(1) or not seen:
+                seen.append(connection.execute(SIZES).fetchone() or (0, 0))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield seen
     finally:
         done.set()
         thread.join()

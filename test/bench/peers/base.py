@@ -53,7 +53,9 @@ class Dry(Exception):
 class Work:
     """A workload: a verb, messages a call, clients, bytes of a payload."""
 
-    verb: str  # enqueue, take (claim and ack), exchange, cycle (enqueue, claim and ack), copy
+    # enqueue, take (claim and ack), exchange, cycle (enqueue, claim and ack), mixed (a cycle in which some messages are
+    # delayed, retried or dead), copy
+    verb: str
     batch: int = 1
     clients: int = 4
     size: int = 100
@@ -69,6 +71,7 @@ class Work:
             "take": f"claim {self.batch}, ack" + (f" {self.batch}" if self.batch > 1 else ""),
             "exchange": f"exchange {self.batch}",
             "cycle": "enqueue, claim 1, ack",
+            "mixed": "enqueue, claim 1, ack, some delayed, retried or dead",
         }
         return names[self.verb] + (f": {self.condition}" if self.condition else "")
 

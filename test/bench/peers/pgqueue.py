@@ -30,6 +30,14 @@ def refill(peer: Any, messages: int, size: int) -> None:
     peer.settle()
 
 
+def claim_any() -> str:
+    """A claim that may find nothing; :mid is then 0."""
+    return rf"""
+        select coalesce(max(id), 0) as mid, coalesce(max(claim_token::text), :tok::text) as tok
+        from pgqueue.claim('{QUEUE}') \gset
+    """
+
+
 class Pgqueue(SqlPeer):
     name = "pgqueue"
     table = "pgqueue.messages"
@@ -68,6 +76,23 @@ class Pgqueue(SqlPeer):
         ("exchange", 1): rf"""
             select id as mid, claim_token as tok, payload as body
             from pgqueue.exchange('{QUEUE}', array[:mid]::bigint[], :tok::uuid) where not lost \gset
+        """,
+        # Each step that does not acknowledge its message claims another, so that the queue does not grow.
+        ("mixed", 1): rf"""
+            \set sent random(1, 100)
+            \set done random(1, 100)
+            select pgqueue.enqueue('{QUEUE}', :payload::jsonb,
+                delay => case when :sent <= 10 then interval '200 ms' else interval '0' end);
+            {claim_any()}
+            \if :done <= 10
+            select pgqueue.nack('{QUEUE}', :mid, :tok::uuid, '100 ms') where :mid > 0;
+            {claim_any()}
+            \elif :done = 11
+            select pgqueue.reject('{QUEUE}', :mid, :tok::uuid) where :mid > 0;
+            select pgqueue.redrive('{QUEUE}', 10);
+            {claim_any()}
+            \endif
+            select pgqueue.ack('{QUEUE}', :mid, :tok::uuid) where :mid > 0;
         """,
     }
 
