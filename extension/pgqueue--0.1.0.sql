@@ -2859,6 +2859,13 @@ begin
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
+        -- A claim that finds enough due messages makes no sweep. So that rows do not pile up, this call checks twice as
+        -- many as it has added. For a few, it would not be worth reading past the removed ones.
+        if cardinality(picks) >= 50 then
+            perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+            from pgqueue._read_requeued(
+                q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 2 * cardinality(picks)) r;
+        end if;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -2874,7 +2881,7 @@ end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again.';
+requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
@@ -3001,7 +3008,7 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 their ids.';
 
 create function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
 )
 language plpgsql volatile
@@ -3020,13 +3027,13 @@ begin
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
             where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit 500
+            order by r.check_at, r.id limit wanted
         )
         union all
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
             where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit 500
+            order by r.check_at, r.id limit wanted
         )
     ) w
     left join lateral (
@@ -3034,8 +3041,8 @@ begin
     ) m on true;
 end;
 $$;
-comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
-'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
+comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
+'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
 the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
@@ -3070,11 +3077,13 @@ declare
     picks bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
+    page int := least(greatest(20, wanted), 500);
     rows record;
 begin
-    -- The rows are read in pages, as another transaction may lock any number of these messages for long.
+    -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
+    -- is small, as each row costs several buffers and the first messages are often ready.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held, page) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -3083,7 +3092,8 @@ begin
             perform pgqueue._dead_letter_spent(q, rows.ready, at);
             picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
         end if;
-        exit when rows.n < 500 or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        page := least(2 * page, 500);
     end loop;
     return picks;
 end;
@@ -4381,6 +4391,10 @@ create function pgqueue.browse(
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -5296,6 +5310,10 @@ declare
     q pgqueue.queues;
     findings pgqueue.finding[];
 begin
+    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+
     return query
     select
         'warning', null::text, 'pinned_horizon',
@@ -5415,7 +5433,7 @@ pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactio
 number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
 clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
 long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
-(endpoints of a transport do not find the subscription).';
+(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -7875,7 +7893,7 @@ begin
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
         perform pgqueue._prune_requeued(q, r.gone, r.last_time)
-        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false) r;
+        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 500) r;
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)

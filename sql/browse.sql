@@ -6,6 +6,10 @@ create or replace function pgqueue.browse(
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

@@ -266,6 +266,10 @@ declare
     q pgqueue.queues;
     findings pgqueue.finding[];
 begin
+    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+
     return query
     select
         'warning', null::text, 'pinned_horizon',
@@ -385,4 +389,4 @@ pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactio
 number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
 clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
 long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
-(endpoints of a transport do not find the subscription).';
+(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

@@ -50,6 +50,13 @@ begin
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
+        -- A claim that finds enough due messages makes no sweep. So that rows do not pile up, this call checks twice as
+        -- many as it has added. For a few, it would not be worth reading past the removed ones.
+        if cardinality(picks) >= 50 then
+            perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+            from pgqueue._read_requeued(
+                q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 2 * cardinality(picks)) r;
+        end if;
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -65,7 +72,7 @@ end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again.';
+requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone.';
 
 create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
@@ -192,7 +199,7 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 their ids.';
 
 create or replace function pgqueue._read_requeued(
-    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean,
+    q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
 )
 language plpgsql volatile
@@ -211,13 +218,13 @@ begin
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
             where not only_held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit 500
+            order by r.check_at, r.id limit wanted
         )
         union all
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
             where only_held and r.held and r.queue_name = q.name and (r.check_at, r.id) > (after_time, after_id)
-            order by r.check_at, r.id limit 500
+            order by r.check_at, r.id limit wanted
         )
     ) w
     left join lateral (
@@ -225,8 +232,8 @@ begin
     ) m on true;
 end;
 $$;
-comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean) is
-'Reads up to 500 rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
+comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
+'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
 the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
@@ -261,11 +268,13 @@ declare
     picks bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
+    page int := least(greatest(20, wanted), 500);
     rows record;
 begin
-    -- The rows are read in pages, as another transaction may lock any number of these messages for long.
+    -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
+    -- is small, as each row costs several buffers and the first messages are often ready.
     loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held) r;
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, only_held, page) r;
         exit when rows.n = 0;
         seen_at := rows.last_time;
         seen_id := rows.last_id;
@@ -274,7 +283,8 @@ begin
             perform pgqueue._dead_letter_spent(q, rows.ready, at);
             picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
         end if;
-        exit when rows.n < 500 or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        page := least(2 * page, 500);
     end loop;
     return picks;
 end;

@@ -406,7 +406,7 @@ begin
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
         perform pgqueue._prune_requeued(q, r.gone, r.last_time)
-        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false) r;
+        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 500) r;
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)

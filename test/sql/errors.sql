@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(296);
+select plan(298);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -60,6 +60,9 @@ select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dlq_enabled 
 select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dedicated => null)', '22023', 'dedicated', 'null');
 select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dead_letter_expired => null)', '22023', 'dead_letter_expired', 'null');
 select pg_temp.refuses('select pgqueue.alter_queue(''errors'', max_attempts => 0)', '22023', 'max_attempts', '0');
+
+select pg_temp.refuses('select pgqueue.doctor(''-00:00:07'')', '22023', 'peek_delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.doctor(null)', '22023', 'peek_delay', 'null');
 
 select pg_temp.refuses('select pgqueue.enqueue(''errors'', null)', '22023', 'payload', 'null');
 select pg_temp.refuses('select pgqueue.enqueue(''errors'', ''7'', body => ''\x00'')', '22023', 'payload', '7');

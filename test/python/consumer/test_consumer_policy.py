@@ -675,6 +675,11 @@ def test_functions_that_could_not_be_called_are_refused_by_name(arguments: dict[
         Consumer(**{"conninfo": "", "queue_name": "q", "handler": nothing, **arguments})
 
 
+def test_a_wrong_connection_string_is_refused_at_once_without_its_password() -> None:
+    with pytest.raises(ValueError, match=r"^invalid conninfo: must be a connection string or URI, as libpq reads it$"):
+        Consumer("password=secret nonsense", "q", nothing)
+
+
 @pytest.mark.parametrize("name", ["peek_delay", "visibility_timeout", "grace_period", "circuit_breaker_after"])
 def test_a_number_is_refused_as_a_duration(name: str) -> None:
     with pytest.raises(TypeError, match=rf"invalid {name}: 30; must be a datetime\.timedelta"):

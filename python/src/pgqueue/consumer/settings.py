@@ -8,6 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+
 from .._calls import as_duration
 from .connections import is_async, unwrapped
 from .delivery import Event, Failure
@@ -73,7 +76,12 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.conninfo, str) and not callable(self.conninfo):
             raise TypeError("invalid conninfo: must be a string or a function that returns a new connection")
-        if not isinstance(self.conninfo, str):
+        if isinstance(self.conninfo, str):
+            try:
+                conninfo_to_dict(self.conninfo)
+            except ProgrammingError:  # its text can contain a password
+                raise ValueError("invalid conninfo: must be a connection string or URI, as libpq reads it") from None
+        else:
             _check_callable("conninfo", self.conninfo, 0)
         _check_callable("handler", self.handler, 1)
         function = unwrapped(self.handler)

@@ -1,0 +1,115 @@
+"""The cost of calls while a transaction pins the xmin horizon, after many messages have come back to their queue."""
+
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, wait_for
+
+ROUNDS = 25  # of 1,000 messages: 3,000 nacks, 100 delays and 1,000 redrives each
+
+CHURN = """
+create procedure churn(rounds int) language plpgsql as $$
+declare
+    ids bigint[];
+    token uuid;
+    died int;
+    dead int;
+    acked int;
+begin
+    for round in 1..rounds loop
+        perform pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[900]));
+        perform pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[100]), delay => '1 ms');
+        commit;
+        dead := 0;
+        while dead < 1000 loop
+            select array_agg(c.id), (array_agg(c.claim_token))[1], count(*) filter (where c.attempt_count = 3)
+            into ids, token, died from pgqueue.claim('orders', 1000) c;
+            perform pgqueue.nack('orders', i, token, '0') from unnest(ids) as i;
+            dead := dead + died;
+            commit;
+        end loop;
+        perform pgqueue.redrive('orders', 1000);
+        commit;
+        acked := 0;
+        while acked < 1000 loop
+            select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', 1000) c;
+            acked := acked + pgqueue.ack_batch('orders', coalesce(ids, '{}'), coalesce(token, gen_random_uuid()));
+            commit;
+        end loop;
+    end loop;
+end $$
+"""
+
+
+def buffers(connection: psycopg.Connection[Any], call: str) -> int:
+    row = connection.execute(f"explain (analyze, buffers, format json) select * from {call}".encode()).fetchone()
+    assert row is not None
+    plan = row[0][0]["Plan"]
+    return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+
+
+@pytest.fixture(scope="module")
+def churned(empty_database: Callable[[], str]) -> Any:
+    """A database in which no dead row can be removed, a few seconds after its last message has left."""
+    dsn = empty_database()
+    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+        connection.execute("create extension pgqueue")
+        connection.execute("set pgqueue.compaction = off")  # the floors alone bound the cost
+        connection.execute("select pgqueue.create_queue('orders', max_attempts => 3)")
+        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        pin.execute("select pg_current_xact_id()")
+        connection.execute(CHURN.encode())
+        connection.execute("call churn(%s)", (ROUNDS,))
+        connection.execute("create table ended as select clock_timestamp() as at")
+
+        def is_learned() -> bool:
+            # A claim sweeps, and at least twice a minute a sweep learns where nothing is left to find.
+            assert connection.execute("select pgqueue.claim('orders')").fetchall() == []
+            connection.execute("""
+                select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q
+            """)
+            row = connection.execute("""
+                select s.first_id > pg_sequence_last_value('pgqueue.message_id')
+                    and least(s.first_due_at, s.first_check_at) > (select at from ended)
+                from pgqueue.sweep_state s
+            """).fetchone()
+            assert row is not None
+            return bool(row[0])
+
+        wait_for(is_learned)
+        yield connection
+
+
+def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
+    read = [buffers(churned, "pgqueue.claim('orders')") for _ in range(100)]
+    assert max(read) <= 2000
+    assert sum(read) / len(read) <= 200
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pgqueue.peek('orders')",
+        "pgqueue.next_due_at('orders')",
+        "pgqueue.prepare_wait('orders')",
+        "pgqueue.stats('orders')",
+        "pgqueue.browse('orders')",
+        "pgqueue.browse('orders', 'inflight')",
+        "pgqueue.browse('orders', 'scheduled')",
+        "pgqueue.browse_dead_messages('orders')",
+        "pgqueue.redrive('orders')",
+        "pgqueue.purge_expired('orders')",
+        "pgqueue.purge_dead_messages('orders')",
+    ],
+)
+def test_other_calls_read_few_buffers(churned: psycopg.Connection[Any], call: str) -> None:
+    churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
+    assert buffers(churned, call) <= 200
+
+
+def test_a_claim_among_new_messages_reads_few_buffers(churned: psycopg.Connection[Any]) -> None:
+    for _ in range(20):
+        churned.execute("select pgqueue.enqueue('orders', '1')")
+    assert max(buffers(churned, "pgqueue.claim('orders')") for _ in range(20)) <= 200
