@@ -8801,10 +8801,10 @@ create function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
 language sql stable
 as $$
-    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 33554432
+    select i.inhrelid::regclass, 'pgqueue.messages'::regtype, 16777216
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.messages'::regclass
     union all
-    select t::regclass, t::regtype, 8388608
+    select t::regclass, t::regtype, 4194304
     from unnest(array[
         'pgqueue.scheduled_messages', 'pgqueue.requeued_messages', 'pgqueue.dead_messages', 'pgqueue.staged_attempts',
         'pgqueue.staged_messages', 'pgqueue.sink_commits'

@@ -81,6 +81,7 @@ class Pgqueue(SqlPeer):
         ("mixed", 1): rf"""
             \set sent random(1, 100)
             \set done random(1, 100)
+            \set few random(1, 20)
             select pgqueue.enqueue('{QUEUE}', :payload::jsonb,
                 delay => case when :sent <= 10 then interval '200 ms' else interval '0' end);
             {claim_any()}
@@ -89,7 +90,9 @@ class Pgqueue(SqlPeer):
             {claim_any()}
             \elif :done = 11
             select pgqueue.reject('{QUEUE}', :mid, :tok::uuid) where :mid > 0;
-            select pgqueue.redrive('{QUEUE}', 10);
+            \if :few = 1
+            select pgqueue.redrive('{QUEUE}', 100);
+            \endif
             {claim_any()}
             \endif
             select pgqueue.ack('{QUEUE}', :mid, :tok::uuid) where :mid > 0;
