@@ -867,9 +867,9 @@ comment on function pgqueue._is_first_statement() is
 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
--- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
--- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
--- Counters are sequences, too. Their totals never decrease.
+-- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
+-- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
+-- message. Counters are sequences, too. Their totals never decrease.
 
 create function pgqueue._to_micros(moment timestamptz)
 returns bigint
@@ -1993,6 +1993,8 @@ create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     removed bigint;
@@ -2859,12 +2861,14 @@ begin
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
-        -- A claim that finds enough due messages makes no sweep. So that rows do not pile up, this call checks twice as
-        -- many as it has added. For a few, it would not be worth reading past the removed ones.
+        -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
+        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
+        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
         if cardinality(picks) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 2 * cardinality(picks)) r;
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                2 * cardinality(picks)) r;
         end if;
 
         select s.due_at into next_due_at
@@ -3042,8 +3046,8 @@ begin
 end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
-'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
-the last one, the ids of the visible messages, and the rows whose messages are gone.';
+'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id
+of the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
@@ -3215,7 +3219,8 @@ begin
             return picks;
         end if;
     end if;
-    -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
+    -- If there are no new ids to record, the other tables can still hold many removed rows. Then pos is not 1, because
+    -- the last full pass was not fast.
     if pgqueue._are_times_old(s, at)
         or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
@@ -3234,7 +3239,8 @@ begin
     end if;
 
     started_at := pgqueue._now();
-    -- A full pass starts where the last sweep stopped. It ends early if enough messages are found or the time is up.
+    -- A sweep starts where the last one stopped, goes up to fresh, and then from the head to its start: a full pass. It
+    -- stops early if it has found enough messages or the time is up.
     head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;
@@ -3319,7 +3325,7 @@ comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, b
 the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
 at most 500 ms, as messages that commit late wait for it; else at once.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
--- the first message that was never claimed; the sweep finds the messages below.
+-- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
 create function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -3372,13 +3378,14 @@ begin
     -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
     -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
     -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
-    -- The next sweep is due within 150 ms only if the last one took less than 7.5 ms.
+    -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
     if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
         picks := picks || pgqueue._sweep_held(
             q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
     elsif cardinality(picks) < wanted then
         -- The claim could not take the messages above fresh. From now on the sweep finds them.
-        -- If there are none, delayed messages may have come back there and left. Later claims skip their dead rows.
+        -- If there are none, delayed messages may have come back above fresh and left since. Later claims skip their
+        -- dead rows.
         last_id := coalesce(
             (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
@@ -4961,6 +4968,8 @@ create function pgqueue.next_due_at(queue_name text)
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -8674,6 +8683,8 @@ create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient 
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set lock_timeout = '100 ms'
 as $$
 begin
@@ -8722,7 +8733,9 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
-        order by queues.name
+        -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
+        order by case when patient then queues.name end, random()
+        limit case when not patient then 100 end
     loop
         exit when dropped >= max_queues;
         if pgqueue._drop_if_idle(q, at, patient) then
@@ -8734,7 +8747,7 @@ end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
 'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
-passed to _drop_if_idle.';
+passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
 create function pgqueue.drop_idle_queues()
 returns setof text
@@ -8779,8 +8792,9 @@ $$;
 comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
 'Drops up to ten idle queues when a queue becomes dedicated.';
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
--- compaction locks a table for some milliseconds, reads the few living rows, truncates the table and inserts them
--- again. A sweep requests it. The transaction of the sweep carries it out as the last step before its commit.
+-- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
+-- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
+-- transaction carries it out as the last step before its commit.
 
 create function pgqueue._raise_in_transaction(verb text)
 returns void
@@ -8844,7 +8858,8 @@ create function pgqueue._pinned_transactions()
 returns bigint
 language sql volatile
 as $$
-    -- These columns are visible to every role. An autovacuum worker does not hold the horizon.
+    -- These columns are visible to every role. The snapshot of a vacuum does not hold the horizon, and an automatic
+    -- analyze ends soon.
     select greatest(
         (
             select max(greatest(age(a.backend_xmin), age(a.backend_xid)))
@@ -8898,8 +8913,8 @@ as $$
     end
 $$;
 comment on function pgqueue._is_compaction_on() is
-'Whether sweeps request compactions: as the setting pgqueue.compaction says, on or off. By default they do if pgqueue is
-an extension. Only then a dump notices that it is incomplete.';
+'Whether sweeps request compactions. The setting pgqueue.compaction (on or off) decides. If it is not set, they do so
+only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
 create function pgqueue._compaction_obstacle(relation regclass)
 returns text
@@ -8994,7 +9009,8 @@ declare
 begin
     done.table_name := relation::text;
     done.bytes_before := pg_total_relation_size(relation);
-    done.outcome := pgqueue._compaction_obstacle(relation);
+    -- The size is null if the table was dropped meanwhile.
+    done.outcome := case when done.bytes_before is null then 'busy' else pgqueue._compaction_obstacle(relation) end;
     if done.outcome is null then
         begin
             done.outcome := 'busy';
@@ -9008,10 +9024,10 @@ begin
                 done.outcome := case when pgqueue._is_dump_running() then 'dump' else 'compacted' end;
             end if;
             if done.outcome <> 'compacted' then
-                -- Only an error releases the lock before the transaction ends, and undoes the truncation.
+                -- The error undoes the truncation and releases the lock, which would last until the transaction ends.
                 perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
             end if;
-        exception when lock_not_available or deadlock_detected or object_in_use or sqlstate 'PQ004' then
+        exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
             if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
                 done.outcome := 'busy';
             end if;
@@ -9038,6 +9054,8 @@ begin
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
         and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
     then
+        -- The caller may have set all constraints to immediate. The lock would then last until its transaction ends.
+        set constraints pgqueue.compact_at_commit deferred;
         insert into pgqueue.compactions (tried_at) values (at);
     end if;
 exception when others then
@@ -9084,8 +9102,8 @@ begin
 end;
 $$;
 comment on function pgqueue._compact_overgrown(timestamptz) is
-'Compacts the largest of the overgrown tables that can be compacted, and sets the time of the next attempt: in one
-second after a success, in 10 seconds if a table was in use or cannot be compacted, in 60 if it has many living rows.';
+'Compacts the largest of the overgrown tables that can be compacted. The next attempt is due in one second. If a table
+tried before was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, in 60 seconds.';
 
 create function pgqueue._compact_at_commit()
 returns trigger
@@ -9096,7 +9114,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- These statements fire deferred triggers, too, but do not end the transaction: it would hold the lock.
+    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the lock.
     if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
         return null;
     end if;
@@ -9107,9 +9125,10 @@ begin
         for update skip locked));
     perform pgqueue._compact_overgrown(at);
     return null;
-exception when others then
-    -- The compaction was undone. It must not fail the transaction of a claim.
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+exception when query_canceled or others then
+    -- The compaction was undone, for example because statement_timeout ended it. It must not fail the transaction of a
+    -- claim.
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '60 s'));
     return null;
 end;
 $$;

@@ -1,6 +1,7 @@
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
--- compaction locks a table for some milliseconds, reads the few living rows, truncates the table and inserts them
--- again. A sweep requests it. The transaction of the sweep carries it out as the last step before its commit.
+-- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
+-- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
+-- transaction carries it out as the last step before its commit.
 
 create or replace function pgqueue._raise_in_transaction(verb text)
 returns void
@@ -64,7 +65,8 @@ create or replace function pgqueue._pinned_transactions()
 returns bigint
 language sql volatile
 as $$
-    -- These columns are visible to every role. An autovacuum worker does not hold the horizon.
+    -- These columns are visible to every role. The snapshot of a vacuum does not hold the horizon, and an automatic
+    -- analyze ends soon.
     select greatest(
         (
             select max(greatest(age(a.backend_xmin), age(a.backend_xid)))
@@ -118,8 +120,8 @@ as $$
     end
 $$;
 comment on function pgqueue._is_compaction_on() is
-'Whether sweeps request compactions: as the setting pgqueue.compaction says, on or off. By default they do if pgqueue is
-an extension. Only then a dump notices that it is incomplete.';
+'Whether sweeps request compactions. The setting pgqueue.compaction (on or off) decides. If it is not set, they do so
+only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
 create or replace function pgqueue._compaction_obstacle(relation regclass)
 returns text
@@ -214,7 +216,8 @@ declare
 begin
     done.table_name := relation::text;
     done.bytes_before := pg_total_relation_size(relation);
-    done.outcome := pgqueue._compaction_obstacle(relation);
+    -- The size is null if the table was dropped meanwhile.
+    done.outcome := case when done.bytes_before is null then 'busy' else pgqueue._compaction_obstacle(relation) end;
     if done.outcome is null then
         begin
             done.outcome := 'busy';
@@ -228,10 +231,10 @@ begin
                 done.outcome := case when pgqueue._is_dump_running() then 'dump' else 'compacted' end;
             end if;
             if done.outcome <> 'compacted' then
-                -- Only an error releases the lock before the transaction ends, and undoes the truncation.
+                -- The error undoes the truncation and releases the lock, which would last until the transaction ends.
                 perform pgqueue._raise_queue_busy(done.table_name, 'compact_queue');
             end if;
-        exception when lock_not_available or deadlock_detected or object_in_use or sqlstate 'PQ004' then
+        exception when lock_not_available or deadlock_detected or object_in_use or undefined_table or sqlstate 'PQ004' then
             if done.outcome = 'backlog' and sqlstate <> 'PQ004' then
                 done.outcome := 'busy';
             end if;
@@ -258,6 +261,8 @@ begin
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
         and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
     then
+        -- The caller may have set all constraints to immediate. The lock would then last until its transaction ends.
+        set constraints pgqueue.compact_at_commit deferred;
         insert into pgqueue.compactions (tried_at) values (at);
     end if;
 exception when others then
@@ -304,8 +309,8 @@ begin
 end;
 $$;
 comment on function pgqueue._compact_overgrown(timestamptz) is
-'Compacts the largest of the overgrown tables that can be compacted, and sets the time of the next attempt: in one
-second after a success, in 10 seconds if a table was in use or cannot be compacted, in 60 if it has many living rows.';
+'Compacts the largest of the overgrown tables that can be compacted. The next attempt is due in one second. If a table
+tried before was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, in 60 seconds.';
 
 create or replace function pgqueue._compact_at_commit()
 returns trigger
@@ -316,7 +321,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- These statements fire deferred triggers, too, but do not end the transaction: it would hold the lock.
+    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the lock.
     if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
         return null;
     end if;
@@ -327,9 +332,10 @@ begin
         for update skip locked));
     perform pgqueue._compact_overgrown(at);
     return null;
-exception when others then
-    -- The compaction was undone. It must not fail the transaction of a claim.
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+exception when query_canceled or others then
+    -- The compaction was undone, for example because statement_timeout ended it. It must not fail the transaction of a
+    -- claim.
+    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '60 s'));
     return null;
 end;
 $$;

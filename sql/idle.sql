@@ -55,6 +55,8 @@ create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestampt
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 set lock_timeout = '100 ms'
 as $$
 begin
@@ -103,7 +105,9 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
-        order by queues.name
+        -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
+        order by case when patient then queues.name end, random()
+        limit case when not patient then 100 end
     loop
         exit when dropped >= max_queues;
         if pgqueue._drop_if_idle(q, at, patient) then
@@ -115,7 +119,7 @@ end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
 'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
-passed to _drop_if_idle.';
+passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
 create or replace function pgqueue.drop_idle_queues()
 returns setof text

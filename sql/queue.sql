@@ -357,6 +357,8 @@ create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     removed bigint;

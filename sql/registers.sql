@@ -1,6 +1,6 @@
--- Registers are sequences used as variables in shared memory that survive a crash. A sequence is updated in place: no
--- row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no message.
--- Counters are sequences, too. Their totals never decrease.
+-- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
+-- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
+-- message. Counters are sequences, too. Their totals never decrease.
 
 create or replace function pgqueue._to_micros(moment timestamptz)
 returns bigint

@@ -50,12 +50,14 @@ begin
             perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
             return '{}'::bigint[];
         end;
-        -- A claim that finds enough due messages makes no sweep. So that rows do not pile up, this call checks twice as
-        -- many as it has added. For a few, it would not be worth reading past the removed ones.
+        -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
+        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
+        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
         if cardinality(picks) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
-                q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 2 * cardinality(picks)) r;
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                2 * cardinality(picks)) r;
         end if;
 
         select s.due_at into next_due_at
@@ -233,8 +235,8 @@ begin
 end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
-'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id of
-the last one, the ids of the visible messages, and the rows whose messages are gone.';
+'Reads up to wanted rows of requeued_messages, all or only held ones, after a time and id: their number, the time and id
+of the last one, the ids of the visible messages, and the rows whose messages are gone.';
 
 create or replace function pgqueue._prune_requeued(q pgqueue.queues, gone tid[], up_to timestamptz)
 returns void
@@ -406,7 +408,8 @@ begin
             return picks;
         end if;
     end if;
-    -- Without fresh messages, there can be much to skip in the other tables: then the last full pass was not fast.
+    -- If there are no new ids to record, the other tables can still hold many removed rows. Then pos is not 1, because
+    -- the last full pass was not fast.
     if pgqueue._are_times_old(s, at)
         or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
         and (
@@ -425,7 +428,8 @@ begin
     end if;
 
     started_at := pgqueue._now();
-    -- A full pass starts where the last sweep stopped. It ends early if enough messages are found or the time is up.
+    -- A sweep starts where the last one stopped, goes up to fresh, and then from the head to its start: a full pass. It
+    -- stops early if it has found enough messages or the time is up.
     head := pgqueue._first_possible_id(s);
     if pos < head or pos >= fresh then
         pos := head;

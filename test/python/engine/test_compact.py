@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -94,8 +95,9 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
         assert one(owner, outcome) == "pgqueue.messages_shared compacted"
 
 
+@pytest.mark.parametrize("constraints", ["deferred", "immediate"])
 def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_commit(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
+    site: tuple[Server, str], owner: psycopg.Connection[Any], constraints: str
 ) -> None:
     server, database = site
     owner.execute(FORCED_COMPACTION)
@@ -106,11 +108,33 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
         other.execute("set lock_timeout = '1 s'")
         before = one(owner, FILES)
         with owner.transaction():
+            owner.execute(f"set constraints all {constraints}".encode())
             assert len(queue.receive(1)) == 1
             assert one(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
         assert one(owner, FILES) != before
         assert [message.payload for message in queue.claim(9)] == [3]
+
+
+def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    owner.execute(FORCED_COMPACTION)
+    owner.execute(
+        "create or replace function pgqueue._compact_overgrown(at timestamptz) returns void"
+        " language sql volatile as 'select pg_sleep(1000)'"
+    )
+    queue = pgqueue.Queue(owner, "a")
+    queue.enqueue(1)
+    make_due(owner)
+    with site[0].connect(site[1]) as other, ThreadPoolExecutor(1) as threads:
+        claiming = threads.submit(queue.claim)
+        cancelled = "select pg_cancel_backend(pid) from pg_stat_activity where wait_event = 'PgSleep'"
+        wait_for(lambda: other.execute(cancelled).fetchone())
+        assert len(claiming.result()) == 1
+    assert one(owner, "select count(*) from pgqueue.messages where claim_token is not null") == 1
+    next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_compaction_at'))"
+    assert one(owner, f"select {next_at} > clock_timestamp() + interval '30 s'")
 
 
 def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:
