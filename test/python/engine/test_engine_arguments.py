@@ -14,7 +14,6 @@ MAY_BE_NULL = {
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
     "create_queue": "archive_for expires_after_idle",
-    "doctor": "peek_delay",
     "enqueue": "headers expires_in message_id body",
     "enqueue_batch": "headers expires_in message_ids bodies delays",
     "exchange": "ids visibility_timeout claimed_by",
