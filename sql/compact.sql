@@ -333,8 +333,7 @@ begin
     perform pgqueue._compact_overgrown(at);
     return null;
 exception when query_canceled or others then
-    -- The compaction was undone, for example because statement_timeout ended it. It must not fail the transaction of a
-    -- claim.
+    -- The compaction was undone, for example by a cancel. It must not fail the transaction of a claim.
     perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '60 s'));
     return null;
 end;

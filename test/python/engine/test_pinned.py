@@ -65,7 +65,7 @@ def churned(empty_database: Callable[[], str]) -> Any:
         connection.execute("create table ended as select clock_timestamp() as at")
 
         def is_learned() -> bool:
-            # A claim sweeps, and at least twice a minute a sweep learns where nothing is left to find.
+            # As a sweep does by itself, but only twice a minute after fast ones.
             assert connection.execute("select pgqueue.claim('orders')").fetchall() == []
             connection.execute("""
                 select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q
