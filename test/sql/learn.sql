@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(66);
+select plan(68);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -141,6 +141,16 @@ begin
     perform pg_temp.pass('10 s');
     return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is then that time');
     perform pgqueue.purge_queue(queue);
+
+    -- Claims that find enough due messages make no sweep. They remove as many rows of earlier messages as they add.
+    delete from pgqueue.requeued_messages r where r.queue_name = queue;
+    for round in 1..3 loop
+        perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[100]), delay => '1 s');
+        perform pg_temp.pass('2 s');
+        perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.claim(queue, 100) c;
+    end loop;
+    return next is((select count(*) from pgqueue.requeued_messages r where r.queue_name = queue), 100::bigint,
+        queue || ': claims of due messages leave no rows of earlier ones in requeued_messages');
 
     -- Thousands of messages were retried, delayed, dead and redriven, and all have left.
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[2000]));
