@@ -9010,6 +9010,11 @@ begin
             done.rows_kept := null;
         end;
     end if;
+    if done.outcome = 'compacted' then
+        -- A session reports its statistics once a second and loses a truncation if it commits again before that. The
+        -- dead rows would still be counted, and autovacuum would start for them.
+        perform pg_stat_force_next_flush();
+    end if;
     done.bytes_after := case done.outcome when 'compacted' then pg_total_relation_size(relation) else done.bytes_before end;
     return done;
 end;

@@ -12,7 +12,7 @@ BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
 # For parts pressure and cost: each system with the PostgreSQL version that it runs on.
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
-PINNED = ("pgqueue", 18), ("pgmq", 18)
+PINNED = ("pgqueue", 18), ("pgmq", 18), ("PgQ", 15)
 COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
 COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
 WORKERS = (
