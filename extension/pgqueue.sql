@@ -209,6 +209,22 @@ comment on type pgqueue.subscription is
 'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
 matches.';
 
+create type pgqueue.schedule as (
+    name text,
+    queue_name text,
+    cron text,
+    payload jsonb,
+    headers jsonb,
+    time_zone text,
+    paused boolean,
+    catch_up boolean,
+    next_at timestamptz,
+    last_at timestamptz
+);
+comment on type pgqueue.schedule is
+'A schedule: the queue gets a message at each tick of cron in time_zone. next_at is the next tick, null if the schedule
+is paused. last_at is the last tick that a claim has taken.';
+
 create type pgqueue.compaction as (
     table_name text,
     outcome text,
@@ -629,6 +645,29 @@ comment on column pgqueue.subscriptions.endpoint is
 pgqueue:.';
 comment on column pgqueue.subscriptions.queue_address is
 'The address by which a transport knows the queue.';
+
+create table pgqueue.schedules (
+    name text collate "C" not null,
+    queue_name text collate "C" not null,
+    cron text not null,
+    payload jsonb not null,
+    headers jsonb,
+    time_zone text not null,
+    paused boolean not null,
+    catch_up boolean not null,
+    next_id bigint,
+    next_at timestamptz,
+    last_at timestamptz,
+    constraint schedules_pkey primary key (name)
+);
+comment on table pgqueue.schedules is
+'Schedules: each adds a message to its queue at the ticks of a cron expression.';
+comment on column pgqueue.schedules.catch_up is
+'Whether the message of a tick is still delivered after the next tick.';
+comment on column pgqueue.schedules.next_id is
+'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused.';
+comment on column pgqueue.schedules.last_at is
+'The last tick whose message has left scheduled_messages.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,
@@ -7470,6 +7509,570 @@ language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
 'Deletes the subscriptions of the queue.';
+-- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
+-- any delayed message does, so every function that looks there knows it. When it leaves that table, because a claim
+-- takes it or because it was removed, a trigger adds that of the following tick in the same transaction. So each tick
+-- has exactly one message, without a daemon.
+
+create function pgqueue._raise_schedule_not_found(name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ011',
+        message = format('schedule %s does not exist', coalesce(quote_literal(left(name, 200)), 'null')),
+        hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
+end;
+$$;
+comment on function pgqueue._raise_schedule_not_found(text) is
+'Raises PQ011 schedule_not_found.';
+
+create function pgqueue._raise_schedule_exists(name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ012',
+        message = format('schedule %L already exists', name),
+        hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+end;
+$$;
+comment on function pgqueue._raise_schedule_exists(text) is
+'Raises PQ012 schedule_exists.';
+
+create function pgqueue._refuse_cron(cron text, problem text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid(
+        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
+end;
+$$;
+comment on function pgqueue._refuse_cron(text, text) is
+'Raises 22023 for a cron expression. The hint says what is wrong with it.';
+
+create function pgqueue._cron_fields(cron text)
+returns text[]
+language sql immutable parallel safe
+as $$
+    select regexp_split_to_array(
+        case lower(trim(cron))
+            when '@hourly' then '0 * * * *'
+            when '@daily' then '0 0 * * *'
+            when '@midnight' then '0 0 * * *'
+            when '@weekly' then '0 0 * * 0'
+            when '@monthly' then '0 0 1 * *'
+            when '@yearly' then '0 0 1 1 *'
+            when '@annually' then '0 0 1 1 *'
+            else lower(regexp_replace(cron, '^\s+|\s+$', '', 'g'))
+        end, '\s+')
+$$;
+comment on function pgqueue._cron_fields(text) is
+'The fields of a cron expression in lower case, not checked.';
+
+create function pgqueue._cron_values(cron text, field text, least_value int, most_value int, names text[])
+returns int[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    part text;
+    parsed text[];
+    first_value int;
+    last_value int;
+    step int;
+    found_values int[] := '{}'::int[];
+begin
+    foreach part in array string_to_array(field, ',') loop
+        parsed := regexp_match(part, '^(?:(\*)|(\d{1,2}|[a-z]{3})(?:-(\d{1,2}|[a-z]{3}))?)(?:/(\d{1,2}))?$');
+        if parsed is null then
+            perform pgqueue._refuse_cron(cron, format('%L is not a value, a range or a step', part));
+        end if;
+        step := coalesce(parsed[4]::int, 1);
+        first_value := case
+            when parsed[1] is not null then least_value
+            when parsed[2] ~ '^\d' then parsed[2]::int
+            else array_position(names, parsed[2]) - 1 + least_value
+        end;
+        last_value := case
+            -- As in 5/15: from 5 on.
+            when parsed[1] is not null or parsed[3] is null and parsed[4] is not null then most_value
+            when parsed[3] is null then first_value
+            when parsed[3] ~ '^\d' then parsed[3]::int
+            else array_position(names, parsed[3]) - 1 + least_value
+        end;
+        if first_value is null or last_value is null then
+            perform pgqueue._refuse_cron(cron, format('%L has an unknown name', part));
+        end if;
+        if step = 0 or first_value < least_value or last_value > most_value or first_value > last_value then
+            perform pgqueue._refuse_cron(
+                cron, format('%L is not within %s to %s, ascending, with a step of at least 1', part, least_value, most_value));
+        end if;
+        found_values := found_values || array(select generate_series(first_value, last_value, step));
+    end loop;
+    return array(select distinct v from unnest(found_values) as v order by v);
+end;
+$$;
+comment on function pgqueue._cron_values(text, text, int, int, text[]) is
+'The values that one field of a cron expression allows, in order. names are the names of the values from least_value
+on. Raises 22023.';
+
+create function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fields constant text[] := pgqueue._cron_fields(cron);
+    minutes int[];
+    hours int[];
+    days int[];
+    months int[];
+    weekdays int[];
+    -- A skipped or repeated hour of daylight saving time affects these in another way.
+    is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
+    -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
+    needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
+    -- The day before can have ticks after this moment, if its last hour is repeated.
+    day date := (after at time zone time_zone)::date - 1;
+    last_day constant date := day + 15000;
+    is_day boolean;
+    is_weekday boolean;
+    tick timestamptz;
+begin
+    if cardinality(fields) is distinct from 5 then
+        perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
+    end if;
+    minutes := pgqueue._cron_values(cron, fields[1], 0, 59, '{}');
+    hours := pgqueue._cron_values(cron, fields[2], 0, 23, '{}');
+    days := pgqueue._cron_values(cron, fields[3], 1, 31, '{}');
+    months := pgqueue._cron_values(cron, fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}');
+    weekdays := pgqueue._cron_values(cron, fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
+    weekdays := array(select w % 7 from unnest(weekdays) as w);
+
+    -- February 29 on a certain weekday comes once in 40 years at most.
+    while tick is null and day < last_day loop
+        is_day := date_part('day', day)::int = any (days);
+        is_weekday := date_part('dow', day)::int = any (weekdays);
+        if date_part('month', day)::int = any (months) and (is_day and is_weekday or not needs_both and (is_day or is_weekday)) then
+            tick := pgqueue._tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
+        end if;
+        day := day + 1;
+    end loop;
+    return tick;
+end;
+$$;
+comment on function pgqueue._next_tick(text, text, timestamptz) is
+'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
+years. Raises 22023 for an invalid expression.';
+
+create function pgqueue._tick_of_day(
+    day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
+)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    midnight constant timestamptz := day::timestamp at time zone time_zone;
+    tick timestamptz;
+begin
+    if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
+    then
+        select min(w.t) into tick
+        from (
+            select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m
+        ) w
+        where w.t > after;
+        return tick;
+    end if;
+    -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
+    -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
+    -- later time; other times tick whenever the wall clock shows them.
+    select min(c.t) into tick
+    from (
+        select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
+        from (
+            select t, t at time zone time_zone as wall
+            from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
+        ) w
+    ) c
+    where c.t > after
+        and case
+            when is_fixed and c.wall <= c.latest then false
+            when is_fixed and c.wall > c.latest + interval '1 min' then exists (
+                select from unnest(hours) as h cross join unnest(minutes) as m
+                where day::timestamp + (h * 60 + m) * interval '1 min' > c.latest
+                    and day::timestamp + (h * 60 + m) * interval '1 min' <= c.wall
+            )
+            else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
+                and date_part('minute', c.wall)::int = any (minutes)
+        end;
+    return tick;
+end;
+$$;
+comment on function pgqueue._tick_of_day(date, int[], int[], text, boolean, timestamptz) is
+'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
+
+create function pgqueue._canonical_time_zone(time_zone text)
+returns text
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    canonical text;
+begin
+    -- "at time zone" would also take any POSIX specification, such as a misspelled name that ends in a digit.
+    select z.name into canonical from pg_timezone_names z where lower(z.name) = lower(time_zone);
+    if canonical is null then
+        perform pgqueue._raise_invalid('time_zone', time_zone, 'the name of a time zone, such as Europe/Paris; see pg_timezone_names');
+    end if;
+    return canonical;
+end;
+$$;
+comment on function pgqueue._canonical_time_zone(text) is
+'The name of a time zone as pg_timezone_names spells it. Raises 22023 if there is none.';
+
+create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
+returns jsonb
+language sql stable
+as $$
+    select coalesce(s.headers, '{}') || jsonb_build_object(
+        'pgqueue.schedule', s.name,
+        'pgqueue.scheduled_for', to_char(tick at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
+$$;
+comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
+'The headers of the message of a tick.';
+
+create function pgqueue._schedule_next(s pgqueue.schedules, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+begin
+    s.next_id := null;
+    s.next_at := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
+    select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
+    if found and s.next_at is not null then
+        insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
+        values (
+            q.name, s.next_at, s.next_at, q.max_attempts,
+            case when not s.catch_up then pgqueue._next_tick(s.cron, s.time_zone, s.next_at) end,
+            s.payload, pgqueue._tick_headers(s, s.next_at)
+        )
+        returning scheduled_messages.id into s.next_id;
+        perform pgqueue._announce_due(q, s.next_at);
+    end if;
+    update pgqueue.schedules c
+    set queue_name = s.queue_name, cron = s.cron, time_zone = s.time_zone, payload = s.payload, headers = s.headers,
+        paused = s.paused, catch_up = s.catch_up, next_id = s.next_id, next_at = s.next_at, last_at = s.last_at
+    where c.name = s.name;
+    return s.next_at;
+end;
+$$;
+comment on function pgqueue._schedule_next(pgqueue.schedules, timestamptz) is
+'Adds the message of the first tick after a moment, unless the schedule is paused, and records the schedule. Returns
+the time of the tick.';
+
+create function pgqueue._schedule_after_this()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    s pgqueue.schedules;
+begin
+    -- A message that comes back with a delay has the header, too, but is no longer the next one.
+    select schedules.* into s from pgqueue.schedules
+    where schedules.name = old.headers ->> 'pgqueue.schedule' and schedules.next_id = old.id
+    for update;
+    if found then
+        if old.due_at <= at then
+            s.last_at := old.due_at;
+            perform pgqueue._count('enqueued', s.queue_name, 1);
+        end if;
+        perform pgqueue._schedule_next(s, at);
+    end if;
+    return null;
+end;
+$$;
+comment on function pgqueue._schedule_after_this() is
+'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick.';
+
+drop trigger if exists schedule_after_this on pgqueue.scheduled_messages;
+create trigger schedule_after_this after delete on pgqueue.scheduled_messages
+for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._schedule_after_this();
+
+create function pgqueue._lock_schedule(name text)
+returns pgqueue.schedules
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    s pgqueue.schedules;
+    next_id bigint;
+begin
+    -- The message is locked before the schedule, as a claim does. A claim may take the message meanwhile.
+    loop
+        select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
+        if not found then
+            perform pgqueue._raise_schedule_not_found(name);
+        end if;
+        next_id := s.next_id;
+        perform pgqueue._lock_queue(s.queue_name);
+        perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
+        select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
+        exit when found and s.next_id is not distinct from next_id;
+    end loop;
+    return s;
+end;
+$$;
+comment on function pgqueue._lock_schedule(text) is
+'Locks a schedule and its message, and returns the schedule. Raises PQ011.';
+
+create function pgqueue._remove_next(s pgqueue.schedules)
+returns void
+language sql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+    -- First: otherwise the trigger would add the message again.
+    update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
+    delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
+$$;
+comment on function pgqueue._remove_next(pgqueue.schedules) is
+'Removes the message of the next tick.';
+
+create function pgqueue._check_schedule(s pgqueue.schedules)
+returns pgqueue.schedules
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q pgqueue.queues;
+    at constant timestamptz := pgqueue._now();
+begin
+    if s.name is null or char_length(s.name) not between 1 and 255 or s.name ~ '[[:cntrl:]]' then
+        perform pgqueue._raise_invalid('name', s.name, '1 to 255 characters, without control characters');
+    end if;
+    if s.paused is null then
+        perform pgqueue._raise_invalid('paused', null, 'true or false');
+    end if;
+    if s.catch_up is null then
+        perform pgqueue._raise_invalid('catch_up', null, 'true or false');
+    end if;
+    q := pgqueue._get_locked_queue(s.queue_name);
+    s.time_zone := pgqueue._canonical_time_zone(s.time_zone);
+    if s.cron is null or char_length(s.cron) > 200 then
+        perform pgqueue._refuse_cron(s.cron, 'it must have at most 200 characters');
+    end if;
+    if pgqueue._next_tick(s.cron, s.time_zone, at) is null then
+        perform pgqueue._refuse_cron(s.cron, 'no day has this date');
+    end if;
+    if s.headers is not null and jsonb_typeof(s.headers) <> 'object' then
+        perform pgqueue._raise_invalid('headers', s.headers::text, 'a JSON object');
+    end if;
+    perform pgqueue._check_content(q, s.payload, null, pgqueue._tick_headers(s, at));
+    return s;
+end;
+$$;
+comment on function pgqueue._check_schedule(pgqueue.schedules) is
+'Locks the queue and checks the settings of a schedule; returns them with the canonical name of the time zone. Raises
+22023, PQ001, PQ003.';
+
+create function pgqueue.create_schedule(
+    name text,
+    queue_name text,
+    cron text,
+    payload jsonb default 'null',
+    headers jsonb default null,
+    time_zone text default 'UTC',
+    paused boolean default false,
+    catch_up boolean default true
+)
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.schedules;
+begin
+    s.name := name;
+    s.queue_name := queue_name;
+    s.cron := cron;
+    s.payload := payload;
+    s.headers := headers;
+    s.time_zone := time_zone;
+    s.paused := paused;
+    s.catch_up := catch_up;
+    s := pgqueue._check_schedule(s);
+    insert into pgqueue.schedules select (s).* on conflict do nothing;
+    if not found then
+        perform pgqueue._raise_schedule_exists(name);
+    end if;
+    return pgqueue._schedule_next(s, pgqueue._now());
+end;
+$$;
+comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
+'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers, exactly one. Returns the
+time of the first tick, or null if the schedule is paused. name is 1 to 255 characters and unique in the database. cron
+has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges and steps; or is
+@hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field begins with *, a day needs to
+match one of them, else both. time_zone is a name in pg_timezone_names. Where daylight saving time skips an hour, a
+fixed time in it ticks at the end of the gap; where an hour comes twice, it ticks the first time. If the minute or the
+hour begins with *, a tick comes whenever the clock on the wall shows it. The headers of the message also have
+pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the tick in UTC. If nobody claims while ticks pass,
+one message waits: ticks that were missed are made up for once. If catch_up is false, a message that is not finished
+when the next tick comes expires. While a transaction that received the message of a tick is open, the next ticks wait
+for it. Raises 22023, PQ001, PQ003, PQ012.';
+
+create function pgqueue.alter_schedule(
+    name text,
+    cron text default null,
+    payload jsonb default null,
+    headers jsonb default null,
+    time_zone text default null,
+    paused boolean default null,
+    catch_up boolean default null
+)
+returns timestamptz
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.schedules := pgqueue._lock_schedule(name);
+begin
+    s.cron := coalesce(alter_schedule.cron, s.cron);
+    s.payload := coalesce(alter_schedule.payload, s.payload);
+    s.headers := coalesce(alter_schedule.headers, s.headers);
+    s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
+    s.paused := coalesce(alter_schedule.paused, s.paused);
+    s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
+    s := pgqueue._check_schedule(s);
+    perform pgqueue._remove_next(s);
+    return pgqueue._schedule_next(s, pgqueue._now());
+end;
+$$;
+comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
+'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
+paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but a tick that nobody has
+claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
+
+create function pgqueue.drop_schedule(name text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._remove_next(pgqueue._lock_schedule(name));
+    delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
+    return true;
+exception when sqlstate 'PQ011' then
+    return false;
+end;
+$$;
+comment on function pgqueue.drop_schedule(text) is
+'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; a tick that nobody has
+claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is claiming a tick.';
+
+create function pgqueue.list_schedules(queue_name text default null)
+returns setof pgqueue.schedule
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if queue_name is not null then
+        perform pgqueue._get_unlocked_queue(queue_name);
+    end if;
+    return query
+    select s.name, s.queue_name, s.cron, s.payload, s.headers, s.time_zone, s.paused, s.catch_up, s.next_at, s.last_at
+    from pgqueue.schedules s
+    where list_schedules.queue_name is null or s.queue_name = list_schedules.queue_name collate "C"
+    order by s.name;
+end;
+$$;
+comment on function pgqueue.list_schedules(text) is
+'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
+tick; it lies in the past if nobody has claimed since. Raises PQ001.';
+
+create function pgqueue.run_schedule(name text)
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.schedules;
+begin
+    select schedules.* into s from pgqueue.schedules where schedules.name = run_schedule.name collate "C";
+    if not found then
+        perform pgqueue._raise_schedule_not_found(name);
+    end if;
+    return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
+end;
+$$;
+comment on function pgqueue.run_schedule(text) is
+'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
+Raises PQ001, PQ003, PQ011.';
+
+create function pgqueue._on_queue_dropping_schedules(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    s pgqueue.schedules;
+begin
+    for s in select schedules.* from pgqueue.schedules where schedules.queue_name = q.name loop
+        perform pgqueue._remove_next(s);
+        delete from pgqueue.schedules c where c.name = s.name;
+    end loop;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
+'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
+
+create function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    s pgqueue.schedules;
+    q pgqueue.queues;
+begin
+    for s in
+        select c.* from pgqueue.schedules c
+        where not c.paused
+            and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
+        for update skip locked
+    loop
+        select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
+        if found and pgqueue._try_lock_existing_queue(q) then
+            perform pgqueue._schedule_next(s, at);
+        end if;
+    end loop;
+exception when others then
+    -- A full disk must not fail a claim.
+    null;
+end;
+$$;
+comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
+'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
+trigger was disabled.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -8800,8 +9403,8 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
-    -- Rows of these tables are updated once a second.
-    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
+    -- Rows of these tables are updated often, up to once a second.
+    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams', 'pgqueue.schedules']) as t
     union all
     select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
@@ -9260,6 +9863,11 @@ as $$
     ('subscribe', '{consumer,admin}'::text[]),
     ('unsubscribe', '{consumer,admin}'::text[]),
     ('list_subscriptions', '{consumer,admin}'::text[]),
+    ('create_schedule', '{admin}'::text[]),
+    ('alter_schedule', '{admin}'::text[]),
+    ('drop_schedule', '{admin}'::text[]),
+    ('run_schedule', '{producer,admin}'::text[]),
+    ('list_schedules', '{consumer,admin,reader}'::text[]),
     ('claim', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),

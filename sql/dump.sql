@@ -25,7 +25,7 @@ declare
 begin
     foreach name in array array[
         'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
-        'sink_commits'
+        'sink_commits', 'schedules'
     ] loop
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c

@@ -409,6 +409,29 @@ pgqueue:.';
 comment on column pgqueue.subscriptions.queue_address is
 'The address by which a transport knows the queue.';
 
+create table pgqueue.schedules (
+    name text collate "C" not null,
+    queue_name text collate "C" not null,
+    cron text not null,
+    payload jsonb not null,
+    headers jsonb,
+    time_zone text not null,
+    paused boolean not null,
+    catch_up boolean not null,
+    next_id bigint,
+    next_at timestamptz,
+    last_at timestamptz,
+    constraint schedules_pkey primary key (name)
+);
+comment on table pgqueue.schedules is
+'Schedules: each adds a message to its queue at the ticks of a cron expression.';
+comment on column pgqueue.schedules.catch_up is
+'Whether the message of a tick is still delivered after the next tick.';
+comment on column pgqueue.schedules.next_id is
+'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused.';
+comment on column pgqueue.schedules.last_at is
+'The last tick whose message has left scheduled_messages.';
+
 create table pgqueue.transports (
     queue_name text collate "C" not null,
     relation regclass not null,

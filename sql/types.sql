@@ -185,6 +185,22 @@ comment on type pgqueue.subscription is
 'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
 matches.';
 
+create type pgqueue.schedule as (
+    name text,
+    queue_name text,
+    cron text,
+    payload jsonb,
+    headers jsonb,
+    time_zone text,
+    paused boolean,
+    catch_up boolean,
+    next_at timestamptz,
+    last_at timestamptz
+);
+comment on type pgqueue.schedule is
+'A schedule: the queue gets a message at each tick of cron in time_zone. next_at is the next tick, null if the schedule
+is paused. last_at is the last tick that a claim has taken.';
+
 create type pgqueue.compaction as (
     table_name text,
     outcome text,

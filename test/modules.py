@@ -23,6 +23,7 @@ ROOM_TABLES = {
     "streams": ["streams"],
     "sink": ["staged_attempts", "staged_messages", "sink_commits"],
     "topics": ["subscriptions"],
+    "schedules": ["schedules"],
     "transport": ["transports"],
     "compact": ["compactions"],
 }

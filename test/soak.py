@@ -548,6 +548,7 @@ class Plan:
     kill_every: float = 1.2
     terminate: tuple[float, float] = (0, 0.55)
     pin: tuple[float, float] = (0.25, 0.8)
+    late_seconds: float = 3  # some transactions commit so long after they sent their messages
     restart_at: float | None = 0.45
     # Mostly after `terminate`, which would close the connections of paused processes.
     pause: tuple[float, float] = (0.5, 1)
@@ -573,8 +574,11 @@ class Outcome:
         return "\n".join([f"violations: {dict(kinds)}", *lines, figures, f"histories in {self.home}"])
 
 
-def everything(seed: int, **changes: Any) -> Plan:
-    """A plan with four processes and all modes, sync and async, on an exactly-once and an at-least-once queue."""
+def everything(seed: int, handlers: int = 32, **changes: Any) -> Plan:
+    """A plan with all modes, sync and async, on an exactly-once and an at-least-once queue.
+
+    Each four processes have 32 handlers.
+    """
     once, least = "once", "least"
     transactional = {"transactional": True, "concurrency": 4, "peek_delay": 0.2}
     receive = {"mode": "receive", "concurrency": 4, "peek_delay": 0.2}
@@ -585,6 +589,7 @@ def everything(seed: int, **changes: Any) -> Plan:
         ("sync", [(once, receive | {"listen": False}), (least, lease | {"prefetch": 10})]),
         ("async", [(once, transactional | {"batch_size": 5}), (least, lease | {"prefetch": 10})]),
     ]
+    processes *= handlers // 32
     plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least], "compact": True}
     return Plan(seed=seed, **(plan | changes))
 
@@ -660,6 +665,16 @@ class _Child:
             self.process.stdin.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A transaction that has sent messages, and when it commits."""
+
+    due: float
+    queue: pgqueue.Queue
+    keys: list[int]
+    log: Log
+
+
 class Soak:
     """One run of a plan."""
 
@@ -675,6 +690,7 @@ class Soak:
         self._restarts: list[tuple[float, list[_Child | None], int]] = []  # the time, and the place to start again
         self._leaving = False  # whether consumers stop, too
         self._pin: psycopg.Connection[Any] | None = None
+        self._late: _Late | None = None
         self.server = EmbeddedServer(
             settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
         )
@@ -757,7 +773,7 @@ class Soak:
             time.sleep(0.02)
         start = time.monotonic()
         next_kill = next_terminate = start + 1
-        next_pause = start
+        next_pause = next_late = start
         restarts = [] if self.plan.restart_at is None else [n + self.plan.restart_at for n in range(self.plan.cycles)]
         while (cycle := (time.monotonic() - start) / self.plan.seconds) < self.plan.cycles:
             part, now = cycle % 1, time.monotonic()
@@ -771,6 +787,12 @@ class Soak:
             if now >= next_pause and _within(part, self.plan.pause):
                 next_pause = now + self.chance.uniform(0.2, 0.6)
                 self._pause()
+            if now >= next_late:
+                # Not all the time, as no table can be compacted meanwhile.
+                next_late = now + 3 * self.plan.late_seconds
+                self._send_late()
+            if self._late is not None and now >= self._late.due:
+                self._commit_late(self._late)
             if _within(part, self.plan.pin) and self._pin is None:
                 self._pin = psycopg.connect(self.server.dsn, application_name="soak pin")
                 self._pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -783,6 +805,8 @@ class Soak:
                 self._restart()
             time.sleep(0.02)
         self._unpin()
+        if self._late is not None:
+            self._commit_late(self._late)
 
     def _supervise(self, calm: bool = False) -> None:
         """Handle ended processes, resume paused ones, and start those that are due."""
@@ -843,6 +867,27 @@ class Soak:
             queue = pgqueue.Queue(connection, self.chance.choice(self.plan.killers))
             send(self.chance, log, queue, [number * 10_000_000], {"killer": 1}, calm=True)
 
+    def _send_late(self) -> None:
+        """Send messages in a transaction that commits later, when higher ids have been claimed."""
+        number = next(self._names)
+        log = Log(str(self.home / f"late-{number}.jsonl"))
+        keys = [number * 10_000_000 + place for place in range(5)]
+        connection = psycopg.connect(self.server.dsn, application_name="soak late")
+        queue = pgqueue.Queue(connection, self.chance.choice(list(self.plan.exactly_once)))
+        self._late = _Late(time.monotonic() + self.plan.late_seconds, queue, keys, log)
+        for key in keys:
+            log.write("attempted", queue.name, key, "good", 0, False, False)
+        _send(self.chance, queue, [{"key": key, "kind": "good", "seconds": 0} for key in keys])
+
+    def _commit_late(self, late: _Late) -> None:
+        """Commit the transaction of late messages."""
+        # The server may have crashed since.
+        with suppress(psycopg.OperationalError), late.queue.connection as connection:
+            connection.commit()
+            late.log.write("confirmed", late.queue.name, late.keys)
+            self._did("late commits")
+        self._late = None
+
     def _pause(self) -> None:
         """Pause a consumer for longer than the visibility timeout, so that it continues with stale claims."""
         child = self.chance.choice(self._consumers)
@@ -853,7 +898,8 @@ class Soak:
 
     def _backends(self, counted: str = "true") -> int:
         """Return the number of connections for which `counted` holds, without those of the soak itself."""
-        spared = [self.connection.info.backend_pid, *([self._pin.info.backend_pid] if self._pin else [])]
+        own = [self.connection, self._pin, self._late and self._late.queue.connection]
+        spared = [connection.info.backend_pid for connection in own if connection is not None]
         row = self.connection.execute(
             f"select count(*) filter (where {counted}) from pg_stat_activity a"
             " where a.backend_type = 'client backend' and a.pid <> all(%s)",
@@ -1018,6 +1064,8 @@ class Soak:
 
     def _close(self) -> None:
         self._unpin()
+        if self._late is not None:
+            self._late.queue.connection.close()
         for child in [*self._consumers, *self._producers]:
             if child is not None:
                 child.close()

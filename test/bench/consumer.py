@@ -387,12 +387,13 @@ def soaked(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     seconds = options.minutes * 60 / cycles
     home = Path(tempfile.mkdtemp(prefix="pgqueue-soak-"))
     console.print(f"[dim]soak of {options.minutes:g} minutes, seed {seed}, histories in {home}")
-    plan = soak.everything(seed, seconds=seconds, cycles=cycles, drain_seconds=120)
+    plan = soak.everything(seed, options.handlers, seconds=seconds, cycles=cycles, late_seconds=min(60, seconds / 2))
     outcome = soak.run(plan, home)
     violations = [f"{queue}: {one.kind}: message {one.key}: {one.detail}" for queue, one in outcome.violations]
     for line in violations[:100]:
         console.print(f"[red]{line}")
-    return {"minutes": options.minutes, "seed": seed, "violations": violations, **outcome.figures}
+    run = {"minutes": options.minutes, "seed": seed, "handlers": options.handlers}
+    return run | {"violations": violations} | outcome.figures
 
 
 def circumstances(server: EmbeddedServer) -> dict[str, Any]:
@@ -541,6 +542,7 @@ def main() -> None:
     parser.add_argument("--idle-seconds", type=float, help="seconds of the idle part (30, long: 120)")
     parser.add_argument("--minutes", type=float, help="minutes of the soak (0.5, long: 10)")
     parser.add_argument("--seed", type=int, help="seed of the soak")
+    parser.add_argument("--handlers", type=int, default=32, help="handlers of the soak, a multiple of 32 (32)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
     parser.add_argument("--show", action="store_true", help="do not measure; print and draw the last figures")
     options = parser.parse_args()

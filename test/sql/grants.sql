@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(399);
+select plan(420);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -13,6 +13,7 @@ select lives_ok(format('select pgqueue.grant_access(%L, %L)', 'pgqueue_test_' ||
 select pgqueue.create_queue('grants', visibility_timeout => '30 s', max_attempts => 5) is not null as made \gset
 select pgqueue.create_queue('grants_dedicated', dedicated => true) is not null as made \gset
 select pgqueue.enqueue('grants', '"secret"') as sent \gset
+select pgqueue.create_schedule('grants', 'grants', '@daily', '"secret"') is not null as made \gset
 select pgqueue.enqueue('grants_dedicated', '"secret"') as sent_dedicated \gset
 
 insert into pgqueue.streams (queue_name, stream_name, epoch, acked_seq, acked_token) values ('grants', 'given', 1, 1, '00000000-0000-0000-0000-000000000001'), ('grants', 'spare', 1, 0, null);
@@ -33,6 +34,11 @@ insert into verbs values
 ('subscribe', 'select pgqueue.subscribe(''grants.#'', ''grants'')', false, true, true),
 ('unsubscribe', 'select pgqueue.unsubscribe(''grants.#'', ''grants'')', false, true, true),
 ('list_subscriptions', 'select pgqueue.list_subscriptions()', false, true, true),
+('create_schedule', 'select pgqueue.create_schedule(''grants_new'', ''grants'', ''@daily'')', false, false, true),
+('alter_schedule', 'select pgqueue.alter_schedule(''grants'')', false, false, true),
+('run_schedule', 'select pgqueue.run_schedule(''grants'')', true, false, true),
+('list_schedules', 'select pgqueue.list_schedules()', false, true, true),
+('drop_schedule', 'select pgqueue.drop_schedule(''grants_new'')', false, false, true),
 ('claim', 'select pgqueue.claim(''grants'')', false, true, false),
 ('receive', 'select pgqueue.receive(''grants'')', false, true, false),
 ('exchange', 'select pgqueue.exchange(''grants'', null, null)', false, true, false),
@@ -158,7 +164,7 @@ reset role;
 create role pgqueue_test_reader;
 select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', 'reader') $$, 'grant_access grants reader access');
 create temp table reads as
-select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
+select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'list_schedules', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
 grant select on reads to public;
 set local role pgqueue_test_reader;
 select lives_ok(format('select from pgqueue.%I', t), 'a reader may read ' || t)

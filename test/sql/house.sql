@@ -32,7 +32,7 @@ select is_empty($$ select signature from functions where is_public and prosrc ~*
 select is_empty($$ select signature from functions where prosrc ~* '\mraise\s+(exception|notice|warning|info|log|debug|sqlstate|using)' and proname !~ '^_raise_' $$, 'only functions named _raise_* raise');
 select results_eq(
     $$ select c.code[1] collate "C", count(*) from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(PQ\d\d\d)''', 'g') as c (code) group by 1 order by 1 $$,
-    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1), ('PQ010', 1) $$, 'every code of our own is raised by exactly one function');
+    $$ values ('PQ001' collate "C", 1::bigint), ('PQ002', 1), ('PQ003', 1), ('PQ004', 1), ('PQ005', 1), ('PQ006', 1), ('PQ007', 1), ('PQ008', 1), ('PQ009', 1), ('PQ010', 1), ('PQ011', 1), ('PQ012', 1) $$, 'every code of our own is raised by exactly one function');
 select is_empty(
     $$ select c.code[1] from functions f cross join lateral regexp_matches(f.prosrc, 'errcode = ''(\w+)''', 'g') as c (code) group by 1 having count(*) > 1 $$,
     'no other SQLSTATE is raised by two functions');
@@ -51,6 +51,7 @@ select results_eq(
     ('ack_batch', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('advance_transport', 'queue_name text', 0, 'bigint'),
     ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval', 11, 'pgqueue.queue'),
+    ('alter_schedule', 'name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean', 6, 'timestamp with time zone'),
     ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
     ('browse_archived_messages', 'queue_name text, max_messages integer, before_id bigint', 2, 'SETOF pgqueue.archived_message'),
     ('browse_dead_messages', 'queue_name text, max_messages integer, after_id bigint', 2, 'SETOF pgqueue.dead_message'),
@@ -59,9 +60,11 @@ select results_eq(
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
     ('compact_queues', '', 0, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval', 13, 'pgqueue.queue'),
+    ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean', 5, 'timestamp with time zone'),
     ('doctor', 'peek_delay interval', 1, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', '', 0, 'SETOF text'),
     ('drop_queue', 'queue_name text', 0, 'bigint'),
+    ('drop_schedule', 'name text', 0, 'boolean'),
     ('drop_stream', 'queue_name text, stream_name text', 0, 'integer'),
     ('enqueue', 'queue_name text, payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea', 6, 'bigint'),
     ('enqueue_batch', 'queue_name text, payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[], bodies bytea[], delays interval[]', 7, 'SETOF bigint'),
@@ -74,6 +77,7 @@ select results_eq(
     ('get_queue', 'queue_name text', 0, 'pgqueue.queue'),
     ('grant_access', 'role_name name, access text', 0, 'void'),
     ('list_queues', '', 0, 'SETOF pgqueue.queue'),
+    ('list_schedules', 'queue_name text', 1, 'SETOF pgqueue.schedule'),
     ('list_streams', 'queue_name text', 1, 'SETOF pgqueue.stream'),
     ('list_subscriptions', 'queue_name text', 1, 'SETOF pgqueue.subscription'),
     ('maintain_archive', '', 0, 'SETOF pgqueue.archive_change'),
@@ -93,6 +97,7 @@ select results_eq(
     ('release', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('resume_queue', 'queue_name text', 0, 'boolean'),
     ('revoke_access', 'role_name name, access text', 0, 'void'),
+    ('run_schedule', 'name text', 0, 'bigint'),
     ('sink_abort', 'run uuid', 0, 'bigint'),
     ('sink_commit', 'run uuid, tokens uuid[], counts bigint[], app_id text, version bigint', 2, 'boolean'),
     ('sink_stage', 'queue_name text, run uuid, partition integer, attempt bigint', 0, 'uuid'),

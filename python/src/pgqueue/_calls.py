@@ -26,6 +26,7 @@ from .message import (
     Message,
     QueueInfo,
     QueueStats,
+    Schedule,
     Stream,
     StreamBatch,
     Subscription,
@@ -257,6 +258,21 @@ publish = Call(
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
     " base_topics text[]",
 )
+create_schedule: Call[datetime | None] = Call(
+    datetime,
+    "create_schedule",
+    "name text, queue_name text, cron text",
+    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean",
+)
+alter_schedule: Call[datetime | None] = Call(
+    datetime,
+    "alter_schedule",
+    "name text",
+    "cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean",
+)
+drop_schedule = Call(bool, "drop_schedule", "name text")
+run_schedule = Call(int, "run_schedule", "name text")
+list_schedules = Call(Schedule, "list_schedules", "", "queue_name text")
 sink_stage = Call(UUID, "sink_stage", "queue_name text, run uuid, partition int, attempt bigint")
 sink_commit = Call(bool, "sink_commit", "run uuid, tokens uuid[], counts bigint[]", "app_id text, version bigint")
 sink_abort = Call(int, "sink_abort", "run uuid")

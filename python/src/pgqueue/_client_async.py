@@ -22,6 +22,7 @@ from .message import (
     Message,
     QueueInfo,
     QueueStats,
+    Schedule,
     Stream,
     StreamBatch,
     Subscription,
@@ -139,6 +140,38 @@ class AsyncQueues(_Calls):
         return await self._one(
             _calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics)
         )
+
+    async def list_schedules(self, queue_name: str | None = None) -> list[Schedule]:
+        """The schedules of a queue, or of every queue, by name. Raises `QueueNotFound`."""
+        return await self._all(_calls.list_schedules(queue_name))
+
+    async def alter_schedule(
+        self,
+        name: str,
+        cron: str | None = None,
+        payload: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        time_zone: str | None = None,
+        paused: bool | None = None,
+        catch_up: bool | None = None,
+    ) -> datetime | None:
+        """Change the given settings of a schedule. Returns the time of the next tick; None if the schedule is paused.
+
+        The arguments are those of `AsyncQueue.create_schedule`. A tick that nobody has claimed yet is removed. Waits
+        for a transaction that is claiming a tick. Raises `InvalidArgument`, `PayloadTooLarge`, `ScheduleNotFound`.
+        """
+        return await self._one(_calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up))
+
+    async def drop_schedule(self, name: str) -> bool:
+        """Drop a schedule. False if there is none. A tick that nobody has claimed yet is removed."""
+        return await self._one(_calls.drop_schedule(name))
+
+    async def run_schedule(self, name: str) -> int:
+        """Send the message of a schedule now, also if it is paused, and return its id. The ticks stay as they are.
+
+        Raises `PayloadTooLarge`, `QueueNotFound`, `ScheduleNotFound`.
+        """
+        return await self._one(_calls.run_schedule(name))
 
     async def sink_commit(
         self,
@@ -388,6 +421,35 @@ class AsyncQueue(_Calls):
         The relation calls this itself; callers need not.
         """
         return await self._one(_calls.advance_transport(self.name))
+
+    async def create_schedule(
+        self,
+        name: str,
+        cron: str,
+        payload: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        time_zone: str | None = None,
+        paused: bool | None = None,
+        catch_up: bool | None = None,
+    ) -> datetime | None:
+        """Create a schedule: this queue gets one message at each tick. Returns the time of the first tick.
+
+        `name` has 1 to 255 characters and is unique in the database. `cron` has five fields: minute, hour, day of
+        month, month, day of week; or it is `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`. `time_zone` (UTC)
+        is a name such as `Europe/Paris`. While `paused` (false), the schedule has no ticks, and None is returned. Ticks
+        that nobody claimed are made up for once, by one message; without `catch_up` (true) a message that is not
+        finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
+        `pgqueue.scheduled_for`, the time of the tick.
+
+        Raises `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, `ScheduleExists`.
+        """
+        return await self._one(
+            _calls.create_schedule(name, self.name, cron, payload, headers, time_zone, paused, catch_up)
+        )
+
+    async def list_schedules(self) -> list[Schedule]:
+        """The schedules of the queue, by name. Raises `QueueNotFound`."""
+        return await self._all(_calls.list_schedules(self.name))
 
     async def subscribe(self, topic: str) -> bool:
         """Subscribe the queue to a topic from now on. False if it is already subscribed.

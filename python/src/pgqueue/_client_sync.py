@@ -23,6 +23,7 @@ from .message import (
     Message,
     QueueInfo,
     QueueStats,
+    Schedule,
     Stream,
     StreamBatch,
     Subscription,
@@ -138,6 +139,38 @@ class Queues(_Calls):
         one queue, no queue gets it. Raises `InvalidArgument`, `PayloadTooLarge`.
         """
         return self._one(_calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics))
+
+    def list_schedules(self, queue_name: str | None = None) -> list[Schedule]:
+        """The schedules of a queue, or of every queue, by name. Raises `QueueNotFound`."""
+        return self._all(_calls.list_schedules(queue_name))
+
+    def alter_schedule(
+        self,
+        name: str,
+        cron: str | None = None,
+        payload: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        time_zone: str | None = None,
+        paused: bool | None = None,
+        catch_up: bool | None = None,
+    ) -> datetime | None:
+        """Change the given settings of a schedule. Returns the time of the next tick; None if the schedule is paused.
+
+        The arguments are those of `Queue.create_schedule`. A tick that nobody has claimed yet is removed. Waits
+        for a transaction that is claiming a tick. Raises `InvalidArgument`, `PayloadTooLarge`, `ScheduleNotFound`.
+        """
+        return self._one(_calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up))
+
+    def drop_schedule(self, name: str) -> bool:
+        """Drop a schedule. False if there is none. A tick that nobody has claimed yet is removed."""
+        return self._one(_calls.drop_schedule(name))
+
+    def run_schedule(self, name: str) -> int:
+        """Send the message of a schedule now, also if it is paused, and return its id. The ticks stay as they are.
+
+        Raises `PayloadTooLarge`, `QueueNotFound`, `ScheduleNotFound`.
+        """
+        return self._one(_calls.run_schedule(name))
 
     def sink_commit(
         self,
@@ -387,6 +420,33 @@ class Queue(_Calls):
         The relation calls this itself; callers need not.
         """
         return self._one(_calls.advance_transport(self.name))
+
+    def create_schedule(
+        self,
+        name: str,
+        cron: str,
+        payload: Any = None,
+        headers: Mapping[str, Any] | None = None,
+        time_zone: str | None = None,
+        paused: bool | None = None,
+        catch_up: bool | None = None,
+    ) -> datetime | None:
+        """Create a schedule: this queue gets one message at each tick. Returns the time of the first tick.
+
+        `name` has 1 to 255 characters and is unique in the database. `cron` has five fields: minute, hour, day of
+        month, month, day of week; or it is `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`. `time_zone` (UTC)
+        is a name such as `Europe/Paris`. While `paused` (false), the schedule has no ticks, and None is returned. Ticks
+        that nobody claimed are made up for once, by one message; without `catch_up` (true) a message that is not
+        finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
+        `pgqueue.scheduled_for`, the time of the tick.
+
+        Raises `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, `ScheduleExists`.
+        """
+        return self._one(_calls.create_schedule(name, self.name, cron, payload, headers, time_zone, paused, catch_up))
+
+    def list_schedules(self) -> list[Schedule]:
+        """The schedules of the queue, by name. Raises `QueueNotFound`."""
+        return self._all(_calls.list_schedules(self.name))
 
     def subscribe(self, topic: str) -> bool:
         """Subscribe the queue to a topic from now on. False if it is already subscribed.

@@ -16,6 +16,8 @@ __all__ = [
     "QueueBusy",
     "QueueExists",
     "QueueNotFound",
+    "ScheduleExists",
+    "ScheduleNotFound",
     "StagedMessagesLost",
     "StreamDataLost",
     "StreamFenced",
@@ -71,6 +73,14 @@ class StreamPoisoned(Error, code="PQ009"):
 
 class StagedMessagesLost(Error, code="PQ010"):
     """The staged messages of a run are missing, as after a crash of the server. Nothing was sent; run it again."""
+
+
+class ScheduleNotFound(Error, code="PQ011"):
+    """There is no schedule of this name."""
+
+
+class ScheduleExists(Error, code="PQ012"):
+    """There already is a schedule of this name."""
 
 
 class NotInstalled(Error, InvalidSchemaName, UndefinedFunction):

@@ -256,6 +256,25 @@ class Subscription:
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule: its queue gets a message at each tick of a cron expression.
+
+    `next_at` is the next tick (None: the schedule is paused), and `last_at` the last tick that a claim has taken.
+    """
+
+    name: str
+    queue_name: str
+    cron: str
+    payload: Any
+    headers: dict[str, Any] | None
+    time_zone: str
+    paused: bool
+    catch_up: bool
+    next_at: datetime | None
+    last_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A finding of `doctor`: its severity, the queue (None: the database), the problem, and the statement that repairs
     it.

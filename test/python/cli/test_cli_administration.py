@@ -263,3 +263,31 @@ def test_an_agent_generates_no_password(empty_database: Callable[[], str], tmp_p
         command.wait_for(lambda: "works on tasks" in command.err)
         command.signal(signal.SIGTERM)
         assert "password" not in command.end().err
+
+
+def test_schedules_are_created_changed_listed_run_and_dropped(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    name = f"nightly-{orders.name}"
+    made = cli("schedule", "create", name, orders.name, "0 3 * * mon-fri", '{"job": 1}', "-H", "a=b", "--json")
+    (record,) = made.records
+    assert (record["cron"], record["payload"], record["headers"]) == ("0 3 * * mon-fri", {"job": 1}, {"a": "b"})
+    assert cli("schedule", "alter", name, "--time-zone", "Europe/Paris", "--paused").out.count("paused") == 1
+    (listed,) = orders.list_schedules()
+    assert (listed.time_zone, listed.paused, listed.next_at) == ("Europe/Paris", True, None)
+    assert cli("schedule", "alter", name, "--resumed", "--no-catch-up").status == 0
+    shown = cli("schedule", "list", orders.name)
+    assert "Europe/Paris" in shown.out
+    assert "paused" not in shown.out
+    assert cli("schedule", "run", name).out == f"sent message {orders.claim()[0].id}\n"
+    assert cli("schedule", "drop", name).out == f"schedule {name} was dropped\n"
+    assert cli("schedule", "drop", name).status == 3
+    assert cli("schedule", "list", orders.name).out == ""
+
+
+def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(
+    cli: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
+    refused = cli("schedule", "create", "wrong", orders.name, "61 * * * *")
+    assert refused.status == 1
+    assert "invalid cron: '61 * * * *'" in refused.err
+    assert "'61' is not within 0 to 59" in refused.err
+    assert cli("schedule", "create", "wrong", orders.name, "@daily", "{").status == 2

@@ -22,6 +22,8 @@ CODES = {
     "PQ008": pgqueue.StreamDataLost,
     "PQ009": pgqueue.StreamPoisoned,
     "PQ010": pgqueue.StagedMessagesLost,
+    "PQ011": pgqueue.ScheduleNotFound,
+    "PQ012": pgqueue.ScheduleExists,
     "22023": pgqueue.InvalidArgument,
 }
 

@@ -1,4 +1,4 @@
-"""Compaction by claims, which loses no message in a crash, in a dump, or by a prepared transaction."""
+"""Compaction by claims, which loses no message in a crash, in a dump, on a standby, or by a prepared transaction."""
 
 import os
 import signal
@@ -260,12 +260,59 @@ class Traffic:
 
     def _run(self) -> None:
         queue = pgqueue.Queue(self._connection, "a")
-        while not self._stopped.is_set():
-            self.sent.update(queue.enqueue_batch([1, 2, 3]))
-            make_due(self._connection)
-            for message in queue.claim(2):
-                self.settling.add(message.id)
-                queue.ack(message.id, message.claim_token)
+        # The server may be killed.
+        with suppress(psycopg.OperationalError):
+            while not self._stopped.is_set():
+                self.sent.update(queue.enqueue_batch([1, 2, 3]))
+                make_due(self._connection)
+                for message in queue.claim(2):
+                    self.settling.add(message.id)
+                    queue.ack(message.id, message.claim_token)
+
+
+def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_path: Path) -> None:
+    copy = tmp_path / "standby"
+    compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
+    with EmbeddedServer() as primary, connect(primary.dsn) as owner:
+        owner.execute("create extension pgqueue")
+        owner.execute("select pgqueue.create_queue('a', '1 h')")
+        owner.execute(FORCED_COMPACTION)
+        basebackup = [
+            primary.bindir / "pg_basebackup",
+            "-d",
+            primary.dsn,
+            "-D",
+            copy,
+            "-R",
+            "-X",
+            "stream",
+            "-c",
+            "fast",
+        ]
+        subprocess.run(basebackup, check=True)
+        with EmbeddedServer(data_dir=copy) as standby:
+            owner.execute("alter system set synchronous_standby_names = '*'")
+            owner.execute("alter database postgres set synchronous_commit = 'on'")
+            owner.execute("select pg_reload_conf()")
+            wait_for(lambda: one(owner, "select sync_state = 'sync' from pg_stat_replication"))
+            with Traffic(Server("primary", primary.dsn), "postgres") as traffic:
+                wait_for(lambda: one(owner, compactions) > 2)
+                primary.kill()
+            with connect(standby.dsn) as promoted:
+                assert one(promoted, "select pg_promote()")
+                ids = {row[0] for row in promoted.execute("select id from pgqueue.messages")}
+                assert traffic.sent - traffic.settling <= ids
+                queue = pgqueue.Queue(promoted, "a")
+                number = queue.enqueue(4)
+                assert number > max(ids)
+                # The answer to a claim of two messages can be lost.
+                waiting = (traffic.sent - traffic.settling) | {number}
+                assert len(waiting & {message.id for message in queue.claim(len(ids) + 1)}) >= len(waiting) - 2
+                compacted = one(promoted, compactions)
+                queue.enqueue(5)
+                make_due(promoted)
+                queue.claim()
+                assert one(promoted, compactions) > compacted
 
 
 def dumped_ids(server: Server, database: str) -> set[int] | None:

@@ -10,16 +10,20 @@ import pytest
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle",
+    "alter_schedule": "cron payload headers time_zone paused catch_up",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
     "create_queue": "archive_for expires_after_idle",
+    "create_schedule": "headers",
+    "drop_schedule": "name",
     "enqueue": "headers expires_in message_id body",
     "enqueue_batch": "headers expires_in message_ids bodies delays",
     "exchange": "ids visibility_timeout claimed_by",
     "expose_transport": "table_name",
     "extend": "visibility_timeout",
     "extend_batch": "visibility_timeout",
+    "list_schedules": "queue_name",
     "list_streams": "queue_name",
     "list_subscriptions": "queue_name",
     "nack": "delay error headers",
@@ -89,6 +93,9 @@ def good(verb: str, argument: str, kind: str) -> str:
         else "'arguments-read'"
         if "stream" in verb
         else "'arguments'",
+        "name": "'arguments-new'" if verb == "create_schedule" else "'arguments'",
+        "cron": "'@daily'",
+        "time_zone": "'UTC'",
         "stream_name": "'arguments'",
         "epoch": of_stream.format("t.epoch"),
         "after_seq": "0",
@@ -134,6 +141,7 @@ def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
     with psycopg.connect(database) as connection:
         connection.execute("create role pgqueue_test_arguments")
         connection.execute("select pgqueue.create_queue('arguments'), pgqueue.create_queue('arguments-read')")
+        connection.execute("select pgqueue.create_schedule('arguments', 'arguments', '@hourly')")
         connection.execute("select pgqueue.enqueue('arguments-read', '1')")
         connection.execute(
             "select pgqueue.stream_claim(s.queue_name, s.stream_name, s.epoch, 0, null)"

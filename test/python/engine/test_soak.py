@@ -369,6 +369,7 @@ def test_every_message_is_processed_or_becomes_a_dead_letter(seed: int, tmp_path
     assert figures["pins"] >= 1
     assert figures["pauses"] >= 1
     assert figures["compactions"] >= 1
+    assert figures["late commits"] >= 1
     assert figures["dead"] > 0
     assert figures["unexpected dead"] == 0
 

@@ -19,6 +19,7 @@ from . import (
     installation,
     messages,
     queues,
+    schedules,
     send,
     serve,
     spark,
@@ -120,6 +121,20 @@ app.add_typer(
 )
 command(_archive, example="archive list orders --max 20", name="list")(archive.list_)
 command(_archive, example="archive maintain")(archive.maintain)
+
+_schedule = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    _schedule,
+    name="schedule",
+    help="Create, change, list, run or drop schedules.",
+    cls=Group,
+    rich_help_panel=_MESSAGES,
+)
+command(_schedule, example="schedule create nightly orders '0 3 * * mon-fri'")(schedules.create)
+command(_schedule, example="schedule alter nightly --paused")(schedules.alter)
+command(_schedule, example="schedule list orders", name="list")(schedules.list_)
+command(_schedule, example="schedule run nightly")(schedules.run)
+command(_schedule, example="schedule drop nightly")(schedules.drop)
 
 command(app, _CONSUMERS, "work orders shop:ship --concurrency 8 --transactional")(work.work)
 command(app, _CONSUMERS, "serve --port 8080")(serve.serve)

@@ -22,7 +22,7 @@ import typer.core
 from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzLoader
-from psycopg.types.json import set_json_loads
+from psycopg.types.json import Jsonb, set_json_loads
 from rich.console import Console
 from rich.text import Text
 
@@ -31,6 +31,7 @@ from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import NotInstalled, QueueExists, QueueNotFound
 from .formatting import RawJson, json_line, printable, table
+from .parameters import parse_json
 
 __all__ = [
     "COMMON",
@@ -43,6 +44,7 @@ __all__ = [
     "connected",
     "discard_unwritten",
     "explain",
+    "json_argument",
 ]
 
 P = ParamSpec("P")
@@ -76,6 +78,15 @@ class Failure(Exception):
         super().__init__(message)
         self.hint = hint
         self.status = status
+
+
+def json_argument(text: str, otherwise: str = "") -> Jsonb:
+    """The payload that an argument gives. `otherwise` ends the hint for one that is not JSON."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        hint = f"""A JSON string needs quotes, as in '"text"'{otherwise}."""
+        raise Failure(f"the payload is not JSON: {error}", hint, Status.USAGE) from None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from datetime import timedelta
 from typing import Annotated
 
 import typer
-from psycopg.types.json import Jsonb
 
 from ..client import Queues
 from .formatting import counted
-from .parameters import OnlyQueue, QueueName, duration_option, parse_headers, parse_json
-from .session import Failure, Session, Status
+from .parameters import OnlyQueue, QueueName, duration_option, parse_headers
+from .session import Session, Status, json_argument
 
 __all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
 
@@ -80,7 +79,7 @@ def publish(
     ] = None,
 ) -> None:
     """Send a copy of a message to all subscribed queues."""
-    content = None if body else _json(payload)
+    content = None if body else json_argument(payload, "; --body sends bytes")
     with session.connect() as connection:
         sent = Queues(connection).publish(
             topic,
@@ -91,14 +90,3 @@ def publish(
             body=os.fsencode(payload) if body else None,
         )
     session.say(f"sent to {counted(sent, 'queue')}", queues=sent)
-
-
-def _json(text: str) -> Jsonb:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise Failure(
-            f"the payload is not JSON: {error}",
-            """A JSON string needs quotes, as in '"text"'; --body sends bytes.""",
-            Status.USAGE,
-        ) from None
