@@ -3439,14 +3439,15 @@ begin
 
     at := pgqueue._now();
     -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
-    -- queue is not paused, no message and no sweep is due, and enough messages are ready above fresh. All other cases
-    -- are handled below.
+    -- queue is not paused, no message is due, and enough messages are ready above fresh. All other cases are handled
+    -- below. While claims find enough, a sweep may be late by 5 s: with a thousand queues, each claim would sweep, as
+    -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
-            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between 1 and 15000000
+            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
     into fresh_from_id, fresh, plain
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;

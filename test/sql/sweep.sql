@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(88);
+select plan(91);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -244,6 +244,15 @@ end;
 $$;
 select pg_temp.goes_straight('straight_shared', false);
 select pg_temp.goes_straight('straight_dedicated', true);
+
+-- Claims that find enough messages sweep less often.
+select pgqueue.create_queue('lazy', '1 s') is not null as made \gset
+create temp table lazy as select n, i from pgqueue.enqueue_batch('lazy', '{1,2,3,4}') with ordinality as e (i, n);
+select is((select c.payload from pgqueue.claim('lazy') c), '1', 'a first claim returns the first message');
+select pg_temp.pass('4 s') \gset
+select is((select c.payload from pgqueue.claim('lazy') c), '2', 'a claim that finds a new message makes no sweep that is late by less than five seconds');
+select pg_temp.pass('2 s') \gset
+select is((select c.payload from pgqueue.claim('lazy') c), '1', 'a claim makes a sweep that is late by five seconds, and returns a message whose claim has ended');
 
 select * from finish();
 rollback;
