@@ -5476,13 +5476,14 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
-ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
-pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
-clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
-(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
+misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
+sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
+other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
+paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
+that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
+unless peek_delay is from 0 to 10 years.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -7807,6 +7808,22 @@ comment on function pgqueue._schedule_next(pgqueue.schedules, timestamptz) is
 'Adds the message of the first tick after a moment, unless the schedule is paused, and records the schedule. Returns
 the time of the tick.';
 
+create function pgqueue._schedule_or_stop(s pgqueue.schedules, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._schedule_next(s, at);
+exception when others then
+    -- A time zone that the server does not know any more, for example, must not fail a claim.
+    update pgqueue.schedules c set next_id = null, next_at = null, last_at = s.last_at where c.name = s.name;
+end;
+$$;
+comment on function pgqueue._schedule_or_stop(pgqueue.schedules, timestamptz) is
+'As _schedule_next. If the message cannot be added, the schedule stops: housekeeping tries again, and doctor reports
+it.';
+
 create function pgqueue._schedule_after_this()
 returns trigger
 language plpgsql volatile security definer
@@ -7825,7 +7842,7 @@ begin
             s.last_at := old.due_at;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         end if;
-        perform pgqueue._schedule_next(s, at);
+        perform pgqueue._schedule_or_stop(s, at);
     end if;
     return null;
 end;
@@ -8068,6 +8085,33 @@ $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
 
+create function pgqueue._is_stopped(s pgqueue.schedules)
+returns boolean
+language sql stable
+as $$
+    select not s.paused
+        and not exists (select from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id)
+$$;
+comment on function pgqueue._is_stopped(pgqueue.schedules) is
+'Whether the message of the next tick is missing.';
+
+create function pgqueue._findings_of_schedules(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+    select
+        'error', s.queue_name, 'stopped_schedule', format('schedule %L has no next tick', s.name),
+        format('select pgqueue.alter_schedule(%L);', s.name)
+    from pgqueue.schedules s
+    where s.queue_name = q.name and pgqueue._is_stopped(s)
+    order by s.name
+$$;
+comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
+'The findings of doctor about schedules that have stopped.';
+
 create function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
 returns void
 language plpgsql volatile
@@ -8081,23 +8125,58 @@ declare
 begin
     for s in
         select c.* from pgqueue.schedules c
-        where not c.paused
-            and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
+        where pgqueue._is_stopped(c)
         for update skip locked
     loop
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         if found and pgqueue._try_lock_existing_queue(q) then
-            perform pgqueue._schedule_next(s, at);
+            perform pgqueue._schedule_or_stop(s, at);
         end if;
     end loop;
-exception when others then
-    -- A full disk must not fail a claim.
-    null;
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
 trigger was disabled.';
+-- Takes back messages that no consumer has claimed.
+
+create function pgqueue.cancel(queue_name text, id bigint)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    end if;
+    -- A row that another transaction holds is being claimed, or is moving between the two tables because of a claim.
+    delete from pgqueue.scheduled_messages s
+    where s.ctid = (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = cancel.id for update skip locked
+    );
+    if not found then
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or c.attempt_count = 0)
+            for update skip locked
+        );
+    end if;
+    return found;
+end;
+$$;
+comment on function pgqueue.cancel(text, bigint) is
+'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
+gone. Waits for no consumer, and wins against none: a message that is claimed at the same time is either delivered or
+cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
+letters stay: purge_dead_messages removes them. Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -9888,6 +9967,7 @@ as $$
     ('subscribe', '{consumer,admin}'::text[]),
     ('unsubscribe', '{consumer,admin}'::text[]),
     ('list_subscriptions', '{consumer,admin}'::text[]),
+    ('cancel', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

@@ -383,10 +383,11 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), misplaced_messages,
-ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after
-pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the
-number of dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
-clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
-(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
+misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
+sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
+other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
+paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
+that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
+unless peek_delay is from 0 to 10 years.';

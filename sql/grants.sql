@@ -15,6 +15,7 @@ as $$
     ('subscribe', '{consumer,admin}'::text[]),
     ('unsubscribe', '{consumer,admin}'::text[]),
     ('list_subscriptions', '{consumer,admin}'::text[]),
+    ('cancel', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

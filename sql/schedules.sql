@@ -271,6 +271,22 @@ comment on function pgqueue._schedule_next(pgqueue.schedules, timestamptz) is
 'Adds the message of the first tick after a moment, unless the schedule is paused, and records the schedule. Returns
 the time of the tick.';
 
+create or replace function pgqueue._schedule_or_stop(s pgqueue.schedules, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._schedule_next(s, at);
+exception when others then
+    -- A time zone that the server does not know any more, for example, must not fail a claim.
+    update pgqueue.schedules c set next_id = null, next_at = null, last_at = s.last_at where c.name = s.name;
+end;
+$$;
+comment on function pgqueue._schedule_or_stop(pgqueue.schedules, timestamptz) is
+'As _schedule_next. If the message cannot be added, the schedule stops: housekeeping tries again, and doctor reports
+it.';
+
 create or replace function pgqueue._schedule_after_this()
 returns trigger
 language plpgsql volatile security definer
@@ -289,7 +305,7 @@ begin
             s.last_at := old.due_at;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         end if;
-        perform pgqueue._schedule_next(s, at);
+        perform pgqueue._schedule_or_stop(s, at);
     end if;
     return null;
 end;
@@ -532,6 +548,33 @@ $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
 
+create or replace function pgqueue._is_stopped(s pgqueue.schedules)
+returns boolean
+language sql stable
+as $$
+    select not s.paused
+        and not exists (select from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id)
+$$;
+comment on function pgqueue._is_stopped(pgqueue.schedules) is
+'Whether the message of the next tick is missing.';
+
+create or replace function pgqueue._findings_of_schedules(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+    select
+        'error', s.queue_name, 'stopped_schedule', format('schedule %L has no next tick', s.name),
+        format('select pgqueue.alter_schedule(%L);', s.name)
+    from pgqueue.schedules s
+    where s.queue_name = q.name and pgqueue._is_stopped(s)
+    order by s.name
+$$;
+comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
+'The findings of doctor about schedules that have stopped.';
+
 create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
 returns void
 language plpgsql volatile
@@ -545,18 +588,14 @@ declare
 begin
     for s in
         select c.* from pgqueue.schedules c
-        where not c.paused
-            and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
+        where pgqueue._is_stopped(c)
         for update skip locked
     loop
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         if found and pgqueue._try_lock_existing_queue(q) then
-            perform pgqueue._schedule_next(s, at);
+            perform pgqueue._schedule_or_stop(s, at);
         end if;
     end loop;
-exception when others then
-    -- A full disk must not fail a claim.
-    null;
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is

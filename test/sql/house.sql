@@ -55,6 +55,7 @@ select results_eq(
     ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
     ('browse_archived_messages', 'queue_name text, max_messages integer, before_id bigint', 2, 'SETOF pgqueue.archived_message'),
     ('browse_dead_messages', 'queue_name text, max_messages integer, after_id bigint', 2, 'SETOF pgqueue.dead_message'),
+    ('cancel', 'queue_name text, id bigint', 0, 'boolean'),
     ('channel', 'queue_name text', 0, 'text'),
     ('claim', 'queue_name text, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),

@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(113);
+select plan(118);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -126,11 +126,20 @@ select pgqueue.create_schedule('hourly', 'schedules', '@hourly') is not null as 
 alter table pgqueue.scheduled_messages disable trigger schedule_after_this;
 delete from pgqueue.scheduled_messages where queue_name = 'schedules';
 alter table pgqueue.scheduled_messages enable trigger schedule_after_this;
+select results_eq($$ select d.severity, d.detail, d.repair from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$,
+    $$ values ('error', 'schedule ''hourly'' has no next tick', 'select pgqueue.alter_schedule(''hourly'');') $$, 'doctor reports a schedule whose next tick is missing');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
 select results_eq($$ select s.headers ->> 'pgqueue.schedule', pg_temp.utc(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'schedules' $$,
     $$ values ('hourly', '2030-01-17 21:00:00') $$, 'housekeeping adds a message of a next tick that is missing');
+select is_empty($$ select from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$, 'doctor reports no schedule with a next tick');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
 select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'schedules'), 1::bigint, 'housekeeping adds no second message of a tick');
+update pgqueue.schedules set time_zone = 'Mars/Olympus' where name = 'hourly';
+select pg_temp.pass('2 h') \gset
+select is((select c.headers ->> 'pgqueue.schedule' from pgqueue.claim('schedules') c), 'hourly', 'a claim returns a tick also if the next tick cannot be computed');
+select is((select d.detail from pgqueue.doctor() d where d.finding = 'stopped_schedule'), 'schedule ''hourly'' has no next tick', 'doctor reports a schedule whose next tick cannot be computed');
+select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
+select is(pgqueue.alter_schedule('hourly', time_zone => 'UTC'), '2030-01-17 23:00+00', 'alter_schedule lets a stopped schedule go on');
 select pgqueue.drop_queue('schedules') is not null as dropped \gset
 select is_empty($$ select pgqueue.list_schedules() $$, 'drop_queue drops the schedules of its queue');
 select is_empty($$ select from pgqueue.scheduled_messages s where s.queue_name = 'schedules' union all select from pgqueue.dead_messages d where d.queue_name = 'schedules' $$, 'drop_queue leaves no message of a next tick');

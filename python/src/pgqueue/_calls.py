@@ -258,6 +258,7 @@ publish = Call(
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
     " base_topics text[]",
 )
+cancel = Call(bool, "cancel", "queue_name text, id bigint")
 create_schedule: Call[datetime | None] = Call(
     datetime,
     "create_schedule",

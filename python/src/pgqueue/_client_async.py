@@ -422,6 +422,14 @@ class AsyncQueue(_Calls):
         """
         return await self._one(_calls.advance_transport(self.name))
 
+    async def cancel(self, id: int) -> bool:
+        """Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone.
+
+        Waits for no consumer: a message that is claimed at the same time is either delivered or cancelled. Raises
+        `QueueNotFound`.
+        """
+        return await self._one(_calls.cancel(self.name, id))
+
     async def create_schedule(
         self,
         name: str,

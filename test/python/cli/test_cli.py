@@ -1126,7 +1126,7 @@ def test_all_commands_are_registered() -> None:
             "resume",
             "drop",
         ),
-        *("send", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
+        *("send", "cancel", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
         *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),

@@ -291,3 +291,14 @@ def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(
     assert "invalid cron: '61 * * * *'" in refused.err
     assert "'61' is not within 0 to 59" in refused.err
     assert cli("schedule", "create", "wrong", orders.name, "@daily", "{").status == 2
+
+
+def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    claimed, ready = orders.enqueue_batch([1, 2])
+    later = orders.enqueue(3, delay=timedelta(hours=1))
+    orders.claim()
+    assert cli("cancel", orders.name, str(ready), str(later)).out == "2 cancelled\n"
+    missed = cli("cancel", orders.name, str(claimed), str(ready))
+    assert (missed.status, missed.out) == (3, "0 cancelled\n")
+    assert f"claimed or gone: {claimed}, {ready}" in missed.err
+    assert cli("cancel", orders.name, str(ready), "--json").records == [{"id": ready, "cancelled": False}]

@@ -97,6 +97,7 @@ command(app, _QUEUES, "drop orders --yes")(queues.drop)
 
 command(app, _MESSAGES, """send orders '{"order_id": 1001}' --header event=created --delay 5m""")(send.send)
 command(app, _MESSAGES, "browse orders --state scheduled")(messages.browse)
+command(app, _MESSAGES, "cancel orders 42 43")(messages.cancel)
 command(app, _MESSAGES, "claim orders --max 10 --json")(messages.claim)
 command(app, _MESSAGES, "extend orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.extend)
 command(app, _MESSAGES, "ack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 43")(messages.ack)

@@ -13,7 +13,7 @@ from .formatting import counted, format_age, message_content
 from .parameters import After, All, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
 from .session import Failure, Session, Status
 
-__all__ = ["ack", "browse", "claim", "extend", "nack", "purge"]
+__all__ = ["ack", "browse", "cancel", "claim", "extend", "nack", "purge"]
 
 Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
 Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The ids of the messages.", show_default=False)]
@@ -120,6 +120,22 @@ def nack(
         else:
             settled = {each: verbs.nack(each, token, delay, error) for each in ids}
     _report(session, settled, "rejected" if reject else "returned")
+
+
+def cancel(session: Session, queue: QueueName, ids: Claimed) -> None:
+    """Remove messages that no consumer has claimed.
+
+    The exit status is 3 if a message was claimed or is gone; the other messages are removed.
+    """
+    with session.queue(queue) as verbs:
+        cancelled = {each: verbs.cancel(each) for each in ids}
+    missed = [each for each, is_gone in cancelled.items() if not is_gone]
+    if session.json:
+        session.lines({"id": each, "cancelled": is_gone} for each, is_gone in cancelled.items())
+    else:
+        session.say(f"{len(cancelled) - len(missed):,} cancelled")
+    if missed:
+        raise Failure(f"claimed or gone: {', '.join(map(str, missed))}", status=Status.NO)
 
 
 def _report(session: Session, settled: dict[int, bool], what: str) -> None:

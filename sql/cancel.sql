@@ -1,0 +1,39 @@
+-- Takes back messages that no consumer has claimed.
+
+create or replace function pgqueue.cancel(queue_name text, id bigint)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    end if;
+    -- A row that another transaction holds is being claimed, or is moving between the two tables because of a claim.
+    delete from pgqueue.scheduled_messages s
+    where s.ctid = (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = cancel.id for update skip locked
+    );
+    if not found then
+        delete from pgqueue.messages m
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or c.attempt_count = 0)
+            for update skip locked
+        );
+    end if;
+    return found;
+end;
+$$;
+comment on function pgqueue.cancel(text, bigint) is
+'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
+gone. Waits for no consumer, and wins against none: a message that is claimed at the same time is either delivered or
+cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
+letters stay: purge_dead_messages removes them. Raises 22023, PQ001.';

@@ -1,0 +1,41 @@
+begin;
+-- The lock makes test files wait for each other: this file stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+
+select plan(17);
+
+create function pg_temp.cancels(queue text, is_dedicated boolean) returns setof text language plpgsql as $$
+declare
+    ready bigint;
+    later bigint;
+    mine pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, '30 s', dedicated => is_dedicated);
+    ready := pgqueue.enqueue(queue, '1');
+    later := pgqueue.enqueue(queue, '2', delay => '1 h');
+    return next is(pgqueue.cancel(queue, ready), true, queue || ': cancel removes a ready message');
+    return next is(pgqueue.cancel(queue, later), true, queue || ': cancel removes a scheduled message');
+    return next is(pgqueue.cancel(queue, ready), false, queue || ': cancel returns false for a message that is gone');
+    return next is((select s.ready_messages + s.scheduled_messages + s.dead_messages from pgqueue.stats(queue) s), 0::bigint, queue || ': cancelled messages leave the queue, and become no dead letters');
+    ready := pgqueue.enqueue(queue, '3');
+    select * into mine from pgqueue.claim(queue);
+    return next is(pgqueue.cancel(queue, ready), false, queue || ': cancel returns false for a message that is claimed');
+    perform set_config('test.now', '2030-01-01 12:01:00+00', true);
+    return next is(pgqueue.cancel(queue, ready), true, queue || ': cancel removes a message whose claim has ended');
+    return next is(pgqueue.ack(queue, mine.id, mine.claim_token), false, queue || ': a consumer whose message was cancelled has lost its claim');
+    perform set_config('test.now', '2030-01-01 12:00:00+00', true);
+end;
+$$;
+select pg_temp.cancels('cancel_shared', false);
+select pg_temp.cancels('cancel_dedicated', true);
+
+select pgqueue.create_queue('cancel_other') is not null as made, pgqueue.enqueue('cancel_shared', '1') as number \gset
+select is(pgqueue.cancel('cancel_other', :number), false, 'cancel removes no message of another queue');
+select is(pgqueue.cancel('cancel_shared', :number), true, 'cancel removes the message of its own queue');
+select throws_ok($$ select pgqueue.cancel('cancel_shared', null) $$, '22023', 'invalid id: null', 'cancel refuses null as id');
+
+select * from finish();
+rollback;
