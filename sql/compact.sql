@@ -31,8 +31,8 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
-    -- Rows of these tables are updated often, up to once a second.
-    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams', 'pgqueue.schedules']) as t
+    -- Rows of these tables are updated once a second.
+    select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
     select i.inhrelid::regclass, 'pgqueue.transports'::regtype, 1048576
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass

@@ -9,6 +9,7 @@ select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
 select pg_extension_config_dump('pgqueue.next_compaction_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
+select pg_extension_config_dump('pgqueue.schedules', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
@@ -25,7 +26,7 @@ declare
 begin
     foreach name in array array[
         'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
-        'sink_commits', 'schedules'
+        'sink_commits'
     ] loop
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c

@@ -1,7 +1,7 @@
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
 -- any delayed message does, so every function that looks there knows it. When it leaves that table, because a claim
--- takes it or because it was removed, a trigger adds that of the following tick in the same transaction. So each tick
--- has exactly one message, without a daemon.
+-- takes it or because it was removed, a trigger adds that of the following tick in the same transaction. So a schedule
+-- has one message at a time in that table, without a daemon.
 
 create or replace function pgqueue._raise_schedule_not_found(name text)
 returns void
@@ -209,6 +209,37 @@ $$;
 comment on function pgqueue._tick_of_day(date, int[], int[], text, boolean, timestamptz) is
 'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
+create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- There is a tick after early and up to at, and none after late and up to at.
+    early timestamptz;
+    late timestamptz := at;
+    middle timestamptz;
+begin
+    for n in 0..25 loop
+        early := at - 2 ^ n * interval '1 min';
+        exit when pgqueue._next_tick(cron, time_zone, early) <= at;
+        late := early;
+    end loop;
+    while late - early > interval '1 min' loop
+        middle := early + (late - early) / 2;
+        if pgqueue._next_tick(cron, time_zone, middle) <= at then
+            early := middle;
+        else
+            late := middle;
+        end if;
+    end loop;
+    return pgqueue._next_tick(cron, time_zone, early);
+end;
+$$;
+comment on function pgqueue._last_tick(text, text, timestamptz) is
+'The last moment up to another one that a cron expression matches in a time zone. The caller knows that there is one
+within 60 years.';
+
 create or replace function pgqueue._canonical_time_zone(time_zone text)
 returns text
 language plpgsql stable
@@ -217,16 +248,19 @@ as $$
 declare
     canonical text;
 begin
-    -- "at time zone" would also take any POSIX specification, such as a misspelled name that ends in a digit.
-    select z.name into canonical from pg_timezone_names z where lower(z.name) = lower(time_zone);
+    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
+    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
+    select z.name into canonical from pg_timezone_names z
+    where lower(z.name) = lower(time_zone) and (z.name ~ '/' or z.name = 'UTC');
     if canonical is null then
-        perform pgqueue._raise_invalid('time_zone', time_zone, 'the name of a time zone, such as Europe/Paris; see pg_timezone_names');
+        perform pgqueue._raise_invalid(
+            'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
     end if;
     return canonical;
 end;
 $$;
 comment on function pgqueue._canonical_time_zone(text) is
-'The name of a time zone as pg_timezone_names spells it. Raises 22023 if there is none.';
+'The name of a region as pg_timezone_names spells it, or UTC. Raises 22023 for other names.';
 
 create or replace function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
 returns jsonb
@@ -239,79 +273,93 @@ $$;
 comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
 'The headers of the message of a tick.';
 
-create or replace function pgqueue._schedule_next(s pgqueue.schedules, at timestamptz)
-returns timestamptz
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    q pgqueue.queues;
-begin
-    s.next_id := null;
-    s.next_at := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
-    select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
-    if found and s.next_at is not null then
-        insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
-        values (
-            q.name, s.next_at, s.next_at, q.max_attempts,
-            case when not s.catch_up then pgqueue._next_tick(s.cron, s.time_zone, s.next_at) end,
-            s.payload, pgqueue._tick_headers(s, s.next_at)
-        )
-        returning scheduled_messages.id into s.next_id;
-        perform pgqueue._announce_due(q, s.next_at);
-    end if;
-    update pgqueue.schedules c
-    set queue_name = s.queue_name, cron = s.cron, time_zone = s.time_zone, payload = s.payload, headers = s.headers,
-        paused = s.paused, catch_up = s.catch_up, next_id = s.next_id, next_at = s.next_at, last_at = s.last_at
-    where c.name = s.name;
-    return s.next_at;
-end;
-$$;
-comment on function pgqueue._schedule_next(pgqueue.schedules, timestamptz) is
-'Adds the message of the first tick after a moment, unless the schedule is paused, and records the schedule. Returns
-the time of the tick.';
-
-create or replace function pgqueue._schedule_or_stop(s pgqueue.schedules, at timestamptz)
+create or replace function pgqueue._schedule(s pgqueue.schedules, tick timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._schedule_next(s, at);
-exception when others then
-    -- A time zone that the server does not know any more, for example, must not fail a claim.
-    update pgqueue.schedules c set next_id = null, next_at = null, last_at = s.last_at where c.name = s.name;
+    s.next_id := null;
+    insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
+    select
+        q.name, pgqueue._due_from_now(tick), tick, q.max_attempts,
+        case when not s.catch_up then pgqueue._next_tick(s.cron, s.time_zone, tick) end,
+        s.payload, pgqueue._tick_headers(s, tick)
+    from pgqueue.queues q
+    where q.name = s.queue_name and tick is not null
+    returning scheduled_messages.id into s.next_id;
+    update pgqueue.schedules c
+    set next_id = s.next_id, next_at = case when s.next_id is not null then tick end, last_at = s.last_at
+    where c.name = s.name;
 end;
 $$;
-comment on function pgqueue._schedule_or_stop(pgqueue.schedules, timestamptz) is
-'As _schedule_next. If the message cannot be added, the schedule stops: housekeeping tries again, and doctor reports
-it.';
+comment on function pgqueue._schedule(pgqueue.schedules, timestamptz) is
+'Adds the message of a tick and records it as the next one. If tick is null, the schedule has no next tick.';
+
+create or replace function pgqueue._schedule_first(s pgqueue.schedules, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    tick constant timestamptz := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
+begin
+    perform pgqueue._schedule(s, tick);
+    perform pgqueue._announce_due(q, tick) from pgqueue.queues q where q.name = s.queue_name and tick is not null;
+    return tick;
+end;
+$$;
+comment on function pgqueue._schedule_first(pgqueue.schedules, timestamptz) is
+'Adds the message of the first tick after a moment, unless the schedule is paused, and announces it. Returns its time.';
 
 create or replace function pgqueue._schedule_after_this()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
     s pgqueue.schedules;
+    tick timestamptz;
 begin
     -- A message that comes back with a delay has the header, too, but is no longer the next one.
     select schedules.* into s from pgqueue.schedules
     where schedules.name = old.headers ->> 'pgqueue.schedule' and schedules.next_id = old.id
+        and schedules.queue_name = old.queue_name
     for update;
-    if found then
-        if old.due_at <= at then
-            s.last_at := old.due_at;
-            perform pgqueue._count('enqueued', s.queue_name, 1);
-        end if;
-        perform pgqueue._schedule_or_stop(s, at);
+    if not found then
+        return null;
     end if;
+    begin
+        -- The relation of a transport takes messages before they are due.
+        if old.due_at <= at
+            or exists (select from pgqueue.messages m where m.queue_name = old.queue_name and m.id = old.id)
+        then
+            tick := pgqueue._next_tick(s.cron, s.time_zone, greatest(at, old.due_at));
+            s.last_at := s.next_at;
+            if old.expires_at <= at then
+                -- Nobody claimed it in time. A later tick can have passed that is still valid.
+                tick := pgqueue._last_tick(s.cron, s.time_zone, at);
+            end if;
+            perform pgqueue._count('enqueued', s.queue_name, 1);
+        else
+            -- It was removed before its time, for example by a purge.
+            tick := pgqueue._next_tick(s.cron, s.time_zone, at);
+        end if;
+        -- Nobody has to be notified: a consumer that waits knows the time of the message that has left.
+        perform pgqueue._schedule(s, tick);
+    exception when invalid_parameter_value then
+        -- The server does not know the time zone any more. This must not fail a claim.
+        perform pgqueue._schedule(s, null);
+    end;
     return null;
 end;
 $$;
 comment on function pgqueue._schedule_after_this() is
-'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick.';
+'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick. If its time
+cannot be computed, the schedule stops: housekeeping tries again, and doctor reports it.';
 
 drop trigger if exists schedule_after_this on pgqueue.scheduled_messages;
 create trigger schedule_after_this after delete on pgqueue.scheduled_messages
@@ -335,7 +383,7 @@ begin
             perform pgqueue._raise_schedule_not_found(name);
         end if;
         next_id := s.next_id;
-        perform pgqueue._lock_queue(s.queue_name);
+        perform pgqueue._get_locked_queue(s.queue_name);
         perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
         exit when found and s.next_id is not distinct from next_id;
@@ -427,21 +475,22 @@ begin
     if not found then
         perform pgqueue._raise_schedule_exists(name);
     end if;
-    return pgqueue._schedule_next(s, pgqueue._now());
+    return pgqueue._schedule_first(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
-'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers, exactly one. Returns the
-time of the first tick, or null if the schedule is paused. name is 1 to 255 characters and unique in the database. cron
-has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges and steps; or is
-@hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field begins with *, a day needs to
-match one of them, else both. time_zone is a name in pg_timezone_names. Where daylight saving time skips an hour, a
-fixed time in it ticks at the end of the gap; where an hour comes twice, it ticks the first time. If the minute or the
-hour begins with *, a tick comes whenever the clock on the wall shows it. The headers of the message also have
-pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the tick in UTC. If nobody claims while ticks pass,
-one message waits: ticks that were missed are made up for once. If catch_up is false, a message that is not finished
-when the next tick comes expires. While a transaction that received the message of a tick is open, the next ticks wait
-for it. Raises 22023, PQ001, PQ003, PQ012.';
+'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
+first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
+the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
+ranges and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field
+begins with *, a day needs to match one of them, else both. time_zone is UTC or the name of a region in
+pg_timezone_names. Where daylight saving time skips an hour, a fixed time in it ticks at the end of the gap; where an
+hour comes twice, it ticks the first time. If the minute or the hour begins with *, a tick comes whenever the clock on
+the wall shows it. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time
+of the tick in UTC. If nobody claims while ticks pass, one message waits: that of the first of them, or, if catch_up is
+false, that of the last. Without catch_up, a message that is not finished when the next tick comes expires. While a
+transaction that received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is
+not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
     name text,
@@ -465,9 +514,16 @@ begin
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
-    s := pgqueue._check_schedule(s);
+    -- A schedule that has become invalid, as its time zone is gone, can still be paused.
+    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
+        s := pgqueue._check_schedule(s);
+    end if;
     perform pgqueue._remove_next(s);
-    return pgqueue._schedule_next(s, pgqueue._now());
+    update pgqueue.schedules c
+    set cron = s.cron, payload = s.payload, headers = s.headers, time_zone = s.time_zone, paused = s.paused,
+        catch_up = s.catch_up
+    where c.name = s.name;
+    return pgqueue._schedule_first(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
@@ -548,35 +604,8 @@ $$;
 comment on function pgqueue._on_queue_dropping_schedules(pgqueue.queues) is
 'Drops the schedules of the queue with the messages of their next ticks, which would become dead letters.';
 
-create or replace function pgqueue._is_stopped(s pgqueue.schedules)
-returns boolean
-language sql stable
-as $$
-    select not s.paused
-        and not exists (select from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id)
-$$;
-comment on function pgqueue._is_stopped(pgqueue.schedules) is
-'Whether the message of the next tick is missing.';
-
 create or replace function pgqueue._findings_of_schedules(q pgqueue.queues)
 returns setof pgqueue.finding
-language sql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-as $$
-    select
-        'error', s.queue_name, 'stopped_schedule', format('schedule %L has no next tick', s.name),
-        format('select pgqueue.alter_schedule(%L);', s.name)
-    from pgqueue.schedules s
-    where s.queue_name = q.name and pgqueue._is_stopped(s)
-    order by s.name
-$$;
-comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
-'The findings of doctor about schedules that have stopped.';
-
-create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
-returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -584,20 +613,66 @@ set enable_bitmapscan = off
 as $$
 declare
     s pgqueue.schedules;
+    problem text;
+    repair text;
+begin
+    for s in select c.* from pgqueue.schedules c where c.queue_name = q.name and not c.paused order by c.name loop
+        problem := null;
+        repair := format('select pgqueue.alter_schedule(%L);', s.name);
+        begin
+            if not exists (select from pgqueue.scheduled_messages m where m.queue_name = q.name and m.id = s.next_id) then
+                problem := 'has no next tick';
+            end if;
+            if pgqueue._next_tick(s.cron, s.time_zone, pgqueue._now()) < s.next_at then
+                problem := format('has its next tick at %s only, because the clock was ahead', s.next_at);
+            end if;
+        exception when invalid_parameter_value then
+            problem := format('has stopped: %s', sqlerrm);
+            repair := format('select pgqueue.alter_schedule(%L, time_zone => ''UTC'');', s.name);
+        end;
+        if problem is not null then
+            return next row('error', q.name, 'stopped_schedule', format('schedule %L %s', s.name, problem), repair)::pgqueue.finding;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
+'The findings of doctor about schedules that have stopped.';
+
+create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz, interval)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    candidate text;
+    s pgqueue.schedules;
     q pgqueue.queues;
 begin
-    for s in
-        select c.* from pgqueue.schedules c
-        where pgqueue._is_stopped(c)
-        for update skip locked
+    for candidate in
+        select c.name from pgqueue.schedules c
+        where not c.paused
+            and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
+        limit 100
     loop
+        -- Each statement sees what others have changed while this transaction waited for a lock.
+        select c.* into s from pgqueue.schedules c where c.name = candidate and not c.paused for update skip locked;
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
-        if found and pgqueue._try_lock_existing_queue(q) then
-            perform pgqueue._schedule_or_stop(s, at);
-        end if;
+        begin
+            if q.name is not null and pgqueue._try_lock_existing_queue(q)
+                and not exists (select from pgqueue.scheduled_messages m where m.queue_name = q.name and m.id = s.next_id)
+            then
+                perform pgqueue._schedule_first(s, at);
+            end if;
+        exception when others then
+            -- A time zone that the server does not know, for example, must not fail a claim.
+            null;
+        end;
     end loop;
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
-trigger was disabled.';
+trigger was disabled, for up to 100 schedules.';

@@ -428,9 +428,9 @@ comment on table pgqueue.schedules is
 comment on column pgqueue.schedules.catch_up is
 'Whether the message of a tick is still delivered after the next tick.';
 comment on column pgqueue.schedules.next_id is
-'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused.';
+'The id of the message of the next tick, in scheduled_messages; null if the schedule is paused or has stopped.';
 comment on column pgqueue.schedules.last_at is
-'The last tick whose message has left scheduled_messages.';
+'The last tick whose message has left scheduled_messages when it was due.';
 
 create table pgqueue.transports (
     queue_name text collate "C" not null,

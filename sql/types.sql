@@ -199,7 +199,7 @@ create type pgqueue.schedule as (
 );
 comment on type pgqueue.schedule is
 'A schedule: the queue gets a message at each tick of cron in time_zone. next_at is the next tick, null if the schedule
-is paused. last_at is the last tick that a claim has taken.';
+is paused or has stopped. last_at is the last tick whose message a claim has taken.';
 
 create type pgqueue.compaction as (
     table_name text,

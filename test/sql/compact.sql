@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(68);
+select plan(65);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -33,7 +33,6 @@ select pgqueue.enqueue('compact', '"dead"') as dead \gset
 select count(pgqueue.reject('compact', c.id, c.claim_token, 'why')) as rejected from pgqueue.claim('compact', 2) c \gset
 insert into pgqueue.requeued_messages values ('compact', '-infinity', :sent);
 select pgqueue.stream_open('compact', 's') is not null as opened \gset
-select pgqueue.create_schedule('compact', 'compact', '@daily') is not null as scheduled \gset
 select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
 insert into pgqueue.staged_messages (token, row_number, payloads) values (:'token', 1, array['1', '"two"']::jsonb[]);
 select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'compact', 1) as committed \gset
