@@ -8152,7 +8152,7 @@ $$;
 comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
 'The findings of doctor about schedules that have stopped.';
 
-create function pgqueue._on_housekeeping_due_schedules(at timestamptz, interval)
+create function pgqueue._add_missing_ticks(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -8186,9 +8186,16 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
+comment on function pgqueue._add_missing_ticks(timestamptz) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
 trigger was disabled, for up to 100 schedules.';
+
+create function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
+returns void
+language sql volatile
+as $$ select pgqueue._add_missing_ticks(at) $$;
+comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
+'Repairs schedules that have stopped.';
 -- Takes back messages that no consumer has claimed.
 
 create function pgqueue.cancel(queue_name text, id bigint)
