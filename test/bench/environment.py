@@ -64,7 +64,11 @@ def version(server: EmbeddedServer) -> str:
 
 
 def output_of(*command: object) -> str:
-    return subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    """Return what a program prints; nothing if the machine does not have it."""
+    try:
+        return subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def cpu() -> str:

@@ -294,7 +294,7 @@ def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_pat
             owner.execute("alter system set synchronous_standby_names = '*'")
             owner.execute("alter database postgres set synchronous_commit = 'on'")
             owner.execute("select pg_reload_conf()")
-            wait_for(lambda: one(owner, "select sync_state = 'sync' from pg_stat_replication"))
+            wait_for(lambda: one(owner, "select exists (select from pg_stat_replication where sync_state = 'sync')"))
             with Traffic(Server("primary", primary.dsn), "postgres") as traffic:
                 wait_for(lambda: one(owner, compactions) > 2)
                 primary.kill()
