@@ -8234,7 +8234,8 @@ comment on function pgqueue.cancel(text, bigint) is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
 gone. Waits for no consumer, and wins against none: a message that is claimed at the same time is either delivered or
 cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
-letters stay: purge_dead_messages removes them. Raises 22023, PQ001.';
+letters stay: purge_dead_messages removes them. A tick of a schedule that is cancelled before its time is added again:
+alter_schedule pauses the schedule. Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
