@@ -128,7 +128,14 @@ begin
     perform pg_temp.calls(queue);
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[10000]), delay => '2 h');
     perform pgqueue.enqueue_batch(queue, array_fill('1'::jsonb, array[30000]));
-    for c in select * from pg_temp.calls(queue) left join bounds using (call) loop
+    -- The fewer buffers of two calls: a session that invalidates cached catalogs makes one call read them again.
+    for c in
+        select r.call, min(r.buffers) as buffers, max(r.left_over) as left_over, b.most
+        from (select * from pg_temp.calls(queue) union all select * from pg_temp.calls(queue)) r
+        left join bounds b using (call)
+        group by r.call, b.most
+        order by r.call
+    loop
         return next cmp_ok(c.buffers, '<', c.most, queue || ': ' || c.call || ' stays within its buffers with plans from when the queue was small');
         left_over := coalesce(c.left_over, left_over);
     end loop;
