@@ -3074,12 +3074,16 @@ begin
     if gone is null or pgqueue._has_fixed_snapshot() then
         return;
     end if;
-    -- Since the row was read, another row can have got its place. That one has a later time.
+    -- Since the row was read, another row can have got its place. That one has a later time. `offset 0` keeps the
+    -- planner from an index on check_at, whose dead entries it would read from the lowest on.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
-        select c.ctid from pgqueue.requeued_messages c
-        where c.ctid = any (gone) and c.queue_name = q.name and c.check_at <= up_to
-        for update skip locked));
+        select l.ctid
+        from (
+            select c.ctid, c.queue_name, c.check_at from pgqueue.requeued_messages c
+            where c.ctid = any (gone) offset 0 for update skip locked
+        ) l
+        where l.queue_name = q.name and l.check_at <= up_to));
 end;
 $$;
 comment on function pgqueue._prune_requeued(pgqueue.queues, tid[], timestamptz) is

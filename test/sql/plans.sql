@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(62);
+select plan(63);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -175,6 +175,24 @@ select is_empty(
     'no function is called once for each message'
 );
 
+-- Rows of requeued_messages are removed without a walk over those that were removed before, also with the plan of a
+-- small table.
+select pgqueue.create_queue('pruned') is not null as made \gset
+insert into pgqueue.requeued_messages (queue_name, check_at, id) values ('pruned', '2030-01-01', 1);
+analyze pgqueue.requeued_messages;
+select pgqueue._prune_requeued(q, array['(0,1)']::tid[], '2029-01-01')
+from pgqueue.queues q, generate_series(1, 10) where q.name = 'pruned';
+insert into pgqueue.requeued_messages (queue_name, check_at, id)
+select 'pruned', '2030-01-01'::timestamptz + i * interval '1 us', i from generate_series(1, 20000) i;
+delete from pgqueue.requeued_messages where queue_name = 'pruned';
+insert into pgqueue.requeued_messages (queue_name, check_at, id) select 'pruned', '2030-01-02', i from generate_series(1, 10) i;
+create temporary table gone on commit drop as
+select array_agg(r.ctid) as places from pgqueue.requeued_messages r where r.queue_name = 'pruned';
+select cmp_ok(
+    pg_temp.buffers(
+        'pgqueue._prune_requeued(q, %L, ''2030-01-03'') from pgqueue.queues q where q.name = ''pruned''', g.places::text),
+    '<', 100, 'rows of requeued_messages are deleted by their place'
+) from gone g;
 
 -- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
 set local work_mem = '64kB';
