@@ -24,7 +24,8 @@ create type pgqueue.queue as (
     created_at timestamptz,
     updated_at timestamptz,
     archive_for interval,
-    expires_after_idle interval
+    expires_after_idle interval,
+    dedup_window interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -249,6 +250,7 @@ create table pgqueue.queues (
     waiting_until regclass not null,
     archive_for interval,
     expires_after_idle interval,
+    dedup_window interval not null default '5 min',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -264,7 +266,8 @@ create table pgqueue.queues (
         and backoff_jitter between 0 and 1
     ),
     constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
+    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days')
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -272,6 +275,8 @@ comment on column pgqueue.queues.archive_for is
 'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
 comment on column pgqueue.queues.expires_after_idle is
 'The time after which an empty queue that is not used is dropped; null: never.';
+comment on column pgqueue.queues.dedup_window is
+'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -472,6 +477,34 @@ comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
 comment on column pgqueue.requeued_messages.held is
 'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
+
+create table pgqueue.dedup_keys (
+    slice int not null,
+    queue_id bigint not null,
+    dedup_key text collate "C" not null,
+    period bigint not null,
+    id bigint not null,
+    enqueued_at timestamptz not null,
+    constraint dedup_keys_pkey primary key (slice, queue_id, dedup_key, period)
+) partition by list (slice);
+comment on table pgqueue.dedup_keys is
+'The keys that senders have given to messages, and the message that has each key. A row belongs to a period of an hour,
+a day or 30 days, whichever the window of the queue fits into. Three tables for each length take turns and are truncated
+when their period has ended.';
+comment on column pgqueue.dedup_keys.slice is
+'The number of the table: 0 to 2 for periods of an hour, 3 to 5 for days, 6 to 8 for 30 days.';
+comment on column pgqueue.dedup_keys.queue_id is
+'The number of the queue. A new queue with the name of a dropped one has another number, so its keys are free.';
+comment on column pgqueue.dedup_keys.period is
+'The number of the period, counted from 1970.';
+do $$
+begin
+    for n in 0..8 loop
+        execute format('create table pgqueue.dedup_keys_%s partition of pgqueue.dedup_keys for values in (%1$s)', n);
+        execute format('comment on table pgqueue.dedup_keys_%s is %L', n, 'The keys of one period.');
+    end loop;
+end;
+$$;
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,
@@ -705,6 +738,7 @@ select pg_extension_config_dump('pgqueue.next_compaction_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');
+select pg_extension_config_dump('pgqueue.dedup_keys', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
@@ -726,11 +760,14 @@ begin
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c
             where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
-                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and c.relname !~ '^(archived_messages|dedup_keys)_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
                 and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
                     'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
                 )::boolean end
         )$condition$);
+    end loop;
+    for n in 0..8 loop
+        perform pg_extension_config_dump(format('pgqueue.dedup_keys_%s', n), '');
     end loop;
 end;
 $$;
@@ -1520,6 +1557,24 @@ end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers if any are waiting.';
+
+create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
+    lock table only pgqueue.messages in row exclusive mode;
+    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
+    end if;
+    -- Without a notification, a waiting consumer could sleep past this due time.
+    perform pgqueue._wake_waiting(q, pgqueue._now());
+end;
+$$;
+comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
+'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
 -- Removes messages. A processed message is deleted or, if its queue has archive_for, moved to the archive; a failed one
 -- becomes a dead letter. Archiving on acknowledgement is part of the core: every acknowledgement passes here, and an
 -- event would add a call to each.
@@ -1684,7 +1739,8 @@ as $$
     select row(
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
+        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
+        q.dedup_window
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -1752,6 +1808,12 @@ begin
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
             'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
+    if pgqueue._is_interval_between(q.dedup_window, '0', '0') is not true
+        and pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days') is not true
+    then
+        perform pgqueue._raise_invalid('dedup_window', q.dedup_window::text,
+            'an interval from 1 s to 30 days, or 0 for as long as the message lives');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -1777,7 +1839,8 @@ create function pgqueue.create_queue(
     backoff_jitter double precision default 0.2,
     if_not_exists boolean default false,
     archive_for interval default null,
-    expires_after_idle interval default null
+    expires_after_idle interval default null,
+    dedup_window interval default '5 min'
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -1809,6 +1872,7 @@ begin
     q.backoff_jitter := backoff_jitter;
     q.archive_for := archive_for;
     q.expires_after_idle := expires_after_idle;
+    q.dedup_window := dedup_window;
     perform pgqueue._check_settings(q);
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
@@ -1850,7 +1914,7 @@ begin
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle
+        expires_after_idle, dedup_window
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -1863,7 +1927,7 @@ begin
         pgqueue._create_register(q.queue_id, 'first_due_at'),
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
-        create_queue.expires_after_idle
+        create_queue.expires_after_idle, create_queue.dedup_window
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -1876,7 +1940,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval
+    boolean, interval, interval, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -1889,7 +1953,9 @@ archive_for (1 day to 10 years) is the minimum time for which acknowledged messa
 pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
 for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
 and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
-dedicated, the next call that creates or exposes a dedicated queue. Raises 22023, PQ002 if the queue exists, and PQ004
+dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
+enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
+Raises 22023, PQ002 if the queue exists, and PQ004
 if a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
@@ -1948,7 +2014,8 @@ create function pgqueue.alter_queue(
     backoff_max interval default null,
     backoff_jitter double precision default null,
     archive_for interval default null,
-    expires_after_idle interval default null
+    expires_after_idle interval default null,
+    dedup_window interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -1971,13 +2038,14 @@ begin
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
     q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
+    q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
-        expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
+        expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -1990,12 +2058,13 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval
+    interval, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
-messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. Raises 22023, PQ001,
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window applies to messages that are sent from then
+on; the keys of earlier ones may be free at once. Raises 22023, PQ001,
 and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
 relation.';
 
@@ -2257,6 +2326,347 @@ $$;
 comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';
+-- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
+-- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. So
+-- one table is read, its unique index decides between concurrent transactions, and the table of a period that has ended
+-- is truncated as a whole.
+
+create function pgqueue._dedup_class(dedup_window interval)
+returns int
+language sql immutable parallel safe
+as $$
+    select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
+$$;
+comment on function pgqueue._dedup_class(interval) is
+'The length of the periods for a window: 0 for an hour, 1 for a day, 2 for 30 days. At least the window. Inlined.';
+
+create function pgqueue._dedup_period(class int, at timestamptz)
+returns bigint
+language sql stable parallel safe
+as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
+comment on function pgqueue._dedup_period(int, timestamptz) is
+'The number of the period that contains a time. Inlined.';
+
+create function pgqueue._dedup_slice(class int, period bigint)
+returns int
+language sql immutable parallel safe
+as $$ select 3 * class + (period % 3)::int $$;
+comment on function pgqueue._dedup_slice(int, bigint) is
+'The number of the table that records the keys of a period. Each class has three tables, which take turns. Inlined.';
+
+create function pgqueue._end_of_window(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language sql stable parallel safe
+as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
+comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
+'Until when a key that is sent at a time can be taken. With dedup_window 0 it is taken as long as its message lives, but
+at most 30 days.';
+
+create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
+        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
+    end if;
+    perform pgqueue._raise_invalid('dedup_key', left(k, 300), '1 to 255 characters')
+    from unnest(dedup_keys) as k
+    where char_length(k) not between 1 and 255;
+end;
+$$;
+comment on function pgqueue._check_dedup(text[], text) is
+'Raises 22023 for a key that is empty or too long, and for an unknown on_duplicate. Null keys are allowed.';
+
+create function pgqueue._read_keys(
+    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
+    out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+begin
+    -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
+    -- truncation of one of them. The lock comes first, so that the second statement sees what its holder has done.
+    if lock then
+        execute format('
+            select from pgqueue.dedup_keys_%s k
+            where k.queue_id = $1 and k.dedup_key = any ($3 collate "C") and k.period = $2
+            order by k.dedup_key for update', slice)
+        using q.queue_id, period, keys;
+    end if;
+    -- `offset 0` keeps the planner from a join that reads all keys of the queue.
+    execute format('
+        select array_agg(u.key), array_agg(k.id), array_agg(case
+            when pgqueue._end_of_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            then k.id
+        end)
+        from unnest($3) as u (key)
+        cross join lateral (
+            select c.id, c.enqueued_at from pgqueue.dedup_keys_%s c
+            where c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2 offset 0
+        ) k',
+        case
+            when q.dedup_window > '0' then 'true'
+            else '
+                exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
+                or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
+        end, slice)
+    into found_keys, found_ids, taken_ids
+    using q, period, keys, at, new_ids, gone;
+end;
+$$;
+comment on function pgqueue._read_keys(
+    pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
+) is
+'The keys that are recorded in a period, their messages, and the same messages with null if the key is free: its window
+has ended, or the message is one of gone. With dedup_window 0 it is also free if the message neither exists nor is one
+of new_ids, which the caller is about to add. With lock, waits for other transactions that replace the messages.';
+
+create function pgqueue._move_key(
+    q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    moved int;
+begin
+    if new_id is null then
+        execute format('
+            delete from pgqueue.dedup_keys_%s k
+            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+        using q.queue_id, period, key, old_id;
+    else
+        execute format('
+            update pgqueue.dedup_keys_%s k set id = $5, enqueued_at = $6
+            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+        using q.queue_id, period, key, old_id, new_id, at;
+    end if;
+    get diagnostics moved = row_count;
+    return moved = 1;
+end;
+$$;
+comment on function pgqueue._move_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
+'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
+
+create function pgqueue._take_key(
+    q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
+    lock boolean
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    holder bigint;
+    earlier record;
+begin
+    -- Between two of the statements another transaction can forget the key or take it over. Then all is tried again.
+    while holder is null loop
+        insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+        values (slice, _take_key.period, q.queue_id, key, new_id, at)
+        on conflict do nothing
+        returning dedup_keys.id into holder;
+        if not found then
+            earlier := pgqueue._read_keys(q, period, array[key], at, new_ids, gone, lock);
+            holder := earlier.taken_ids[1];
+            if holder is null and pgqueue._move_key(q, period, key, earlier.found_ids[1], new_id, at) then
+                holder := new_id;
+            end if;
+        end if;
+    end loop;
+    return holder;
+end;
+$$;
+comment on function pgqueue._take_key(
+    pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
+) is
+'Records a key for new_id, unless it is taken, and returns the message that has it then. Waits for a transaction that
+has sent the same key.';
+
+create function pgqueue._take_keys(
+    q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    class constant int := pgqueue._dedup_class(q.dedup_window);
+    present constant bigint := pgqueue._dedup_period(class, at);
+    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_window(q, at));
+    replaces constant boolean := on_duplicate = 'replace';
+    holders bigint[] := ids;
+    added bigint[];
+    missed text[];
+    found record;
+    e record;
+begin
+    -- The later period comes first: a message whose window begins in the next period is recorded only there.
+    for period in reverse latest..present loop
+        -- Keys are taken in their order, so that two calls cannot wait for each other.
+        with new_keys as (
+            insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+            select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
+            from unnest(keys, ids, holders) as u (key, id, holder)
+            where u.key is not null and u.id = u.holder
+            order by u.key collate "C", case when replaces then -u.id else u.id end
+            on conflict do nothing
+            returning dedup_keys.id
+        )
+        select array_agg(n.id) into added from new_keys n;
+        missed := array(
+            select distinct u.key collate "C" from unnest(keys, ids, holders) as u (key, id, holder)
+            where u.key is not null and u.id = u.holder and u.id not in (select i from unnest(added) as i)
+        );
+        continue when missed = '{}';
+
+        found := pgqueue._read_keys(q, period, missed, at, ids, gone, replaces);
+        for e in
+            select u.key, u.id, u.n, k.id as taken_by
+            from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
+            left join unnest(found.found_keys, found.taken_ids) as k (key, id) on k.key = u.key
+            where u.key = any (missed) and u.id = u.holder
+            order by u.key collate "C", case when replaces then -u.id else u.id end
+        loop
+            holders[e.n] := coalesce(e.taken_by, pgqueue._take_key(q, period, e.key, e.id, at, ids, gone, replaces));
+            if holders[e.n] <> e.id and period < latest then
+                perform pgqueue._move_key(q, latest, e.key, e.id, null, at);
+            end if;
+        end loop;
+    end loop;
+    return holders;
+end;
+$$;
+comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
+messages gone count as free. Of several elements with a key the first one has it, with on_duplicate replace the last. An
+element without a key keeps its id.';
+
+create function pgqueue._replace_message(
+    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
+    payload jsonb, body bytea, headers jsonb
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
+begin
+    -- A row that another transaction holds is being claimed or replaced.
+    update pgqueue.scheduled_messages s
+    set due_at = new_due_at, expires_at = _replace_message.expires_at,
+        message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
+        headers = _replace_message.headers, transport_headers = null
+    where s.ctid = (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
+    );
+    if not found then
+        update pgqueue.messages m
+        set expires_at = _replace_message.expires_at, message_id = _replace_message.message_id,
+            payload = _replace_message.payload, body = _replace_message.body, headers = _replace_message.headers,
+            transport_headers = null
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = _replace_message.id
+                and (pgqueue._is_ready(c, at) or c.attempt_count = 0)
+            for update skip locked
+        );
+        if not found or delay = interval '0' then
+            return found;
+        end if;
+        with moved as (
+            delete from pgqueue.messages m where m.queue_name = q.name and m.id = _replace_message.id returning *
+        )
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error
+        )
+        select
+            d.id, d.queue_name, new_due_at, d.enqueued_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+        from moved d;
+    end if;
+    perform pgqueue._announce_due(q, new_due_at);
+    return true;
+end;
+$$;
+comment on function pgqueue._replace_message(
+    pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
+) is
+'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has claimed
+it, if another transaction holds it, or if it is gone.';
+
+create function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+returns bigint
+language sql volatile
+as $$
+    select (pgqueue._read_keys(
+        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
+    )).taken_ids[1]
+$$;
+comment on function pgqueue._key_holder(pgqueue.queues, text, timestamptz) is
+'The message that has a key; null if the key is free.';
+
+create function pgqueue._free_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
+returns void
+language sql volatile
+as $$
+    select pgqueue._move_key(q, period, dedup_key, id, null, at)
+    from generate_series(
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+    ) as period
+$$;
+comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
+'Makes the key of a message free.';
+
+create function pgqueue._on_compaction_due_dedup(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    period bigint;
+    slice int;
+begin
+    -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
+    for class in 0..2 loop
+        period := pgqueue._dedup_period(class, at - interval '1 min');
+        slice := pgqueue._dedup_slice(class, period + 2);
+        if period = pgqueue._dedup_period(class, at)
+            and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
+        then
+            begin
+                execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
+                execute format('truncate only pgqueue.dedup_keys_%s', slice);
+            exception when lock_not_available then
+                null;
+            end;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+'Truncates the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create function pgqueue._check_content(
@@ -2312,24 +2722,6 @@ $$;
 comment on function pgqueue._check_enqueue(interval, interval) is
 'Raises 22023 for a delay or an expires_in that is out of bounds.';
 
-create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
-    lock table only pgqueue.messages in row exclusive mode;
-    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
-        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
-    end if;
-    -- Without a notification, a waiting consumer could sleep past this due time.
-    perform pgqueue._wake_waiting(q, pgqueue._now());
-end;
-$$;
-comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
-
 create function pgqueue._enqueue(
     queue_name text,
     payload jsonb,
@@ -2379,6 +2771,84 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
+create function pgqueue._is_plain(
+    q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+)
+returns boolean
+language sql volatile
+as $$
+    select case
+            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
+            when pg_relation_filenode(q.waiting_until) is null then false
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
+                then pg_notify(pgqueue.channel(q.name), '') is not null
+        end
+        and body is null and delay = interval '0' and expires_in is null
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
+        and octet_length(payload::text) <= q.max_payload_bytes
+        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+$$;
+comment on function pgqueue._is_plain(pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea) is
+'Whether a message has a valid payload, and neither body, delay nor expiry. Also notifies waiting consumers. Inlined.';
+
+create function pgqueue._enqueue_once(
+    queue_name text,
+    payload jsonb,
+    delay interval,
+    headers jsonb,
+    expires_in interval,
+    message_id uuid,
+    body bytea,
+    dedup_key text,
+    on_duplicate text
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    new_id bigint;
+begin
+    -- The fast path of enqueue for a key that is new and whose window ends within the period: two inserts instead of one.
+    with new_key as (
+        insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+        select
+            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
+            _enqueue_once.dedup_key, nextval('pgqueue.message_id'), at
+        from pgqueue.queues q
+        cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
+        where q.name = _enqueue_once.queue_name collate "C"
+            and p.period = pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+            and char_length(_enqueue_once.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
+            and pgqueue._is_plain(
+                q, at, _enqueue_once.payload, _enqueue_once.delay, _enqueue_once.headers, expires_in, _enqueue_once.body)
+        on conflict do nothing
+        returning dedup_keys.id
+    )
+    insert into pgqueue.messages (
+        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers
+    )
+    select
+        k.id, q.name, at, at,
+        case when pgqueue._count('enqueued', _enqueue_once.queue_name, 1) = 1 then q.max_attempts end,
+        _enqueue_once.message_id, _enqueue_once.payload, _enqueue_once.headers
+    from new_key k
+    join pgqueue.queues q on q.name = _enqueue_once.queue_name collate "C"
+    returning messages.id into new_id;
+    if not found then
+        new_id := pgqueue.enqueue_batch(
+            queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
+            dedup_keys => array[dedup_key], on_duplicate => on_duplicate);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue._enqueue_once(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
+
 create function pgqueue.enqueue(
     queue_name text,
     payload jsonb default null,
@@ -2386,7 +2856,9 @@ create function pgqueue.enqueue(
     headers jsonb default null,
     expires_in interval default null,
     message_id uuid default null,
-    body bytea default null
+    body bytea default null,
+    dedup_key text default null,
+    on_duplicate text default 'keep'
 )
 returns bigint
 language plpgsql volatile security definer
@@ -2410,34 +2882,31 @@ begin
         enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
-        and case
-            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
-            when pg_relation_filenode(q.waiting_until) is null then false
-            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
-            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
-                then pg_notify(pgqueue.channel(q.name), '') is not null
-        end
-        and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
-        and octet_length(enqueue.payload::text) <= q.max_payload_bytes
-        and (
-            enqueue.headers is null
-            or jsonb_typeof(enqueue.headers) = 'object' and octet_length(enqueue.headers::text) <= 65536
-        )
+        and enqueue.dedup_key is null
+        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
     end if;
+    if dedup_key is not null then
+        return pgqueue._enqueue_once(
+            queue_name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate);
+    end if;
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
 message is no longer delivered: it is removed, to the dead letters if the queue has dead_letter_expired. Both count from
 the time of the call, not from the start of the transaction. message_id is an identifier that the sender chooses; it is
-not checked for uniqueness. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+not checked for uniqueness. dedup_key (1 to 255 characters) is: while another message of the queue has the same key, no
+message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
+message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
+message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
+message is added and has the key from now on. A call with a key waits for a transaction that has sent the same key.
+Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
     queue_name text,
@@ -2447,7 +2916,9 @@ create function pgqueue.enqueue_batch(
     expires_in interval default null,
     message_ids uuid[] default null,
     bodies bytea[] default null,
-    delays interval[] default null
+    delays interval[] default null,
+    dedup_keys text[] default null,
+    on_duplicate text default 'keep'
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -2459,6 +2930,9 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
     ids bigint[];
+    holders bigint[];
+    gone bigint[] := '{}'::bigint[];
+    lost bigint[];
     due_at timestamptz;
 begin
     if n = 0 then
@@ -2470,7 +2944,8 @@ begin
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
-            ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays))
+            ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
+            ('dedup_keys', cardinality(dedup_keys))
     ) as a (argument, given)
     where a.given <> n;
     perform pgqueue._check_enqueue(delay, expires_in);
@@ -2484,15 +2959,42 @@ begin
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(
-        select nextval('pgqueue.message_id') from generate_series(1, pgqueue._count('enqueued', q.name, n)));
+        select nextval('pgqueue.message_id')
+        from generate_series(1, case when dedup_keys is null then pgqueue._count('enqueued', q.name, n) else n end));
+    if dedup_keys is not null then
+        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
+        loop
+            holders := pgqueue._take_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+            exit when on_duplicate = 'keep';
+            lost := array(
+                select d.holder
+                from (
+                    select distinct on (u.holder) u.*
+                    from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
+                        as u (holder, payload, body, headers, message_id, delay, n)
+                    where u.holder <> all (ids)
+                    order by u.holder, u.n desc
+                ) d
+                where not pgqueue._replace_message(
+                    q, d.holder, at, coalesce(d.delay, enqueue_batch.delay), pgqueue._add_interval(at, expires_in),
+                    d.message_id, d.payload, d.body, d.headers)
+            );
+            exit when lost = '{}';
+            -- A message that cannot be replaced loses its key.
+            gone := gone || lost;
+        end loop;
+        perform pgqueue._count('enqueued', q.name, count(*)::int)
+        from unnest(ids, holders) as u (id, holder) where u.id = u.holder;
+    end if;
 
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
     select
         u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
-    from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
-    where coalesce(u.delay, enqueue_batch.delay) = interval '0';
+    from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+        as u (id, payload, body, headers, message_id, delay, holder)
+    where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
         perform pgqueue._wake_waiting(q, at);
     end if;
@@ -2511,9 +3013,10 @@ begin
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
                     row_number() over (partition by w.delay order by u.id) as n
-                from unnest(ids, payloads, bodies, headers, message_ids, delays)
-                    as u (id, payload, body, headers, message_id, delay)
+                from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+                    as u (id, payload, body, headers, message_id, delay, holder)
                 cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
+                where coalesce(u.holder, u.id) = u.id
             ) d
             where d.delay > interval '0'
             returning scheduled_messages.due_at
@@ -2523,13 +3026,16 @@ begin
             perform pgqueue._announce_due(q, due_at);
         end if;
     end if;
-    return query select i from unnest(ids) as i;
+    return query select i from unnest(coalesce(holders, ids)) as i;
 end;
 $$;
-comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
+comment on function pgqueue.enqueue_batch(
+    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text
+) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
+with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
 payload, body or headers are too large.';
 -- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
@@ -7454,7 +7960,9 @@ create function pgqueue.publish(
     expires_in interval default null,
     message_id uuid default null,
     body bytea default null,
-    base_topics text[] default null
+    base_topics text[] default null,
+    dedup_key text default null,
+    on_duplicate text default 'keep'
 )
 returns int
 language plpgsql volatile security definer
@@ -7494,6 +8002,15 @@ begin
     end if;
     perform pgqueue._check_content(smallest, payload, body, headers);
 
+    if dedup_key is not null then
+        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
+        perform e
+        from unnest(names) as n
+        cross join lateral pgqueue.enqueue_batch(
+            n, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
+            dedup_keys => array[dedup_key], on_duplicate => on_duplicate) e;
+        return coalesce(cardinality(names), 0);
+    end if;
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -7527,12 +8044,12 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
 number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
 its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
 is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
-255 characters: words joined by dots. Raises 22023, PQ003.';
+255 characters: words joined by dots. A queue in which dedup_key is taken counts, too. Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
@@ -8265,6 +8782,32 @@ gone. Waits for no consumer, and wins against none: a message that is claimed at
 cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
 letters stay: purge_dead_messages removes them. A tick of a schedule that is cancelled before its time is added again:
 alter_schedule pauses the schedule. Raises 22023, PQ001.';
+
+create function pgqueue.cancel_by_key(queue_name text, dedup_key text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    id bigint;
+begin
+    if dedup_key is null then
+        perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
+    end if;
+    perform pgqueue._check_dedup(array[dedup_key], 'keep');
+    id := pgqueue._key_holder(q, dedup_key, at);
+    if id is null or not pgqueue.cancel(queue_name, id) then
+        return false;
+    end if;
+    perform pgqueue._free_key(q, dedup_key, id, at);
+    return true;
+end;
+$$;
+comment on function pgqueue.cancel_by_key(text, text) is
+'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
+taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -10056,6 +10599,7 @@ as $$
     ('unsubscribe', '{consumer,admin}'::text[]),
     ('list_subscriptions', '{consumer,admin}'::text[]),
     ('cancel', '{producer,admin}'::text[]),
+    ('cancel_by_key', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

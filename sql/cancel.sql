@@ -38,3 +38,29 @@ gone. Waits for no consumer, and wins against none: a message that is claimed at
 cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
 letters stay: purge_dead_messages removes them. A tick of a schedule that is cancelled before its time is added again:
 alter_schedule pauses the schedule. Raises 22023, PQ001.';
+
+create or replace function pgqueue.cancel_by_key(queue_name text, dedup_key text)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    id bigint;
+begin
+    if dedup_key is null then
+        perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
+    end if;
+    perform pgqueue._check_dedup(array[dedup_key], 'keep');
+    id := pgqueue._key_holder(q, dedup_key, at);
+    if id is null or not pgqueue.cancel(queue_name, id) then
+        return false;
+    end if;
+    perform pgqueue._free_key(q, dedup_key, id, at);
+    return true;
+end;
+$$;
+comment on function pgqueue.cancel_by_key(text, text) is
+'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
+taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';

@@ -10,6 +10,7 @@ select pg_extension_config_dump('pgqueue.next_compaction_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');
+select pg_extension_config_dump('pgqueue.dedup_keys', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.
 select pg_extension_config_dump('pgqueue.staged_attempts', 'where false');
@@ -31,11 +32,14 @@ begin
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c
             where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
-                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and c.relname !~ '^(archived_messages|dedup_keys)_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
                 and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
                     'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
                 )::boolean end
         )$condition$);
+    end loop;
+    for n in 0..8 loop
+        perform pg_extension_config_dump(format('pgqueue.dedup_keys_%s', n), '');
     end loop;
 end;
 $$;

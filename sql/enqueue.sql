@@ -53,24 +53,6 @@ $$;
 comment on function pgqueue._check_enqueue(interval, interval) is
 'Raises 22023 for a delay or an expires_in that is out of bounds.';
 
-create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
-    lock table only pgqueue.messages in row exclusive mode;
-    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
-        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
-    end if;
-    -- Without a notification, a waiting consumer could sleep past this due time.
-    perform pgqueue._wake_waiting(q, pgqueue._now());
-end;
-$$;
-comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
-'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';
-
 create or replace function pgqueue._enqueue(
     queue_name text,
     payload jsonb,
@@ -120,6 +102,84 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
+create or replace function pgqueue._is_plain(
+    q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+)
+returns boolean
+language sql volatile
+as $$
+    select case
+            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
+            when pg_relation_filenode(q.waiting_until) is null then false
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
+                then pg_notify(pgqueue.channel(q.name), '') is not null
+        end
+        and body is null and delay = interval '0' and expires_in is null
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
+        and octet_length(payload::text) <= q.max_payload_bytes
+        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+$$;
+comment on function pgqueue._is_plain(pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea) is
+'Whether a message has a valid payload, and neither body, delay nor expiry. Also notifies waiting consumers. Inlined.';
+
+create or replace function pgqueue._enqueue_once(
+    queue_name text,
+    payload jsonb,
+    delay interval,
+    headers jsonb,
+    expires_in interval,
+    message_id uuid,
+    body bytea,
+    dedup_key text,
+    on_duplicate text
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    new_id bigint;
+begin
+    -- The fast path of enqueue for a key that is new and whose window ends within the period: two inserts instead of one.
+    with new_key as (
+        insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+        select
+            pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
+            _enqueue_once.dedup_key, nextval('pgqueue.message_id'), at
+        from pgqueue.queues q
+        cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
+        where q.name = _enqueue_once.queue_name collate "C"
+            and p.period = pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+            and char_length(_enqueue_once.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
+            and pgqueue._is_plain(
+                q, at, _enqueue_once.payload, _enqueue_once.delay, _enqueue_once.headers, expires_in, _enqueue_once.body)
+        on conflict do nothing
+        returning dedup_keys.id
+    )
+    insert into pgqueue.messages (
+        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers
+    )
+    select
+        k.id, q.name, at, at,
+        case when pgqueue._count('enqueued', _enqueue_once.queue_name, 1) = 1 then q.max_attempts end,
+        _enqueue_once.message_id, _enqueue_once.payload, _enqueue_once.headers
+    from new_key k
+    join pgqueue.queues q on q.name = _enqueue_once.queue_name collate "C"
+    returning messages.id into new_id;
+    if not found then
+        new_id := pgqueue.enqueue_batch(
+            queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
+            dedup_keys => array[dedup_key], on_duplicate => on_duplicate);
+    end if;
+    return new_id;
+end;
+$$;
+comment on function pgqueue._enqueue_once(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
+
 create or replace function pgqueue.enqueue(
     queue_name text,
     payload jsonb default null,
@@ -127,7 +187,9 @@ create or replace function pgqueue.enqueue(
     headers jsonb default null,
     expires_in interval default null,
     message_id uuid default null,
-    body bytea default null
+    body bytea default null,
+    dedup_key text default null,
+    on_duplicate text default 'keep'
 )
 returns bigint
 language plpgsql volatile security definer
@@ -151,34 +213,31 @@ begin
         enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
-        and case
-            -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
-            when pg_relation_filenode(q.waiting_until) is null then false
-            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
-            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
-                then pg_notify(pgqueue.channel(q.name), '') is not null
-        end
-        and enqueue.body is null and enqueue.delay = interval '0' and enqueue.expires_in is null
-        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
-        and octet_length(enqueue.payload::text) <= q.max_payload_bytes
-        and (
-            enqueue.headers is null
-            or jsonb_typeof(enqueue.headers) = 'object' and octet_length(enqueue.headers::text) <= 65536
-        )
+        and enqueue.dedup_key is null
+        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
     end if;
+    if dedup_key is not null then
+        return pgqueue._enqueue_once(
+            queue_name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate);
+    end if;
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea) is
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
 message is no longer delivered: it is removed, to the dead letters if the queue has dead_letter_expired. Both count from
 the time of the call, not from the start of the transaction. message_id is an identifier that the sender chooses; it is
-not checked for uniqueness. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+not checked for uniqueness. dedup_key (1 to 255 characters) is: while another message of the queue has the same key, no
+message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
+message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
+message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
+message is added and has the key from now on. A call with a key waits for a transaction that has sent the same key.
+Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(
     queue_name text,
@@ -188,7 +247,9 @@ create or replace function pgqueue.enqueue_batch(
     expires_in interval default null,
     message_ids uuid[] default null,
     bodies bytea[] default null,
-    delays interval[] default null
+    delays interval[] default null,
+    dedup_keys text[] default null,
+    on_duplicate text default 'keep'
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -200,6 +261,9 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
     ids bigint[];
+    holders bigint[];
+    gone bigint[] := '{}'::bigint[];
+    lost bigint[];
     due_at timestamptz;
 begin
     if n = 0 then
@@ -211,7 +275,8 @@ begin
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
-            ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays))
+            ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
+            ('dedup_keys', cardinality(dedup_keys))
     ) as a (argument, given)
     where a.given <> n;
     perform pgqueue._check_enqueue(delay, expires_in);
@@ -225,15 +290,42 @@ begin
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(
-        select nextval('pgqueue.message_id') from generate_series(1, pgqueue._count('enqueued', q.name, n)));
+        select nextval('pgqueue.message_id')
+        from generate_series(1, case when dedup_keys is null then pgqueue._count('enqueued', q.name, n) else n end));
+    if dedup_keys is not null then
+        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
+        loop
+            holders := pgqueue._take_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+            exit when on_duplicate = 'keep';
+            lost := array(
+                select d.holder
+                from (
+                    select distinct on (u.holder) u.*
+                    from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
+                        as u (holder, payload, body, headers, message_id, delay, n)
+                    where u.holder <> all (ids)
+                    order by u.holder, u.n desc
+                ) d
+                where not pgqueue._replace_message(
+                    q, d.holder, at, coalesce(d.delay, enqueue_batch.delay), pgqueue._add_interval(at, expires_in),
+                    d.message_id, d.payload, d.body, d.headers)
+            );
+            exit when lost = '{}';
+            -- A message that cannot be replaced loses its key.
+            gone := gone || lost;
+        end loop;
+        perform pgqueue._count('enqueued', q.name, count(*)::int)
+        from unnest(ids, holders) as u (id, holder) where u.id = u.holder;
+    end if;
 
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
     )
     select
         u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
-    from unnest(ids, payloads, bodies, headers, message_ids, delays) as u (id, payload, body, headers, message_id, delay)
-    where coalesce(u.delay, enqueue_batch.delay) = interval '0';
+    from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+        as u (id, payload, body, headers, message_id, delay, holder)
+    where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
         perform pgqueue._wake_waiting(q, at);
     end if;
@@ -252,9 +344,10 @@ begin
             from (
                 select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
                     row_number() over (partition by w.delay order by u.id) as n
-                from unnest(ids, payloads, bodies, headers, message_ids, delays)
-                    as u (id, payload, body, headers, message_id, delay)
+                from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+                    as u (id, payload, body, headers, message_id, delay, holder)
                 cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
+                where coalesce(u.holder, u.id) = u.id
             ) d
             where d.delay > interval '0'
             returning scheduled_messages.due_at
@@ -264,11 +357,14 @@ begin
             perform pgqueue._announce_due(q, due_at);
         end if;
     end if;
-    return query select i from unnest(ids) as i;
+    return query select i from unnest(coalesce(holders, ids)) as i;
 end;
 $$;
-comment on function pgqueue.enqueue_batch(text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[]) is
+comment on function pgqueue.enqueue_batch(
+    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text
+) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
+with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
 payload, body or headers are too large.';

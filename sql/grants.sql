@@ -16,6 +16,7 @@ as $$
     ('unsubscribe', '{consumer,admin}'::text[]),
     ('list_subscriptions', '{consumer,admin}'::text[]),
     ('cancel', '{producer,admin}'::text[]),
+    ('cancel_by_key', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

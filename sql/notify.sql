@@ -43,3 +43,21 @@ end;
 $$;
 comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers if any are waiting.';
+
+create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- prepare_wait detects running senders by this lock. So the lock is taken before the registers are read.
+    lock table only pgqueue.messages in row exclusive mode;
+    if pgqueue._to_micros(due_at) < pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, pgqueue._to_micros(due_at));
+    end if;
+    -- Without a notification, a waiting consumer could sleep past this due time.
+    perform pgqueue._wake_waiting(q, pgqueue._now());
+end;
+$$;
+comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
+'Makes a due time known: claims look for scheduled messages from then on, and waiting consumers are notified.';

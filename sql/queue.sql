@@ -8,7 +8,8 @@ as $$
     select row(
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle
+        q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
+        q.dedup_window
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -76,6 +77,12 @@ begin
         perform pgqueue._raise_invalid('expires_after_idle', q.expires_after_idle::text,
             'an interval from 1 s to 10 years (3652.5 days), or null for never');
     end if;
+    if pgqueue._is_interval_between(q.dedup_window, '0', '0') is not true
+        and pgqueue._is_interval_between(q.dedup_window, '1 s', '30 days') is not true
+    then
+        perform pgqueue._raise_invalid('dedup_window', q.dedup_window::text,
+            'an interval from 1 s to 30 days, or 0 for as long as the message lives');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -101,7 +108,8 @@ create or replace function pgqueue.create_queue(
     backoff_jitter double precision default 0.2,
     if_not_exists boolean default false,
     archive_for interval default null,
-    expires_after_idle interval default null
+    expires_after_idle interval default null,
+    dedup_window interval default '5 min'
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -133,6 +141,7 @@ begin
     q.backoff_jitter := backoff_jitter;
     q.archive_for := archive_for;
     q.expires_after_idle := expires_after_idle;
+    q.dedup_window := dedup_window;
     perform pgqueue._check_settings(q);
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
@@ -174,7 +183,7 @@ begin
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle
+        expires_after_idle, dedup_window
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -187,7 +196,7 @@ begin
         pgqueue._create_register(q.queue_id, 'first_due_at'),
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
-        create_queue.expires_after_idle
+        create_queue.expires_after_idle, create_queue.dedup_window
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -200,7 +209,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval
+    boolean, interval, interval, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -213,7 +222,9 @@ archive_for (1 day to 10 years) is the minimum time for which acknowledged messa
 pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
 for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
 and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
-dedicated, the next call that creates or exposes a dedicated queue. Raises 22023, PQ002 if the queue exists, and PQ004
+dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
+enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
+Raises 22023, PQ002 if the queue exists, and PQ004
 if a longer transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
@@ -272,7 +283,8 @@ create or replace function pgqueue.alter_queue(
     backoff_max interval default null,
     backoff_jitter double precision default null,
     archive_for interval default null,
-    expires_after_idle interval default null
+    expires_after_idle interval default null,
+    dedup_window interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -295,13 +307,14 @@ begin
     q.backoff_jitter := coalesce(alter_queue.backoff_jitter, q.backoff_jitter);
     q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
+    q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
-        expires_after_idle = q.expires_after_idle, updated_at = pgqueue._now()
+        expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -314,12 +327,13 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval
+    interval, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
-messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. Raises 22023, PQ001,
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window applies to messages that are sent from then
+on; the keys of earlier ones may be free at once. Raises 22023, PQ001,
 and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
 relation.';
 

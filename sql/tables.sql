@@ -28,6 +28,7 @@ create table pgqueue.queues (
     waiting_until regclass not null,
     archive_for interval,
     expires_after_idle interval,
+    dedup_window interval not null default '5 min',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -43,7 +44,8 @@ create table pgqueue.queues (
         and backoff_jitter between 0 and 1
     ),
     constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
-    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days')
+    constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
+    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days')
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -51,6 +53,8 @@ comment on column pgqueue.queues.archive_for is
 'The minimum time for which acknowledged messages stay in archived_messages; null: they are not archived.';
 comment on column pgqueue.queues.expires_after_idle is
 'The time after which an empty queue that is not used is dropped; null: never.';
+comment on column pgqueue.queues.dedup_window is
+'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -251,6 +255,34 @@ comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
 comment on column pgqueue.requeued_messages.held is
 'Whether another transaction held the message. A claim that finds too few messages checks these rows at once.';
+
+create table pgqueue.dedup_keys (
+    slice int not null,
+    queue_id bigint not null,
+    dedup_key text collate "C" not null,
+    period bigint not null,
+    id bigint not null,
+    enqueued_at timestamptz not null,
+    constraint dedup_keys_pkey primary key (slice, queue_id, dedup_key, period)
+) partition by list (slice);
+comment on table pgqueue.dedup_keys is
+'The keys that senders have given to messages, and the message that has each key. A row belongs to a period of an hour,
+a day or 30 days, whichever the window of the queue fits into. Three tables for each length take turns and are truncated
+when their period has ended.';
+comment on column pgqueue.dedup_keys.slice is
+'The number of the table: 0 to 2 for periods of an hour, 3 to 5 for days, 6 to 8 for 30 days.';
+comment on column pgqueue.dedup_keys.queue_id is
+'The number of the queue. A new queue with the name of a dropped one has another number, so its keys are free.';
+comment on column pgqueue.dedup_keys.period is
+'The number of the period, counted from 1970.';
+do $$
+begin
+    for n in 0..8 loop
+        execute format('create table pgqueue.dedup_keys_%s partition of pgqueue.dedup_keys for values in (%1$s)', n);
+        execute format('comment on table pgqueue.dedup_keys_%s is %L', n, 'The keys of one period.');
+    end loop;
+end;
+$$;
 
 create table pgqueue.sweep_state (
     queue_name text collate "C" not null,

@@ -156,7 +156,9 @@ create or replace function pgqueue.publish(
     expires_in interval default null,
     message_id uuid default null,
     body bytea default null,
-    base_topics text[] default null
+    base_topics text[] default null,
+    dedup_key text default null,
+    on_duplicate text default 'keep'
 )
 returns int
 language plpgsql volatile security definer
@@ -196,6 +198,15 @@ begin
     end if;
     perform pgqueue._check_content(smallest, payload, body, headers);
 
+    if dedup_key is not null then
+        perform pgqueue._check_dedup(array[dedup_key], on_duplicate);
+        perform e
+        from unnest(names) as n
+        cross join lateral pgqueue.enqueue_batch(
+            n, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
+            dedup_keys => array[dedup_key], on_duplicate => on_duplicate) e;
+        return coalesce(cardinality(names), 0);
+    end if;
     if delay > interval '0' then
         insert into pgqueue.scheduled_messages (
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
@@ -229,12 +240,12 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[]) is
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
 number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
 its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
 is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
-255 characters: words joined by dots. Raises 22023, PQ003.';
+255 characters: words joined by dots. A queue in which dedup_key is taken counts, too. Raises 22023, PQ003.';
 
 create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void

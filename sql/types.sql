@@ -16,7 +16,8 @@ create type pgqueue.queue as (
     created_at timestamptz,
     updated_at timestamptz,
     archive_for interval,
-    expires_after_idle interval
+    expires_after_idle interval,
+    dedup_window interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';

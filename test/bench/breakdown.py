@@ -7,6 +7,7 @@ figures are written to results/breakdown.json, and by report.py to README.md in 
 
 import argparse
 import json
+import random
 import re
 import shutil
 import statistics
@@ -118,13 +119,28 @@ def verbs(backend: Backend) -> dict[str, Callable[[], Any]]:
     def enqueue() -> None:
         backend.run("select pgqueue.enqueue('orders', %s::jsonb)", backend.body)
 
+    def enqueue_with_key() -> None:
+        backend.run(
+            "select pgqueue.enqueue('orders', %s::jsonb, dedup_key => %s)", backend.body, f"{random.getrandbits(64):x}"
+        )
+
+    def enqueue_duplicate() -> None:
+        backend.run("select pgqueue.enqueue('orders', %s::jsonb, dedup_key => 'same')", backend.body)
+
     def exchange() -> None:
         ids, token = [held[-1][0]] if held else [], held[-1][1] if held else None
         held[:] = backend.run(
             "select id, claim_token from pgqueue.exchange('orders', %s::bigint[], %s::uuid) where not lost", ids, token
         )
 
-    return {"claim": claim, "ack": ack, "enqueue": enqueue, "exchange": exchange}
+    return {
+        "claim": claim,
+        "ack": ack,
+        "enqueue": enqueue,
+        "enqueue with a new dedup_key": enqueue_with_key,
+        "enqueue with a dedup_key that is taken": enqueue_duplicate,
+        "exchange": exchange,
+    }
 
 
 def parts(backend: Backend) -> dict[str, Callable[[], Any]]:

@@ -129,16 +129,21 @@ class AsyncQueues(_Calls):
         message_id: UUID | None = None,
         body: bytes | None = None,
         base_topics: Iterable[str] | None = None,
+        dedup_key: str | None = None,
+        on_duplicate: str | None = None,
     ) -> int:
         """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of queues.
 
         `topic` has 1 to 255 characters: words joined by dots. `base_topics` are further topics of the same event. A
         queue gets one copy, even if several of its subscriptions match; the header `pgqueue.topic` holds the topic. The
         other arguments are those of `AsyncQueue.enqueue` and apply to every copy. If the message exceeds the limit of
-        one queue, no queue gets it. Raises `InvalidArgument`, `PayloadTooLarge`.
+        one queue, no queue gets it. A queue in which `dedup_key` is taken counts, too. Raises `InvalidArgument`,
+        `PayloadTooLarge`.
         """
         return await self._one(
-            _calls.publish(topic, payload, delay, headers, expires_in, message_id, body, base_topics)
+            _calls.publish(
+                topic, payload, delay, headers, expires_in, message_id, body, base_topics, dedup_key, on_duplicate
+            )
         )
 
     async def list_schedules(self, queue_name: str | None = None) -> list[Schedule]:
@@ -279,6 +284,7 @@ class AsyncQueue(_Calls):
         if_not_exists: bool | None = None,
         archive_for: timedelta | None = None,
         expires_after_idle: timedelta | None = None,
+        dedup_window: timedelta | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -294,7 +300,8 @@ class AsyncQueue(_Calls):
         With `if_not_exists` (false) an existing queue is returned unchanged. `archive_for` (1 to 3652.5 days; None: no
         archive) keeps acknowledged messages in the table `archived_messages` for at least that time. With
         `expires_after_idle` (1 s to 3652.5 days; None: never) the queue is dropped when it was empty and unused for
-        that time.
+        that time. `dedup_window` (1 s to 30 days; 5 min) is the time for which a `dedup_key` is taken; `timedelta(0)`
+        means as long as its message lives, at most 30 days.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -314,6 +321,7 @@ class AsyncQueue(_Calls):
                 if_not_exists,
                 archive_for,
                 expires_after_idle,
+                dedup_window,
             )
         )
 
@@ -330,12 +338,14 @@ class AsyncQueue(_Calls):
         backoff_jitter: float | None = None,
         archive_for: timedelta | None = None,
         expires_after_idle: timedelta | None = None,
+        dedup_window: timedelta | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
         Messages keep the `max_attempts` that they were sent with. A new `archive_for` also applies to messages that are
         already archived. `timedelta(0)` ends archiving; archived messages are then kept for the time that was promised.
-        An `expires_after_idle` of `timedelta(0)` keeps the queue for good.
+        An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
+        that are sent from then on; the keys of earlier ones may be free at once.
 
         Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
         transport relation that a longer transaction uses.
@@ -354,6 +364,7 @@ class AsyncQueue(_Calls):
                 backoff_jitter,
                 archive_for,
                 expires_after_idle,
+                dedup_window,
             )
         )
 
@@ -430,6 +441,13 @@ class AsyncQueue(_Calls):
         """
         return await self._one(_calls.cancel(self.name, id))
 
+    async def cancel_by_key(self, dedup_key: str) -> bool:
+        """Remove the message that has a key, as `cancel` does, and make the key free. False if it removes nothing.
+
+        Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return await self._one(_calls.cancel_by_key(self.name, dedup_key))
+
     async def create_schedule(
         self,
         name: str,
@@ -486,6 +504,8 @@ class AsyncQueue(_Calls):
         expires_in: timedelta | None = None,
         message_id: UUID | None = None,
         body: bytes | None = None,
+        dedup_key: str | None = None,
+        on_duplicate: str | None = None,
     ) -> int:
         """Send a message in the caller's transaction. Returns its id.
 
@@ -494,9 +514,17 @@ class AsyncQueue(_Calls):
         `delay` (0 to 3652.5 days; 0) postpones the first delivery. After `expires_in` (0 to 3652.5 days; never) the
         message is dropped. `message_id` is an id of the sender and need not be unique.
 
+        `dedup_key` (1 to 255 characters): while another message of the queue has the same key, no message is added, and
+        the id of the other one is returned. A key is taken for the `dedup_window` of the queue. `on_duplicate` is
+        `"keep"` (the default) or `"replace"`: the other message gets the content, due time and expiry of this call,
+        unless a consumer has claimed it or it is gone; then this message is added. The call waits for a transaction
+        that has sent the same key.
+
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.
         """
-        return await self._one(_calls.enqueue(self.name, payload, delay, headers, expires_in, message_id, body))
+        return await self._one(
+            _calls.enqueue(self.name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate)
+        )
 
     async def enqueue_batch(
         self,
@@ -507,15 +535,29 @@ class AsyncQueue(_Calls):
         message_ids: Iterable[UUID | None] | None = None,
         bodies: Iterable[bytes | None] | None = None,
         delays: Iterable[timedelta | None] | None = None,
+        dedup_keys: Iterable[str | None] | None = None,
+        on_duplicate: str | None = None,
     ) -> list[int]:
         """Send many messages, all or none, in the caller's transaction. Returns their ids in the order of the
         arguments.
 
         Each iterable has one element per message; each message has exactly one of payload and body. An element of
-        `delays` that is not None overrides `delay`. The rest, including the errors, is as in `enqueue`.
+        `delays` that is not None overrides `delay`. Of the elements with the same key one is added, the last one if
+        `on_duplicate` is `"replace"`, and all get its id. The rest, including the errors, is as in `enqueue`.
         """
         return await self._all(
-            _calls.enqueue_batch(self.name, payloads, delay, headers, expires_in, message_ids, bodies, delays)
+            _calls.enqueue_batch(
+                self.name,
+                payloads,
+                delay,
+                headers,
+                expires_in,
+                message_ids,
+                bodies,
+                delays,
+                dedup_keys,
+                on_duplicate,
+            )
         )
 
     async def enqueue_copy(self, rows: AsyncRows) -> int:

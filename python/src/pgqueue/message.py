@@ -32,6 +32,7 @@ class QueueInfo:
 
     `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
     is None if it is never dropped for being idle.
+    A `dedup_window` of `timedelta(0)` means as long as a message lives.
     """
 
     name: str
@@ -50,6 +51,7 @@ class QueueInfo:
     updated_at: datetime
     archive_for: timedelta | None
     expires_after_idle: timedelta | None
+    dedup_window: timedelta
 
 
 @dataclass(frozen=True, slots=True)

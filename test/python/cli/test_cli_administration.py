@@ -92,6 +92,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
         *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
+        *("--dedup-window", "2h"),
     ).records[0]
     expected = {
         "visibility_timeout": 7200,
@@ -105,6 +106,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "backoff_jitter": 0,
         "archive_for": 2592000,
         "expires_after_idle": 7776000,
+        "dedup_window": 7200,
     }
     assert {name: changed[name] for name in expected} == expected
     assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at"}
@@ -137,6 +139,7 @@ def test_show_prints_all_settings(cli: Callable[..., Done], orders: pgqueue.Queu
         "expired ones": "are deleted",
         "backoff": "1s, 2 times as long after each failure, up to 10m; 20% of it random",
         "max payload": "262,144 bytes",
+        "keys taken": "for 5m",
         "table": "shared",
     }
     orders.alter_queue(archive_for=timedelta(days=7), expires_after_idle=timedelta(days=1))
@@ -302,3 +305,29 @@ def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Callable[...,
     assert (missed.status, missed.out) == (3, "0 cancelled\n")
     assert f"claimed or gone: {claimed}, {ready}" in missed.err
     assert cli("cancel", orders.name, str(ready), "--json").records == [{"id": ready, "cancelled": False}]
+
+
+def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    assert cli("alter", orders.name, "--dedup-window", "1h").status == 0
+    assert "keys taken          for 1h" in cli("show", orders.name).out
+    first = cli("send", orders.name, "1", "--dedup-key", "k", "--json").records
+    assert cli("send", orders.name, "2", "--dedup-key", "k", "--json").records == first
+    assert orders.browse()[0].payload == 1
+    replaced = cli("send", orders.name, "3", "--dedup-key", "k", "--on-duplicate", "replace", "--json").records
+    assert (replaced, orders.browse()[0].payload) == (first, 3)
+    assert cli("cancel", orders.name, "--key", "k").out == "1 cancelled\n"
+    missed = cli("cancel", orders.name, "--key", "k", "--json")
+    assert (missed.status, missed.records) == (3, [{"dedup_key": "k", "cancelled": False}])
+    assert cli("alter", orders.name, "--dedup-window", "0").status == 0
+    assert "keys taken          while the message lives" in cli("show", orders.name).out
+
+
+def test_options_for_keys_are_checked(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    several = cli("send", orders.name, "1", "2", "--dedup-key", "k")
+    assert (several.status, "only with one payload" in several.err) == (2, True)
+    alone = cli("send", orders.name, "1", "--on-duplicate", "replace")
+    assert (alone.status, "only with --dedup-key" in alone.err) == (2, True)
+    nothing = cli("cancel", orders.name)
+    assert (nothing.status, "nothing to cancel" in nothing.err) == (2, True)
+    long = cli("send", orders.name, "1", "--dedup-key", "x" * 256)
+    assert (long.status, "invalid dedup_key" in long.err) == (1, True)

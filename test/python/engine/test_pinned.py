@@ -8,7 +8,8 @@ import psycopg
 import pytest
 from clients import connect, wait_for
 
-ROUNDS = int(os.environ.get("PGQUEUE_TEST_PINNED_ROUNDS", "25"))  # of 1,000 messages: 3,000 nacks, 100 delays and 1,000 redrives each
+# A round of 1,000 messages makes 3,000 nacks, 100 delays and 1,000 redrives.
+ROUNDS = int(os.environ.get("PGQUEUE_TEST_PINNED_ROUNDS") or 25)
 
 CHURN = """
 create procedure churn(rounds int) language plpgsql as $$

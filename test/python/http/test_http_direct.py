@@ -207,6 +207,17 @@ def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql
         ]
 
 
+def test_a_message_with_a_key_is_sent_once(queue: DirectQueue) -> None:
+    def send(*messages: dict[str, Any]) -> list[int]:
+        ids: list[int] = queue.post("enqueue", {"messages": list(messages)}).json()["message_ids"]
+        return ids
+
+    (first,) = send({"payload": 1, "dedup_key": "k"})
+    second, other = send({"payload": 2, "dedup_key": "k"}, {"payload": 3, "dedup_key": None})
+    assert (second, send({"payload": 4, "dedup_key": "k", "on_duplicate": "replace"})) == (first, [first])
+    assert [(each["id"], each["payload"]) for each in queue.claim(max_messages=100)] == [(first, 4), (other, 3)]
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -216,6 +227,9 @@ def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql
         ({"body": "AA"}, "body"),
         ({"body": "A\nAA"}, "body"),
         ({"body": "AA==AA=="}, "body"),
+        ({"payload": 1, "dedup_key": ""}, "dedup_key"),
+        ({"payload": 1, "dedup_key": "x" * 256}, "dedup_key"),
+        ({"payload": 1, "dedup_key": "k", "on_duplicate": "skip"}, "on_duplicate"),
         ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),
         ({"payload": 1, "expires_in_seconds": 315_576_001}, "expires_in_seconds"),
         ({"payload": 1, "message_id": "order-1"}, "message_id"),

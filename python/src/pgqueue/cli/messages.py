@@ -122,16 +122,28 @@ def nack(
     _report(session, settled, "rejected" if reject else "returned")
 
 
-def cancel(session: Session, queue: QueueName, ids: Claimed) -> None:
-    """Remove messages that no consumer has claimed.
+def cancel(
+    session: Session,
+    queue: QueueName,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID", help="Ids of messages.", show_default=False)] = None,
+    key: Annotated[
+        list[str] | None, typer.Option("--key", metavar="KEY", help="The key of send --dedup-key.", show_default=False)
+    ] = None,
+) -> None:
+    """Remove messages that no consumer has claimed, by their ids or by their keys.
 
     The exit status is 3 if a message was claimed or is gone; the other messages are removed.
     """
+    if not ids and not key:
+        raise typer.BadParameter("nothing to cancel: give ids, or --key KEY.")
     with session.queue(queue) as verbs:
-        cancelled = {each: verbs.cancel(each) for each in ids}
+        by_id = {each: verbs.cancel(each) for each in ids or ()}
+        by_key = {each: verbs.cancel_by_key(each) for each in key or ()}
+    cancelled = by_id | by_key
     missed = [each for each, is_gone in cancelled.items() if not is_gone]
     if session.json:
-        session.lines({"id": each, "cancelled": is_gone} for each, is_gone in cancelled.items())
+        session.lines({"id": each, "cancelled": is_gone} for each, is_gone in by_id.items())
+        session.lines({"dedup_key": each, "cancelled": is_gone} for each, is_gone in by_key.items())
     else:
         session.say(f"{len(cancelled) - len(missed):,} cancelled")
     if missed:

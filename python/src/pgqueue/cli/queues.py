@@ -64,6 +64,11 @@ ExpiresAfterIdle = Annotated[
     duration_option(help="Drop the queue when it is empty and unused for so long (never; 1s to 3652d)."),
 ]
 
+DedupWindow = Annotated[
+    timedelta | None,
+    duration_option(help="How long a key of send --dedup-key is taken (5m; 1s to 30d; 0: while its message lives)."),
+]
+
 
 def create(
     session: Session,
@@ -79,6 +84,7 @@ def create(
     max_payload_bytes: MaxPayloadBytes = None,
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
+    dedup_window: DedupWindow = None,
     dedicated: Annotated[
         bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
     ] = False,
@@ -100,6 +106,7 @@ def create(
             if_not_exists=if_not_exists or None,
             archive_for=archive_for,
             expires_after_idle=expires_after_idle,
+            dedup_window=dedup_window,
         )
     _report(session, info)
 
@@ -118,6 +125,7 @@ def alter(
     max_payload_bytes: MaxPayloadBytes = None,
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
+    dedup_window: DedupWindow = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
@@ -137,6 +145,7 @@ def alter(
         "backoff_jitter": backoff_jitter,
         "archive_for": archive_for,
         "expires_after_idle": expires_after_idle,
+        "dedup_window": dedup_window,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
@@ -177,6 +186,7 @@ def show(session: Session, queue: QueueName) -> None:
         "dropped": f"after {format_duration(info.expires_after_idle)} without messages or use"
         if info.expires_after_idle
         else None,
+        "keys taken": f"for {format_duration(info.dedup_window)}" if info.dedup_window else "while the message lives",
         "table": "its own" if info.dedicated else "shared",
         "created": format_moment(info.created_at),
         "changed": format_moment(info.updated_at),

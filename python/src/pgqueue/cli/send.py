@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self
@@ -29,6 +30,13 @@ _STDIN: Final = "-"
 _BATCH = 1000  # messages per statement
 _BATCH_BYTES = 4 * 1024 * 1024
 _REFUSED = (psycopg.DataError, PayloadTooLarge, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex)
+
+
+class OnDuplicate(StrEnum):
+    """What happens to the message that has the key already."""
+
+    KEEP = "keep"
+    REPLACE = "replace"
 
 
 class Input(NamedTuple):
@@ -67,6 +75,14 @@ def send(
     expires_in: Annotated[
         timedelta | None, duration_option(help="Drop messages that are not consumed by then.")
     ] = None,
+    dedup_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Add no message while another one has this key.", show_default=False),
+    ] = None,
+    on_duplicate: Annotated[
+        OnDuplicate | None,
+        typer.Option(help="Keep the message that has the key (keep), or replace its content.", show_default=False),
+    ] = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Commit after every N messages.", show_default=False)
     ] = None,
@@ -79,6 +95,12 @@ def send(
     names its file and number. With --commit-every there are several transactions: those before the bad line stay, and
     the error says up to which line.
     """
+    if dedup_key is not None and (len(payload or ()) != 1):
+        raise typer.BadParameter(
+            "only with one payload: messages with the same key are one.", param_hint="'--dedup-key'"
+        )
+    if on_duplicate and dedup_key is None:
+        raise typer.BadParameter("only with --dedup-key.", param_hint="'--on-duplicate'")
     if payload and file:
         raise typer.BadParameter("not together with payloads.", param_hint="'--file'")
     if not payload and not file:
@@ -105,6 +127,8 @@ def send(
                 headers=[own_headers] * len(inputs) if own_headers else None,
                 delay=delay,
                 expires_in=expires_in,
+                dedup_keys=[dedup_key] * len(inputs) if dedup_key is not None else None,
+                on_duplicate=on_duplicate,
             )
 
         inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))

@@ -37,7 +37,9 @@ select pgqueue.enqueue(
     headers => nullif(m.message -> 'headers', 'null'),
     expires_in => (m.message ->> 'expires_in_seconds')::float8 * interval '1 s',
     message_id => (m.message ->> 'message_id')::uuid,
-    body => decode(m.message ->> 'body', 'base64')
+    body => decode(m.message ->> 'body', 'base64'),
+    dedup_key => m.message ->> 'dedup_key',
+    on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep')
 )
 from {} m
 """
@@ -75,7 +77,12 @@ async def enqueue_messages(
 
 
 def _has_rare_fields(message: DirectMessage) -> bool:
-    return message.body is not None or message.message_id is not None or message.expires_in_seconds is not None
+    return (
+        message.body is not None
+        or message.message_id is not None
+        or message.expires_in_seconds is not None
+        or message.dedup_key is not None
+    )
 
 
 def is_small(text: str) -> bool:

@@ -132,6 +132,12 @@ class DirectMessage(_Request):
     )
     message_id: Token | None = Field(None, description="An identifier that the sender chooses; need not be unique")
     body: Annotated[str, Field(pattern=_BASE64)] | None = Field(None, description="Bytes in base64, max 256 KB")
+    dedup_key: str | None = Field(
+        None, min_length=1, max_length=255, description="Add no message while another one of the queue has this key"
+    )
+    on_duplicate: Literal["keep", "replace"] = Field(
+        "keep", description="Keep the message that has the key, or replace its content, due time and expiry"
+    )
 
     @model_validator(mode="after")
     def _has_either_payload_or_body(self) -> Self:
@@ -310,6 +316,7 @@ class QueueSettings(BaseModel):
     updated_at: datetime
     archive_for_seconds: float | None
     expires_after_idle_seconds: float | None
+    dedup_window_seconds: float
 
 
 class ListedSettings(BaseModel):

@@ -77,6 +77,9 @@ _FIELDS: Final = (
     Field("backoff_jitter", "Backoff jitter", float, explanation="the largest part of the wait that is subtracted"),
     _duration("archive_for", "Archive for", "days", "empty: acknowledged messages are deleted"),
     _duration("expires_after_idle", "Drop after idle", explanation="empty: the queue is never dropped"),
+    _duration(
+        "dedup_window", "Deduplication window", explanation="how long a key is taken; 0: while its message lives"
+    ),
 )
 _DEDICATED: Final = Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load")
 _NULLABLE: Final = ("archive_for", "expires_after_idle")  # an empty field turns these off
@@ -90,6 +93,7 @@ _DEFAULTS: Final = {
     "backoff_factor": "2",
     "backoff_max": "600",
     "backoff_jitter": "0.2",
+    "dedup_window": "300",
 }
 
 

@@ -1,0 +1,341 @@
+-- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
+-- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. So
+-- one table is read, its unique index decides between concurrent transactions, and the table of a period that has ended
+-- is truncated as a whole.
+
+create or replace function pgqueue._dedup_class(dedup_window interval)
+returns int
+language sql immutable parallel safe
+as $$
+    select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
+$$;
+comment on function pgqueue._dedup_class(interval) is
+'The length of the periods for a window: 0 for an hour, 1 for a day, 2 for 30 days. At least the window. Inlined.';
+
+create or replace function pgqueue._dedup_period(class int, at timestamptz)
+returns bigint
+language sql stable parallel safe
+as $$ select floor(date_part('epoch', at) / case class when 0 then 3600 when 1 then 86400 else 2592000 end)::bigint $$;
+comment on function pgqueue._dedup_period(int, timestamptz) is
+'The number of the period that contains a time. Inlined.';
+
+create or replace function pgqueue._dedup_slice(class int, period bigint)
+returns int
+language sql immutable parallel safe
+as $$ select 3 * class + (period % 3)::int $$;
+comment on function pgqueue._dedup_slice(int, bigint) is
+'The number of the table that records the keys of a period. Each class has three tables, which take turns. Inlined.';
+
+create or replace function pgqueue._end_of_window(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language sql stable parallel safe
+as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
+comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
+'Until when a key that is sent at a time can be taken. With dedup_window 0 it is taken as long as its message lives, but
+at most 30 days.';
+
+create or replace function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
+        perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
+    end if;
+    perform pgqueue._raise_invalid('dedup_key', left(k, 300), '1 to 255 characters')
+    from unnest(dedup_keys) as k
+    where char_length(k) not between 1 and 255;
+end;
+$$;
+comment on function pgqueue._check_dedup(text[], text) is
+'Raises 22023 for a key that is empty or too long, and for an unknown on_duplicate. Null keys are allowed.';
+
+create or replace function pgqueue._read_keys(
+    q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
+    out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+begin
+    -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
+    -- truncation of one of them. The lock comes first, so that the second statement sees what its holder has done.
+    if lock then
+        execute format('
+            select from pgqueue.dedup_keys_%s k
+            where k.queue_id = $1 and k.dedup_key = any ($3 collate "C") and k.period = $2
+            order by k.dedup_key for update', slice)
+        using q.queue_id, period, keys;
+    end if;
+    -- `offset 0` keeps the planner from a join that reads all keys of the queue.
+    execute format('
+        select array_agg(u.key), array_agg(k.id), array_agg(case
+            when pgqueue._end_of_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            then k.id
+        end)
+        from unnest($3) as u (key)
+        cross join lateral (
+            select c.id, c.enqueued_at from pgqueue.dedup_keys_%s c
+            where c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2 offset 0
+        ) k',
+        case
+            when q.dedup_window > '0' then 'true'
+            else '
+                exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
+                or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
+        end, slice)
+    into found_keys, found_ids, taken_ids
+    using q, period, keys, at, new_ids, gone;
+end;
+$$;
+comment on function pgqueue._read_keys(
+    pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
+) is
+'The keys that are recorded in a period, their messages, and the same messages with null if the key is free: its window
+has ended, or the message is one of gone. With dedup_window 0 it is also free if the message neither exists nor is one
+of new_ids, which the caller is about to add. With lock, waits for other transactions that replace the messages.';
+
+create or replace function pgqueue._move_key(
+    q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    moved int;
+begin
+    if new_id is null then
+        execute format('
+            delete from pgqueue.dedup_keys_%s k
+            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+        using q.queue_id, period, key, old_id;
+    else
+        execute format('
+            update pgqueue.dedup_keys_%s k set id = $5, enqueued_at = $6
+            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+        using q.queue_id, period, key, old_id, new_id, at;
+    end if;
+    get diagnostics moved = row_count;
+    return moved = 1;
+end;
+$$;
+comment on function pgqueue._move_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
+'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
+
+create or replace function pgqueue._take_key(
+    q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
+    lock boolean
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
+    holder bigint;
+    earlier record;
+begin
+    -- Between two of the statements another transaction can forget the key or take it over. Then all is tried again.
+    while holder is null loop
+        insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+        values (slice, _take_key.period, q.queue_id, key, new_id, at)
+        on conflict do nothing
+        returning dedup_keys.id into holder;
+        if not found then
+            earlier := pgqueue._read_keys(q, period, array[key], at, new_ids, gone, lock);
+            holder := earlier.taken_ids[1];
+            if holder is null and pgqueue._move_key(q, period, key, earlier.found_ids[1], new_id, at) then
+                holder := new_id;
+            end if;
+        end if;
+    end loop;
+    return holder;
+end;
+$$;
+comment on function pgqueue._take_key(
+    pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
+) is
+'Records a key for new_id, unless it is taken, and returns the message that has it then. Waits for a transaction that
+has sent the same key.';
+
+create or replace function pgqueue._take_keys(
+    q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+as $$
+declare
+    class constant int := pgqueue._dedup_class(q.dedup_window);
+    present constant bigint := pgqueue._dedup_period(class, at);
+    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_window(q, at));
+    replaces constant boolean := on_duplicate = 'replace';
+    holders bigint[] := ids;
+    added bigint[];
+    missed text[];
+    found record;
+    e record;
+begin
+    -- The later period comes first: a message whose window begins in the next period is recorded only there.
+    for period in reverse latest..present loop
+        -- Keys are taken in their order, so that two calls cannot wait for each other.
+        with new_keys as (
+            insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+            select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
+            from unnest(keys, ids, holders) as u (key, id, holder)
+            where u.key is not null and u.id = u.holder
+            order by u.key collate "C", case when replaces then -u.id else u.id end
+            on conflict do nothing
+            returning dedup_keys.id
+        )
+        select array_agg(n.id) into added from new_keys n;
+        missed := array(
+            select distinct u.key collate "C" from unnest(keys, ids, holders) as u (key, id, holder)
+            where u.key is not null and u.id = u.holder and u.id not in (select i from unnest(added) as i)
+        );
+        continue when missed = '{}';
+
+        found := pgqueue._read_keys(q, period, missed, at, ids, gone, replaces);
+        for e in
+            select u.key, u.id, u.n, k.id as taken_by
+            from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
+            left join unnest(found.found_keys, found.taken_ids) as k (key, id) on k.key = u.key
+            where u.key = any (missed) and u.id = u.holder
+            order by u.key collate "C", case when replaces then -u.id else u.id end
+        loop
+            holders[e.n] := coalesce(e.taken_by, pgqueue._take_key(q, period, e.key, e.id, at, ids, gone, replaces));
+            if holders[e.n] <> e.id and period < latest then
+                perform pgqueue._move_key(q, latest, e.key, e.id, null, at);
+            end if;
+        end loop;
+    end loop;
+    return holders;
+end;
+$$;
+comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
+messages gone count as free. Of several elements with a key the first one has it, with on_duplicate replace the last. An
+element without a key keeps its id.';
+
+create or replace function pgqueue._replace_message(
+    q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
+    payload jsonb, body bytea, headers jsonb
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
+begin
+    -- A row that another transaction holds is being claimed or replaced.
+    update pgqueue.scheduled_messages s
+    set due_at = new_due_at, expires_at = _replace_message.expires_at,
+        message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
+        headers = _replace_message.headers, transport_headers = null
+    where s.ctid = (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
+    );
+    if not found then
+        update pgqueue.messages m
+        set expires_at = _replace_message.expires_at, message_id = _replace_message.message_id,
+            payload = _replace_message.payload, body = _replace_message.body, headers = _replace_message.headers,
+            transport_headers = null
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = _replace_message.id
+                and (pgqueue._is_ready(c, at) or c.attempt_count = 0)
+            for update skip locked
+        );
+        if not found or delay = interval '0' then
+            return found;
+        end if;
+        with moved as (
+            delete from pgqueue.messages m where m.queue_name = q.name and m.id = _replace_message.id returning *
+        )
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error
+        )
+        select
+            d.id, d.queue_name, new_due_at, d.enqueued_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error
+        from moved d;
+    end if;
+    perform pgqueue._announce_due(q, new_due_at);
+    return true;
+end;
+$$;
+comment on function pgqueue._replace_message(
+    pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
+) is
+'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has claimed
+it, if another transaction holds it, or if it is gone.';
+
+create or replace function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+returns bigint
+language sql volatile
+as $$
+    select (pgqueue._read_keys(
+        q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
+    )).taken_ids[1]
+$$;
+comment on function pgqueue._key_holder(pgqueue.queues, text, timestamptz) is
+'The message that has a key; null if the key is free.';
+
+create or replace function pgqueue._free_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
+returns void
+language sql volatile
+as $$
+    select pgqueue._move_key(q, period, dedup_key, id, null, at)
+    from generate_series(
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+    ) as period
+$$;
+comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
+'Makes the key of a message free.';
+
+create or replace function pgqueue._on_compaction_due_dedup(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    period bigint;
+    slice int;
+begin
+    -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
+    for class in 0..2 loop
+        period := pgqueue._dedup_period(class, at - interval '1 min');
+        slice := pgqueue._dedup_slice(class, period + 2);
+        if period = pgqueue._dedup_period(class, at)
+            and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
+        then
+            begin
+                execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
+                execute format('truncate only pgqueue.dedup_keys_%s', slice);
+            exception when lock_not_available then
+                null;
+            end;
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+'Truncates the tables of dedup_keys whose period has ended.';

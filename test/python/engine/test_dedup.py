@@ -1,0 +1,128 @@
+"""Deduplication by concurrent sessions: one message for each key, whatever rolls back, expires or is consumed."""
+
+import os
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+import psycopg
+from clients import connect
+
+import pgqueue
+
+KEYS = int(os.environ.get("PGQUEUE_TEST_DEDUP_KEYS") or 2000)
+SENDERS = 8
+
+
+def in_parallel(number: int, function: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(function, range(number)))
+
+
+def test_parallel_senders_add_one_message_for_each_key(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
+
+    def send(sender: int) -> dict[int, int]:
+        """Send every key five times, alone and in batches, some of which are rolled back. Returns their ids."""
+        chance = random.Random(sender)
+        ids: dict[int, int] = {}
+        with connect(database) as own:
+            queue = pgqueue.Queue(own, name)
+            for _ in range(5):
+                keys = list(range(KEYS))
+                chance.shuffle(keys)
+                while keys:
+                    size = chance.choice([1, 1, 10, 100])
+                    batch, keys = keys[:size], keys[size:]
+                    with own.transaction(force_rollback=True) if chance.random() < 0.1 else own.transaction() as block:
+                        if size == 1:
+                            sent = [queue.enqueue(batch[0], dedup_key=str(batch[0]))]
+                        else:
+                            sent = queue.enqueue_batch(batch, dedup_keys=map(str, batch))
+                    if block.force_rollback:
+                        keys += batch
+                        continue
+                    for key, given in zip(batch, sent, strict=True):
+                        assert ids.setdefault(key, given) == given
+        return ids
+
+    first, *others = in_parallel(SENDERS, send)
+    assert all(ids == first for ids in others)
+    rows = connection.execute(
+        "select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,)
+    ).fetchall()
+    assert sorted((given, key) for key, given in first.items()) == sorted(rows)
+
+
+def test_a_key_has_at_most_one_living_message(database: str, connection: psycopg.Connection[Any], name: str) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(dedup_window=timedelta(0), backoff_base=timedelta(0))
+    done = Event()
+
+    def work(number: int) -> int:
+        chance = random.Random(number)
+        settled = 0
+        with connect(database) as own:
+            mine = pgqueue.Queue(own, name)
+            while not done.is_set():
+                if number < SENDERS // 2:
+                    keys = [chance.randrange(20) for _ in range(chance.choice([1, 1, 5]))]
+                    mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
+                else:
+                    for message in mine.claim(chance.choice([1, 5])):
+                        if chance.random() < 0.3:
+                            mine.nack(message.id, message.claim_token)
+                        else:
+                            settled += mine.ack(message.id, message.claim_token)
+        return settled
+
+    def look() -> None:
+        try:
+            for _ in range(300):
+                twice = connection.execute(
+                    """
+                    select m.payload, array_agg(m.id)
+                    from (
+                        select payload, id from pgqueue.messages where queue_name = %(name)s
+                        union all
+                        select payload, id from pgqueue.scheduled_messages where queue_name = %(name)s
+                    ) m
+                    group by m.payload having count(*) > 1
+                    """,
+                    {"name": name},
+                ).fetchall()
+                assert twice == []
+        finally:
+            done.set()
+
+    with ThreadPoolExecutor(SENDERS) as pool:
+        workers = [pool.submit(work, number) for number in range(SENDERS)]
+        look()
+        assert sum(each.result() for each in workers) > 100
+
+
+def test_parallel_replacements_leave_one_message(database: str, connection: psycopg.Connection[Any], name: str) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(dedup_window=timedelta(0))
+
+    def send(sender: int) -> set[int]:
+        with connect(database) as own:
+            mine = pgqueue.Queue(own, name)
+            return {
+                mine.enqueue([sender, n], timedelta(hours=n % 2), dedup_key="only", on_duplicate="replace")
+                for n in range(100)
+            }
+
+    ids = set.union(*in_parallel(SENDERS, send))
+    assert len(ids) == 1
+    scheduled = connection.execute(
+        "select id from pgqueue.scheduled_messages where queue_name = %s", (name,)
+    ).fetchall()
+    assert {each for (each,) in scheduled} == ids  # the last replacement of each sender has a delay
+    assert queue.cancel_by_key("only") is True
+    assert queue.cancel_by_key("only") is False

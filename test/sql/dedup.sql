@@ -1,0 +1,230 @@
+begin;
+-- The lock makes test files wait for each other: this file stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
+
+select plan(101);
+
+create function pg_temp.contents(queue text) returns text[] language sql as $$
+    select array(
+        select m.id || ':' || coalesce(m.payload::text, encode(m.body, 'escape'))
+        from (
+            select id, payload, body from pgqueue.messages where queue_name = queue
+            union all
+            select id, payload, body from pgqueue.scheduled_messages where queue_name = queue
+        ) m
+        order by m.id)
+$$;
+create function pg_temp.count(queue text) returns bigint language sql as $$ select cardinality(pg_temp.contents(queue)) $$;
+
+-- keep
+
+select pgqueue.create_queue('dedup'), pgqueue.create_queue('dedup-other') \g /dev/null
+select is((pgqueue.get_queue('dedup')).dedup_window, '5 min'::interval, 'the dedup_window of a queue is five minutes');
+select pgqueue.enqueue('dedup', '"first"', dedup_key => 'invoice-9') as first_id \gset
+select is(pgqueue.enqueue('dedup', '"second"', dedup_key => 'invoice-9'), :first_id::bigint, 'a second enqueue with a key returns the id of the first');
+select is(pg_temp.contents('dedup'), array[:first_id || ':"first"'], 'a second enqueue with a key adds no message and changes none');
+select is((select s.enqueued_total from pgqueue.stats('dedup') s), 1::bigint, 'a message that is not added is not counted');
+select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-10'), :first_id::bigint, 'another key adds a message');
+select isnt(pgqueue.enqueue('dedup', '1'), pgqueue.enqueue('dedup', '1'), 'messages without a key are not compared');
+select isnt(pgqueue.enqueue('dedup-other', '1', dedup_key => 'invoice-9'), :first_id::bigint, 'each queue has keys of its own');
+select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'INVOICE-9'), :first_id::bigint, 'keys are compared byte by byte');
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9', delay => '1 h'), :first_id::bigint, 'a delayed message is compared, too');
+select is((select count(*) from pgqueue.claim('dedup', 10)), 5::bigint, 'messages with a key are claimed like others');
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9'), :first_id::bigint, 'a key stays taken while its message is in flight');
+select pgqueue.purge_queue('dedup') \g /dev/null
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9'), :first_id::bigint, 'a key stays taken within the window after its message is gone');
+
+-- The window
+
+select pg_temp.at('2030-01-01 12:04:59.999999') \g /dev/null
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9'), :first_id::bigint, 'a key is taken until the window ends');
+select pg_temp.at('2030-01-01 12:05:00') \g /dev/null
+select pgqueue.enqueue('dedup', '"next"', dedup_key => 'invoice-9') as next_id \gset
+select isnt(:next_id::bigint, :first_id::bigint, 'a key is free when the window ends');
+select pg_temp.at('2030-01-01 12:09:00') \g /dev/null
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9'), :next_id::bigint, 'the window counts from the message that was added last');
+
+-- Windows that begin and end at different places around the end of a period.
+create function pg_temp.wrong_windows(queue text, window_ interval, boundary timestamptz) returns text[] language plpgsql as $$
+declare
+    wrong text[] := '{}';
+    first_id bigint;
+    second_id bigint;
+begin
+    perform pgqueue.create_queue(queue, dedup_window => window_);
+    for n in 0..10 loop
+        perform set_config('test.now', (boundary - window_ + n * 0.1 * window_)::text, true);
+        first_id := pgqueue.enqueue(queue, '1', dedup_key => n::text);
+        perform set_config('test.now', (current_setting('test.now')::timestamptz + 0.999 * window_)::text, true);
+        if pgqueue.enqueue(queue, '1', dedup_key => n::text) <> first_id then
+            wrong := wrong || format('%s: ended early', n);
+        end if;
+        perform set_config('test.now', (current_setting('test.now')::timestamptz + 0.002 * window_)::text, true);
+        second_id := pgqueue.enqueue(queue, '1', dedup_key => n::text);
+        if second_id = first_id or pgqueue.enqueue(queue, '1', dedup_key => n::text) <> second_id then
+            wrong := wrong || format('%s: did not end', n);
+        end if;
+    end loop;
+    return wrong;
+end;
+$$;
+select is(pg_temp.wrong_windows('dedup-' || n, w, boundary), '{}', format('a window of %s holds over the end of a period at %s', w, boundary))
+from (values
+    (1, '1 h'::interval, '2030-01-01 15:00:00+00'::timestamptz), (2, '7 min', '2030-01-01 15:00:00+00'),
+    (3, '1 day', '2030-01-03 00:00:00+00'), (4, '61 min', '2030-01-03 00:00:00+00'),
+    (5, '30 days', '2030-02-15 00:00:00+00'), (6, '25 h', '2030-02-15 00:00:00+00')
+) as v (n, w, boundary);
+select is(date_part('epoch', '2030-02-15 00:00:00+00'::timestamptz)::bigint % 2592000, 0::bigint, 'a period of 30 days ends at the time of the last two tests');
+
+-- As long as the message lives
+
+select pg_temp.at('2030-01-01 12:00:00') \g /dev/null
+create function pg_temp.lives(queue text, is_dedicated boolean) returns setof text language plpgsql as $$
+declare
+    first_id bigint;
+    got pgqueue.message;
+begin
+    perform pgqueue.create_queue(queue, max_attempts => 2, dedicated => is_dedicated, dedup_window => '0');
+    first_id := pgqueue.enqueue(queue, '1', dedup_key => 'k');
+    perform pg_temp.at('2030-01-09 12:00:00');
+    return next is(pgqueue.enqueue(queue, '1', dedup_key => 'k'), first_id, queue || ': the key of a ready message is taken');
+    select * into got from pgqueue.claim(queue);
+    return next is(pgqueue.enqueue(queue, '1', dedup_key => 'k'), first_id, queue || ': the key of a claimed message is taken');
+    perform pgqueue.nack(queue, got.id, got.claim_token, '1 h');
+    return next is(pgqueue.enqueue(queue, '1', dedup_key => 'k'), first_id, queue || ': the key of a message that waits for its retry is taken');
+    perform pg_temp.at('2030-01-09 13:00:01');
+    select * into got from pgqueue.claim(queue);
+    perform pgqueue.ack(queue, got.id, got.claim_token);
+    return next isnt(pgqueue.enqueue(queue, '1', dedup_key => 'k'), first_id, queue || ': the key of an acknowledged message is free');
+    select * into got from pgqueue.claim(queue);
+    return next is(pgqueue.enqueue(queue, '1', dedup_key => 'k'), got.id, queue || ': a key that was taken over is taken');
+    perform pgqueue.reject(queue, got.id, got.claim_token);
+    return next isnt(pgqueue.enqueue(queue, '1', dedup_key => 'k'), got.id, queue || ': the key of a dead letter is free');
+    return next is((select count(distinct e) from pgqueue.enqueue_batch(queue, '{1,2,3}'::jsonb[], dedup_keys => '{x,x,y}') e), 2::bigint, queue || ': a message of the same batch has its key');
+    perform pg_temp.at('2030-01-01 12:00:00');
+end;
+$$;
+select pg_temp.lives('dedup-lives', false);
+select pg_temp.lives('dedup-lives-2', true);
+select pgqueue.enqueue('dedup-lives', '1', delay => '100 days', dedup_key => 'far') as far_id \gset
+select pg_temp.at('2030-01-31 11:59:59') \g /dev/null
+select is(pgqueue.enqueue('dedup-lives', '1', dedup_key => 'far'), :far_id::bigint, 'the key of a scheduled message is taken');
+select pg_temp.at('2030-01-31 12:00:00') \g /dev/null
+select isnt(pgqueue.enqueue('dedup-lives', '1', dedup_key => 'far'), :far_id::bigint, 'a key is taken for at most 30 days');
+
+-- replace
+
+select pg_temp.at('2030-01-01 12:00:00') \g /dev/null
+create function pg_temp.replaces(queue text, is_dedicated boolean) returns setof text language plpgsql as $$
+declare
+    first_id bigint;
+    second_id bigint;
+    got pgqueue.message;
+    uuids uuid[] := array[gen_random_uuid(), gen_random_uuid()];
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '10 s', dedicated => is_dedicated);
+    first_id := pgqueue.enqueue(queue, '"old"', headers => '{"a": 1}', message_id => uuids[1], expires_in => '1 h', dedup_key => 'k');
+    return next is(pgqueue.enqueue(queue, body => 'new', headers => '{"b": 2}', message_id => uuids[2], dedup_key => 'k', on_duplicate => 'replace'), first_id, queue || ': replace returns the id of the first');
+    select * into got from pgqueue.claim(queue);
+    return next is(array[got.id::text, got.payload::text, encode(got.body, 'escape'), got.headers::text, got.message_id::text, got.expires_at::text], array[first_id::text, null, 'new', '{"b": 2}', uuids[2]::text, null], queue || ': a ready message gets the content and the expiry of the second call');
+    second_id := pgqueue.enqueue(queue, '"later"', delay => '1 min', dedup_key => 'k', on_duplicate => 'replace');
+    return next isnt(second_id, first_id, queue || ': a claimed message is not replaced, a second one is added');
+    return next is(pgqueue.enqueue(queue, '"even later"', delay => '2 min', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': the second message has the key');
+    return next is((select array_agg(row(s.payload, s.due_at)::text) from pgqueue.scheduled_messages s where s.queue_name = queue), array[row('"even later"'::jsonb, '2030-01-01 12:02:00+00'::timestamptz)::text], queue || ': a scheduled message gets another due time');
+    return next is(pgqueue.enqueue(queue, '"now"', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': replace can make a scheduled message ready');
+    return next is((select array_agg(c.payload) from pgqueue.claim(queue, 10, '5 s') c), array['"now"'::jsonb], queue || ': a replacement without a delay is claimed at once');
+    perform pg_temp.at('2030-01-01 12:00:30');
+    return next is(pgqueue.enqueue(queue, '"again"', delay => '1 min', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': a message whose claim has ended is replaced');
+    return next is((select row(s.id, s.payload, s.attempt_count)::text from pgqueue.scheduled_messages s where s.queue_name = queue), row(second_id, '"again"'::jsonb, 1)::text, queue || ': a replaced message moves to its due time, with its attempts');
+    return next is((select s.enqueued_total from pgqueue.stats(queue) s), 2::bigint, queue || ': a replacement is not counted');
+    perform pg_temp.at('2030-01-01 12:00:00');
+end;
+$$;
+select pg_temp.replaces('dedup-replace', false);
+select pg_temp.replaces('dedup-replace-2', true);
+
+-- Batches
+
+select pgqueue.create_queue('dedup-batch') \g /dev/null
+select array_agg(e) as ids from pgqueue.enqueue_batch('dedup-batch', '{1,2,3,4,5}'::jsonb[], dedup_keys => '{b,a,null,b,null}') e \gset
+select is((:'ids'::bigint[])[4], (:'ids'::bigint[])[1], 'two elements of a batch with the same key get one id');
+select is(pg_temp.count('dedup-batch'), 4::bigint, 'two elements of a batch with the same key add one message');
+select is((select s.enqueued_total from pgqueue.stats('dedup-batch') s), 4::bigint, 'the messages added by a batch are counted');
+select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-batch', '{6,7}'::jsonb[], dedup_keys => '{a,b}') e), array[(:'ids'::bigint[])[2], (:'ids'::bigint[])[1]], 'a batch returns the ids of earlier messages in the order of its elements');
+select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{10,11,12}'::jsonb[], delays => '{0,1 h,2 h}', dedup_keys => '{a,a,c}', on_duplicate => 'replace') e), 2::bigint, 'a batch can replace');
+select is((select array_agg(s.payload order by s.payload) from pgqueue.scheduled_messages s where s.queue_name = 'dedup-batch'), '{11,12}'::jsonb[], 'the last element with a key replaces, with its own delay');
+select array_agg(distinct e) as ids from pgqueue.enqueue_batch('dedup-batch', '{20,21}'::jsonb[], dedup_keys => '{z,z}', on_duplicate => 'replace') e \gset
+select is((select array_agg(m.payload) from pgqueue.messages m where m.id = any (:'ids')), '{21}'::jsonb[], 'of new messages the last element with a key is added');
+select count(*) from pgqueue.claim('dedup-batch', 100) \g /dev/null
+select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{30,31}'::jsonb[], dedup_keys => '{z,z}', on_duplicate => 'replace') e), 1::bigint, 'elements that replace a claimed message add one message');
+
+-- publish
+
+select pgqueue.subscribe('dedup.*', q) from unnest('{dedup,dedup-other}'::text[]) q \g /dev/null
+select is(pgqueue.publish('dedup.paid', '1', dedup_key => 'event-1'), 2, 'publish with a key sends a copy to each queue');
+select is(pgqueue.publish('dedup.paid', '2', dedup_key => 'event-1'), 2, 'a second publish counts the queues in which the key is taken');
+select is((select array_agg(m.payload) from pgqueue.messages m where m.headers ->> 'pgqueue.topic' = 'dedup.paid'), '{1,1}'::jsonb[], 'a second publish with a key adds no copy');
+select is(pgqueue.publish('dedup.paid', '3', dedup_key => 'event-1', on_duplicate => 'replace'), 2, 'publish can replace');
+select is((select array_agg(m.payload) from pgqueue.messages m where m.headers ->> 'pgqueue.topic' = 'dedup.paid'), '{3,3}'::jsonb[], 'each queue has one copy with the new content');
+
+-- Keys become free
+
+savepoint before;
+select pgqueue.enqueue('dedup', '1', dedup_key => 'rolled back') as gone_id \gset
+rollback to before;
+select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'rolled back'), :gone_id::bigint, 'a rollback frees the key');
+select pgqueue.enqueue('dedup', '1', dedup_key => 'cancelled') as cancelled_id \gset
+select is(pgqueue.cancel_by_key('dedup', 'cancelled'), true, 'cancel_by_key removes a message by its key');
+select ok(:cancelled_id <> all (array(select m.id from pgqueue.messages m where m.queue_name = 'dedup')), 'the message is gone');
+select is(pgqueue.cancel_by_key('dedup', 'cancelled'), false, 'cancel_by_key returns false for a key that is free');
+select isnt(pgqueue.enqueue('dedup', '1', delay => '1 h', dedup_key => 'cancelled'), :cancelled_id::bigint, 'cancel_by_key frees the key');
+select is(pgqueue.cancel_by_key('dedup', 'cancelled'), true, 'cancel_by_key removes a scheduled message');
+select pgqueue.create_queue('dedup-claimed') \g /dev/null
+select pgqueue.enqueue('dedup-claimed', '1', dedup_key => 'claimed') as claimed_id \gset
+select count(*) from pgqueue.claim('dedup-claimed') \g /dev/null
+select is(pgqueue.cancel_by_key('dedup-claimed', 'claimed'), false, 'cancel_by_key returns false for a claimed message');
+select is(pgqueue.enqueue('dedup-claimed', '1', dedup_key => 'claimed'), :claimed_id::bigint, 'the key of a claimed message stays taken after cancel_by_key');
+select pgqueue.drop_queue('dedup-claimed') \g /dev/null
+select pgqueue.create_queue('dedup-claimed') \g /dev/null
+select isnt(pgqueue.enqueue('dedup-claimed', '1', dedup_key => 'claimed'), :claimed_id::bigint, 'the keys of a dropped queue are free');
+select is((pgqueue.alter_queue('dedup-claimed', dedup_window => '1 s')).dedup_window, '1 s'::interval, 'alter_queue sets the dedup_window');
+select is((pgqueue.alter_queue('dedup-claimed', dedup_window => '0')).dedup_window, '0'::interval, 'alter_queue can bind keys to the lives of messages');
+
+-- Bad arguments
+
+select throws_ok(format('select pgqueue.create_queue(%L, dedup_window => %L::interval)', 'dedup-bad', w), '22023', null, format('a dedup_window of %s is refused', coalesce(w, 'null')))
+from unnest('{null,999 ms,30 days 1 s,-1 s,300000 years -108000000 days}'::text[]) w;
+select throws_ok(format('select pgqueue.enqueue(%L, %L, dedup_key => %L)', 'dedup', '1', k), '22023', null, format('a key of %s characters is refused', char_length(k)))
+from unnest(array['', repeat('x', 256)]) k;
+select lives_ok(format('select pgqueue.enqueue(%L, %L, dedup_key => %L)', 'dedup', '1', repeat('ü', 255)), 'a key of 255 characters is accepted');
+select throws_ok(format('select pgqueue.enqueue(%L, %L, dedup_key => %L, on_duplicate => %L)', 'dedup', '1', 'k', o), '22023', null, format('on_duplicate %s is refused', coalesce(o, 'null')))
+from unnest('{null,KEEP,skip}'::text[]) o;
+select throws_ok($$ select pgqueue.enqueue_batch('dedup', '{1,2}', dedup_keys => '{a}') $$, '22023', null, 'dedup_keys with another length than payloads are refused');
+select throws_ok($$ select pgqueue.publish('nobody.there', '1', dedup_key => '') $$, '22023', null, 'publish refuses a bad key even if no queue is subscribed');
+select throws_ok($$ select pgqueue.cancel_by_key('dedup', null) $$, '22023', null, 'cancel_by_key refuses a null key');
+select throws_ok($$ select pgqueue.enqueue('dedup', null, dedup_key => 'k') $$, '22023', 'invalid payload: null', 'a message with a key needs a content');
+
+-- Tables whose period has ended are truncated
+
+create function pg_temp.recorded() returns bigint language sql as $$
+    select count(*) from pgqueue.dedup_keys k where k.queue_id = (select q.queue_id from pgqueue.queues q where q.name = 'dedup-sliced')
+$$;
+select pgqueue.create_queue('dedup-sliced') \g /dev/null
+select pg_temp.at('2030-01-01 12:59:00') \g /dev/null
+select pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k') as sliced_id \gset
+select is(pg_temp.recorded(), 2::bigint, 'a key whose window reaches into the next period is recorded in both');
+select pg_temp.at('2030-01-01 13:00:30') \g /dev/null
+select pgqueue._on_compaction_due_dedup(pgqueue._now()) \g /dev/null
+select is(pg_temp.recorded(), 2::bigint, 'nothing is truncated in the first minute of a period');
+select pg_temp.at('2030-01-01 13:01:30') \g /dev/null
+select setval(q.next_sweep_at, 1), setval('pgqueue.next_compaction_at', 1) from pgqueue.queues q where q.name = 'dedup-sliced' \g /dev/null
+select count(*) from pgqueue.claim('dedup-sliced', 10) \g /dev/null
+select is(pg_temp.recorded(), 1::bigint, 'a sweep truncates the table of the period that has ended');
+select is(pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k'), :sliced_id::bigint, 'a key that is recorded for the present period stays taken after the truncation');
+
+select * from finish();
+rollback;
