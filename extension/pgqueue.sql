@@ -2034,10 +2034,9 @@ comment on function pgqueue.alter_queue(
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
-messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window applies to messages that are sent from then
-on; the keys of earlier ones may be free at once. Raises 22023, PQ001,
-and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
-relation.';
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
+applies to messages that are sent from then on; the keys of earlier ones may be free at once. Raises 22023, PQ001, and
+PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -2583,8 +2582,8 @@ $$;
 comment on function pgqueue._replace_message(
     pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
 ) is
-'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has claimed
-it, if another transaction holds it, or if it is gone.';
+'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has
+claimed it, if another transaction holds it, or if it is gone.';
 
 create function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
@@ -2783,7 +2782,7 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    -- The fast path of enqueue for a key that is new and whose window ends within the period: two inserts instead of one.
+    -- The fast path of enqueue for a key that is new and whose window ends within the period is two inserts.
     with new_key as (
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
@@ -3006,8 +3005,8 @@ comment on function pgqueue.enqueue_batch(
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
 that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
-with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
-payload, body or headers are too large.';
+with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in
+enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
 -- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 

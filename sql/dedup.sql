@@ -284,8 +284,8 @@ $$;
 comment on function pgqueue._replace_message(
     pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
 ) is
-'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has claimed
-it, if another transaction holds it, or if it is gone.';
+'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has
+claimed it, if another transaction holds it, or if it is gone.';
 
 create or replace function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint

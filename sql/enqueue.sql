@@ -143,7 +143,7 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    -- The fast path of enqueue for a key that is new and whose window ends within the period: two inserts instead of one.
+    -- The fast path of enqueue for a key that is new and whose window ends within the period is two inserts.
     with new_key as (
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
@@ -366,5 +366,5 @@ comment on function pgqueue.enqueue_batch(
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
 that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
-with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
-payload, body or headers are too large.';
+with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in
+enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';

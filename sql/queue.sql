@@ -332,10 +332,9 @@ comment on function pgqueue.alter_queue(
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
-messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window applies to messages that are sent from then
-on; the keys of earlier ones may be free at once. Raises 22023, PQ001,
-and PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that
-relation.';
+messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
+applies to messages that are sent from then on; the keys of earlier ones may be free at once. Raises 22023, PQ001, and
+PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint
