@@ -130,9 +130,9 @@ def cancel(
         list[str] | None, typer.Option("--key", metavar="KEY", help="The key of send --dedup-key.", show_default=False)
     ] = None,
 ) -> None:
-    """Remove messages that no consumer has claimed, by their ids or by their keys.
+    """Remove messages that no consumer has claimed.
 
-    The exit status is 3 if a message was claimed or is gone; the other messages are removed.
+    They are named by their ids or by their keys. The exit status is 3 if a message was claimed or is gone; the other messages are removed.
     """
     if not ids and not key:
         raise typer.BadParameter("nothing to cancel: give ids, or --key KEY.")
