@@ -122,6 +122,7 @@ def test_purging_dropping_and_creating_queues_under_traffic_leaves_no_orphans(
         assert left == []
         connection.execute("select pgqueue.drop_queue(q.name) from pgqueue.list_queues() as q")
         left = connection.execute(
-            "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace and relname ~ '[0-9]' and relname !~ '^dedup_keys_'"
+            "select relname from pg_class where relnamespace = 'pgqueue'::regnamespace"
+            " and relname ~ '[0-9]' and relname !~ '^dedup_keys_'"
         ).fetchall()
         assert left == []

@@ -132,7 +132,8 @@ def cancel(
 ) -> None:
     """Remove messages that no consumer has claimed.
 
-    They are named by their ids or by their keys. The exit status is 3 if a message was claimed or is gone; the other messages are removed.
+    They are named by their ids or by their keys. The exit status is 3 if a message was claimed or is gone; the other
+    messages are removed.
     """
     if not ids and not key:
         raise typer.BadParameter("nothing to cancel: give ids, or --key KEY.")
