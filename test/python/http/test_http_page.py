@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -899,6 +900,28 @@ def test_consumers_streams_and_subscriptions_are_shown(
     expect(page.get_by_role("row").filter(has_text="orders.#")).to_be_visible()
     page.reload()
     expect(page.get_by_text("No message is in flight.")).to_be_visible()
+
+
+def test_the_sessions_of_consumers_show_their_last_statement(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
+) -> None:
+    """An idle consumer is seen as long as it lives."""
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+
+    def moments() -> list[datetime]:
+        """Since when there are sessions, and when the last statement ran; empty if there is no session."""
+        section = web.get("/queue/consumers", params=at).text.partition('id="sessions"')[2].partition("</section>")[0]
+        found = re.findall(r'data-label="(?:Since|Last statement)"><time datetime="(.*?)">', section)
+        return [datetime.fromisoformat(each) for each in found]
+
+    begun = sql.execute("select clock_timestamp()").fetchall()[0][0]
+    with pgqueue.Consumer(site.target, name, lambda _: None, peek_delay=timedelta(milliseconds=100)):
+        web.until(moments)
+        for _ in range(2):
+            now = sql.execute("select clock_timestamp()").fetchall()[0][0]
+            since, last = web.until(lambda now=now: (found := moments())[1] >= now and found)  # type: ignore[misc]
+            assert begun <= since < last
+    web.until(lambda: moments() == [])
 
 
 def test_charts_show_an_hour_and_a_day(
