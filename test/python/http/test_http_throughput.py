@@ -1,6 +1,7 @@
 """The throughput of queues, what samples find, and the metrics of a server."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,24 +212,23 @@ def test_what_goes_out_is_unknown_while_sql_that_is_not_counted_deletes_messages
 ) -> None:
     name = new_name()
 
-    def counted() -> float | None:
-        return metric(web, "pgqueue_flow_counted", queue=name)
-
-    def outgoing() -> float | None:
-        return metric(web, "pgqueue_out_per_second", queue=name)
+    def outgoing() -> tuple[Any, Any, str]:
+        """Whether the rate is known, the rate, and what the page shows."""
+        row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
+        shown = re.search(r'data-label="Out">.*?<span class="now">(.*?)</span>', row)
+        counted, rate = (metric(web, f"pgqueue_{each}", queue=name) for each in ("flow_counted", "out_per_second"))
+        return counted, rate, shown[1] if shown else ""
 
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s)", [name])
         connection.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
-        web.until(lambda: (counted(), outgoing()) == (1, 0))
-        connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
-        connection.execute(f"delete from {table.format(name)}")
-        web.until(lambda: (counted(), outgoing()) == (0, None))
-        assert '<span class="now">–</span>' in row_of(web, name)
-        web.until(lambda: (counted(), outgoing()) == (1, 0))  # some samples later nothing leaves
+        web.until(lambda: outgoing() == (1, 0, "0/s"))
+
+        def consumed() -> bool:
+            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
+            connection.execute(f"delete from {table.format(name)}")
+            return outgoing() == (0, None, "–")
+
+        web.until(consumed)
+        web.until(lambda: outgoing() == (1, 0, "0/s"))  # some samples later nothing leaves
         connection.execute("select pgqueue.unexpose_transport(%s)", [name])
-
-
-def row_of(web: Server, name: str) -> str:
-    """The row of a queue in the table of the page."""
-    return web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
