@@ -1,0 +1,215 @@
+"""Message groups by concurrent sessions: order and limit hold whatever is late, fails, is given back or dies."""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from threading import Event, Lock
+from typing import Any
+
+import psycopg
+import pytest
+from clients import connect, is_empty, wait_for
+
+import pgqueue
+
+GROUPS = 20
+SENDERS = 3
+CONSUMERS = 10
+SECONDS = 6
+TIMEOUT = timedelta(seconds=2)
+
+
+class History:
+    """Notes what the sessions do, and whether it breaks the limit or the order of a group."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.lock = Lock()
+        self.sent: dict[int, float] = {}  # the time after the commit
+        self.held: dict[str, dict[int, datetime]] = defaultdict(dict)
+        self.acked: dict[str, list[tuple[int, float]]] = defaultdict(list)  # with the time before the claim
+        self.violations: list[str] = []
+
+    def claimed(self, message: pgqueue.Message, claimed_at: datetime, until: datetime, called_at: float) -> None:
+        """Check a message that a consumer got. Its call began at `called_at`, by the clock of the test."""
+        assert message.headers is not None
+        group = message.headers["pgqueue.group"]
+        with self.lock:
+            others = [each for each, end in self.held[group].items() if end > claimed_at and each != message.id]
+            if len(others) >= self.limit:
+                self.violations.append(f"{message.id} of {group} is in flight beside {others}")
+            sent_at = self.sent.get(message.id, called_at)
+            passed = [each for each, began_at in self.acked[group] if each > message.id and began_at > sent_at]
+            if passed and self.limit == 1:
+                self.violations.append(f"{message.id} of {group} comes after {passed}")
+            self.held[group][message.id] = until
+
+    def ended(self, message: pgqueue.Message) -> None:
+        """Note that a consumer is about to give up its message."""
+        assert message.headers is not None
+        with self.lock:
+            self.held[message.headers["pgqueue.group"]].pop(message.id, None)
+
+    def finished(self, message: pgqueue.Message, called_at: float) -> None:
+        """Note that a message has been acknowledged."""
+        assert message.headers is not None
+        with self.lock:
+            self.acked[message.headers["pgqueue.group"]].append((message.id, called_at))
+
+
+@contextmanager
+def received(queue: pgqueue.Queue, history: History) -> Iterator[list[pgqueue.Message]]:
+    """Messages that the transaction of the caller has received."""
+    called_at = time.monotonic()
+    messages = list(queue.receive(2))
+    try:
+        for message in messages:
+            history.claimed(message, datetime.now(UTC), datetime.max.replace(tzinfo=UTC), called_at)
+        yield messages
+    finally:
+        for message in messages:
+            history.ended(message)
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_order_and_limit_hold_although_sessions_die(
+    database: str, connection: psycopg.Connection[Any], name: str, limit: int
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(
+        group_limit=limit, max_attempts=100, backoff_base=timedelta(milliseconds=20), backoff_max=timedelta(seconds=1)
+    )
+    history = History(limit)
+    stopped, drained = Event(), Event()
+
+    def send(number: int) -> None:
+        chance = random.Random(number)
+        with connect(database) as own:
+            queue = pgqueue.Queue(own, name)
+            while not stopped.is_set():
+                keys = [f"group {chance.randrange(GROUPS)}" for _ in range(chance.choice([1, 1, 10]))]
+                with own.transaction(force_rollback=chance.random() < 0.1) as block:
+                    delay = timedelta(milliseconds=chance.choice([0, 0, 0, 20]))
+                    ids = queue.enqueue_batch(keys, delay, group_keys=keys)
+                    stopped.wait(chance.choice([0, 0, 0.1]))  # commits late
+                if not block.force_rollback and not delay:
+                    history.sent |= dict.fromkeys(ids, time.monotonic())
+                stopped.wait(0.005)
+
+    def work(own: psycopg.Connection[Any], chance: random.Random) -> int:
+        queue = pgqueue.Queue(own, name)
+        settled = 0
+        if chance.random() < 0.2:
+            with own.transaction(force_rollback=chance.random() < 0.2) as block, received(queue, history) as messages:
+                stopped.wait(chance.choice([0, 0.01]))
+            settled += 0 if block.force_rollback else len(messages)
+            return settled
+        called_at = time.monotonic()
+        for message in (claimed := list(queue.claim(chance.choice([1, 5]), TIMEOUT))):
+            history.claimed(message, message.visible_at - TIMEOUT, message.visible_at, called_at)
+        for message in claimed:
+            assert message.claim_token is not None
+            match chance.random() if not drained.is_set() else 0:
+                case fate if fate < 0.8:
+                    history.ended(message)
+                    if queue.ack(message.id, message.claim_token):
+                        history.finished(message, called_at)
+                        settled += 1
+                case fate if fate < 0.9:
+                    history.ended(message)
+                    queue.nack(message.id, message.claim_token)
+                case fate if fate < 0.97:
+                    history.ended(message)
+                    queue.release([message.id], message.claim_token)
+                case _:
+                    pass  # forgets the message, whose claim ends
+        return settled
+
+    def consume(number: int) -> int:
+        chance = random.Random(number)
+        settled = 0
+        while not stopped.is_set():
+            with suppress(psycopg.OperationalError), connect(database) as own:
+                own.execute("select set_config('application_name', %s, false)", [name])
+                while not stopped.is_set():
+                    settled += work(own, chance)
+        return settled
+
+    with ThreadPoolExecutor(SENDERS + CONSUMERS) as pool:
+        senders = [pool.submit(send, number) for number in range(SENDERS)]
+        consumers = [pool.submit(consume, number) for number in range(CONSUMERS)]
+        try:
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until and not history.violations:
+                connection.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
+                    " order by random() limit 1",
+                    [name],
+                )
+                stopped.wait(0.1)
+        finally:
+            stopped.set()
+        for sender in senders:
+            sender.result()
+        settled = sum(each.result() for each in consumers)
+    assert history.violations == []
+    assert settled > 500
+
+    def drain() -> bool:
+        work(connection, random.Random(0))
+        return is_empty(connection, name)
+
+    drained.set()
+    wait_for(drain)
+    assert history.violations == []
+
+
+def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
+    """The median of the buffers that a claim of one message touches, each followed by an acknowledgement."""
+    touched = []
+    for _ in range(40):
+        explained = connection.execute(
+            "explain (analyze, buffers, format json) select * from pgqueue.claim(%s)", [name]
+        ).fetchone()
+        assert explained is not None
+        plan = explained[0][0]["Plan"]
+        touched.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+        connection.execute(
+            "select pgqueue.ack(m.queue_name, m.id, m.claim_token) from pgqueue.messages m"
+            " where m.queue_name = %s and m.claim_token is not null",
+            [name],
+        )
+    return int(statistics.median(touched))
+
+
+def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
+    connection: psycopg.Connection[Any], name: str
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(group_limit=1)
+    send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
+    connection.execute(send.format("array_fill('hot'::text, array[%s])").encode(), [name, 30_000, 30_000])
+    connection.execute(
+        send.format("array(select 'group ' || i %% 50 from generate_series(1, %s) as i)").encode(), [name, 1000, 1000]
+    )
+    assert buffers_of_claims(connection, name) < 66  # 33
+
+
+def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Callable[[], str], name: str) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+        connection.execute("create extension pgqueue")
+        queue = pgqueue.Queue(connection, name)
+        queue.create_queue(group_limit=1)
+        pin.execute("select pg_current_xact_id()")
+        keys = [f"group {number}" for number in range(50)]
+        for _ in range(60):
+            queue.enqueue_batch(keys, group_keys=keys)
+            claimed = list(queue.claim(50))
+            queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
+        queue.enqueue_batch(keys, group_keys=keys)
+        assert buffers_of_claims(connection, name) < 190  # 95
