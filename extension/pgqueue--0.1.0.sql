@@ -6459,6 +6459,43 @@ paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_dela
 that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
 archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
 unless peek_delay is from 0 to 10 years.';
+-- Claims from several queues in one call, for consumers that serve queues of different importance.
+
+create function pgqueue.claim_any(
+    queue_names text[],
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    queue_name text;
+    wanted int := max_messages;
+    found_messages int;
+begin
+    if queue_names is null or array_ndims(queue_names) is distinct from 1 or cardinality(queue_names) > 100
+        or array_position(queue_names, null) is not null
+        or cardinality(queue_names) > (select count(distinct n collate "C") from unnest(queue_names) as n)
+    then
+        perform pgqueue._raise_invalid('queue_names', left(queue_names::text, 300),
+            'an array of 1 to 100 names of queues, each once');
+    end if;
+    foreach queue_name in array queue_names loop
+        return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
+        get diagnostics found_messages = row_count;
+        wanted := wanted - found_messages;
+        exit when wanted = 0;
+    end loop;
+end;
+$$;
+comment on function pgqueue.claim_any(text[], int, interval, text) is
+'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
+the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
+queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
+not looked at. Raises 22023, PQ001.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -11077,6 +11114,7 @@ as $$
     ('run_schedule', '{producer,admin}'::text[]),
     ('list_schedules', '{consumer,admin,reader}'::text[]),
     ('claim', '{consumer}'::text[]),
+    ('claim_any', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),
     ('exchange', '{consumer}'::text[]),

@@ -23,6 +23,7 @@ as $$
     ('run_schedule', '{producer,admin}'::text[]),
     ('list_schedules', '{consumer,admin,reader}'::text[]),
     ('claim', '{consumer}'::text[]),
+    ('claim_any', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),
     ('exchange', '{consumer}'::text[]),

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(428);
+select plan(433);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -42,6 +42,7 @@ insert into verbs values
 ('list_schedules', 'select pgqueue.list_schedules()', false, true, true),
 ('drop_schedule', 'select pgqueue.drop_schedule(''grants_new'')', false, false, true),
 ('claim', 'select pgqueue.claim(''grants'')', false, true, false),
+('claim_any', 'select pgqueue.claim_any(''{grants}'')', false, true, false),
 ('receive', 'select pgqueue.receive(''grants'')', false, true, false),
 ('exchange', 'select pgqueue.exchange(''grants'', null, null)', false, true, false),
 ('ack', 'select pgqueue.ack(''grants'', 1, gen_random_uuid())', false, true, false),

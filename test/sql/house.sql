@@ -59,6 +59,7 @@ select results_eq(
     ('cancel_by_key', 'queue_name text, dedup_key text', 0, 'boolean'),
     ('channel', 'queue_name text', 0, 'text'),
     ('claim', 'queue_name text, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
+    ('claim_any', 'queue_names text[], max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
     ('compact_queues', '', 0, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text', 16, 'pgqueue.queue'),

@@ -186,6 +186,9 @@ enqueue_batch = Call(
     " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[]",
 )
 claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
+claim_any = Call(
+    Message, "claim_any", "queue_names text[]", "max_messages int, visibility_timeout interval, claimed_by text"
+)
 ack = Call(bool, "ack", "queue_name text, id bigint, claim_token uuid")
 ack_batch = Call(int, "ack_batch", "queue_name text, ids bigint[], claim_token uuid")
 exchange = Call(

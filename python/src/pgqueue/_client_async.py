@@ -157,6 +157,21 @@ class AsyncQueues(_Calls):
             )
         )
 
+    async def claim_any(
+        self,
+        queue_names: Iterable[str],
+        max_messages: int | None = None,
+        visibility_timeout: timedelta | None = None,
+        claimed_by: str | None = None,
+    ) -> list[Message]:
+        """Claim up to `max_messages` (1) from several queues (1 to 100): from the first one, then from the next.
+
+        While an earlier queue has ready messages, later ones wait. The messages of one queue have the same
+        `claim_token`; settle each under its own `queue_name`. The rest is as in `AsyncQueue.claim`. Raises
+        `InvalidArgument`, `QueueNotFound`.
+        """
+        return await self._all(_calls.claim_any(queue_names, max_messages, visibility_timeout, claimed_by))
+
     async def list_schedules(self, queue_name: str | None = None) -> list[Schedule]:
         """The schedules of a queue, or of every queue, by name. Raises `QueueNotFound`."""
         return await self._all(_calls.list_schedules(queue_name))

@@ -14,6 +14,7 @@ MAY_BE_NULL = {
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
+    "claim_any": "visibility_timeout claimed_by",
     "create_queue": "archive_for expires_after_idle group_limit",
     "create_schedule": "headers",
     "drop_schedule": "name",
@@ -117,6 +118,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "dedup_keys": "'{arguments}'",
         "on_duplicate": "'keep'",
         "group_keys": "'{arguments}'",
+        "queue_names": "'{arguments}'",
         "group_limit": "1" if verb == "create_queue" else "null",
         "on_dead": "'skip'",
     }

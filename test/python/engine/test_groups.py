@@ -186,9 +186,7 @@ def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
     return int(statistics.median(touched))
 
 
-def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
-    connection: psycopg.Connection[Any], name: str
-) -> None:
+def test_claims_read_few_buffers_beside_a_backlog_of_one_group(connection: psycopg.Connection[Any], name: str) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(group_limit=1)
     send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"

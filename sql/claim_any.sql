@@ -1,0 +1,37 @@
+-- Claims from several queues in one call, for consumers that serve queues of different importance.
+
+create or replace function pgqueue.claim_any(
+    queue_names text[],
+    max_messages int default 1,
+    visibility_timeout interval default null,
+    claimed_by text default null
+)
+returns setof pgqueue.message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    queue_name text;
+    wanted int := max_messages;
+    found_messages int;
+begin
+    if queue_names is null or array_ndims(queue_names) is distinct from 1 or cardinality(queue_names) > 100
+        or array_position(queue_names, null) is not null
+        or cardinality(queue_names) > (select count(distinct n collate "C") from unnest(queue_names) as n)
+    then
+        perform pgqueue._raise_invalid('queue_names', left(queue_names::text, 300),
+            'an array of 1 to 100 names of queues, each once');
+    end if;
+    foreach queue_name in array queue_names loop
+        return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
+        get diagnostics found_messages = row_count;
+        wanted := wanted - found_messages;
+        exit when wanted = 0;
+    end loop;
+end;
+$$;
+comment on function pgqueue.claim_any(text[], int, interval, text) is
+'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
+the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
+queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
+not looked at. Raises 22023, PQ001.';
