@@ -268,6 +268,10 @@ def test_every_error_is_in_the_reference() -> None:
     sql = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "sql").glob("*.sql"))
     raised = set(re.findall(r"errcode = '([a-z_]+)'", sql))
     assert raised <= {row[1] for row in table("sql/REFERENCE.md", "Errors")}
+    # The codes that the descriptions of functions promise, also those of PostgreSQL's own errors.
+    described = (ROOT / "sql/REFERENCE.md").read_text(encoding="utf-8").partition("<!-- reference: begin -->")[2]
+    promises = " ".join(re.findall(r"[^.]*\braises?\b[^.]*", described, re.IGNORECASE))
+    assert set(re.findall(r"\b(?:\d[0-9A-Z]{4}|PQ\d{3})\b", promises)) <= listed.keys()
 
 
 def test_every_setting_is_in_the_reference_with_its_default() -> None:
