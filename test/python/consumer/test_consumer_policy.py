@@ -488,7 +488,7 @@ def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[Poll
 
 def test_the_next_due_time_is_queried_after_a_time_without_notifications() -> None:
     looks, clock = pace()
-    assert looks.quiet_at == clock.now  # Who sends does not notify yet: there is nothing to wait for.
+    assert looks.quiet_at == clock.now  # No sender notifies yet, so there is nothing to wait for.
     looks.armed(20, is_empty=True)
     looks.found()
     assert looks.quiet_at == pytest.approx(clock.now + 0.02)
