@@ -745,23 +745,6 @@ when it commits. Unlogged: a crash of the server empties it.';
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
--- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
--- has before the upgrade creates new functions.
-do $$
-begin
-    if to_regprocedure('pgqueue._has_access(name, text)') is not null then
-        perform pg_catalog.set_config('pgqueue.had_access', (
-            select pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(r.rolname, k))::text
-            from pg_catalog.pg_roles r, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-            where r.oid in (
-                select a.grantee from pg_catalog.pg_proc p cross join lateral pg_catalog.aclexplode(p.proacl) as a
-                where p.pronamespace = 'pgqueue'::regnamespace and a.grantee <> p.proowner
-            ) and pgqueue._has_access(r.rolname, k)
-        ), true);
-    end if;
-end;
-$$;
-
 create function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
@@ -1391,7 +1374,7 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
--- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
+-- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
 -- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
 -- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
@@ -1458,14 +1441,15 @@ declare
     handler regproc;
 begin
     perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
-    for handler in select h from pgqueue._handlers('_on_compaction_due_') as h loop
+    for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
 comment on function pgqueue._call_for_compaction(timestamptz) is
-'Calls _on_compaction_due_<room>(at) of each room that defines it. A sweep calls this once a second, so a handler must
-not wait for a lock or raise an error. A handler that wants to be called later sets pgqueue.next_compaction_at.';
+'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
+sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
+called later sets pgqueue.next_compaction_at.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -2610,7 +2594,7 @@ $$;
 comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create function pgqueue._on_compaction_due_dedup(at timestamptz)
+create function pgqueue._on_maintenance_due_dedup(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2636,7 +2620,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
@@ -4912,7 +4896,7 @@ comment on function pgqueue.peek(text, int) is
 transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
 of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
 Raises 22023, PQ001.';
--- Shows messages, dead letters and archived messages without changing or locking them.
+-- Shows messages and dead letters without changing or locking them.
 
 create function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -5029,51 +5013,6 @@ comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001.';
-
-create function pgqueue.browse_archived_messages(
-    queue_name text, max_messages int default 100, before_id bigint default null
-)
-returns setof pgqueue.archived_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
-    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
-    then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    perform pgqueue._check_page(max_messages, 0);
-    return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
-    limit max_messages;
-end;
-$$;
-comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
-page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -6385,6 +6324,51 @@ $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
 overdue days.';
+
+create function pgqueue.browse_archived_messages(
+    queue_name text, max_messages int default 100, before_id bigint default null
+)
+returns setof pgqueue.archived_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
+    then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    perform pgqueue._check_page(max_messages, 0);
+    return query
+    select *
+    from (
+        (
+            select
+                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
+                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
+            from pgqueue.archived_messages a
+            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
+            order by a.id desc limit max_messages
+        )
+        union all
+        (
+            select
+                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
+                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
+            from pgqueue.unfiled_messages u
+            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
+            order by u.id desc limit max_messages
+        )
+    ) as found
+    order by 1 desc
+    limit max_messages;
+end;
+$$;
+comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
+page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 -- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
 -- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
 -- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
@@ -10334,7 +10318,7 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create function pgqueue._on_compaction_due_compact(at timestamptz)
+create function pgqueue._on_maintenance_due_compact(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -10354,7 +10338,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
 'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create function pgqueue._compact_overgrown(at timestamptz)

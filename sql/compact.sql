@@ -256,7 +256,7 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create or replace function pgqueue._on_compaction_due_compact(at timestamptz)
+create or replace function pgqueue._on_maintenance_due_compact(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -276,7 +276,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
 'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create or replace function pgqueue._compact_overgrown(at timestamptz)

@@ -312,7 +312,7 @@ $$;
 comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create or replace function pgqueue._on_compaction_due_dedup(at timestamptz)
+create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -338,5 +338,5 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';
