@@ -283,6 +283,17 @@ def test_every_setting_is_in_the_reference_with_its_default() -> None:
     assert listed == defaults
 
 
+def test_the_documents_list_every_sql_module() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lists = re.findall(r"^(STATE|CORE|ROOMS) = (.*)$", makefile, re.MULTILINE)
+    modules = {name.lower(): words.split() for name, words in lists}
+    listed = {row[0]: row[1].split() for row in table("sql/README.md", "Core and rooms")}
+    assert {name: listed[name] for name in modules} == modules
+    layout = [row[0].strip("`") for row in table("CONTRIBUTING.md", "Layout")]
+    named = " ".join(cell.removeprefix("sql/") for cell in layout if re.fullmatch(r"sql/[a-z_ ]+", cell))
+    assert named.split() == [*(module for group in modules.values() for module in group), "grants"]
+
+
 def test_every_argument_of_a_consumer_is_in_its_chapter() -> None:
     arguments = list(inspect.signature(pgqueue.consumer.Consumer).parameters)[3:]
     text = (ROOT / "python/README.md").read_text(encoding="utf-8")
