@@ -41,7 +41,9 @@ create type pgqueue.queue as (
     updated_at timestamptz,
     archive_for interval,
     expires_after_idle interval,
-    dedup_window interval
+    dedup_window interval,
+    group_limit int,
+    on_dead text
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -267,6 +269,8 @@ create table pgqueue.queues (
     archive_for interval,
     expires_after_idle interval,
     dedup_window interval not null default '5 min',
+    group_limit int,
+    on_dead text not null default 'skip',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -283,7 +287,10 @@ create table pgqueue.queues (
     ),
     constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days')
+    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
+    constraint queues_group_limit_is_bounded
+    check (group_limit is null or group_limit between 1 and 1000 and dedicated),
+    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold'))
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -293,6 +300,10 @@ comment on column pgqueue.queues.expires_after_idle is
 'The time after which an empty queue that is not used is dropped; null: never.';
 comment on column pgqueue.queues.dedup_window is
 'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
+comment on column pgqueue.queues.group_limit is
+'How many messages of a group may be in flight at a time; null: the queue has no groups.';
+comment on column pgqueue.queues.on_dead is
+'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -421,6 +432,10 @@ create table pgqueue.dead_messages (
     constraint dead_messages_reason_is_known
     check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
+create index dead_messages_group on pgqueue.dead_messages (
+    queue_name,
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
+) where headers ->> 'pgqueue.group' is not null;
 comment on table pgqueue.dead_messages is
 'Dead letters, with reason, last error and time. When a queue is dropped, its delayed messages that are not due yet stay
 here under its name, with reason queue_dropped.';
@@ -1696,7 +1711,7 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window
+        q.dedup_window, q.group_limit, q.on_dead
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -1770,6 +1785,13 @@ begin
         perform pgqueue._raise_invalid('dedup_window', q.dedup_window::text,
             'an interval from 1 s to 30 days, or 0 for as long as the message lives');
     end if;
+    if q.group_limit not between 1 and 1000 then
+        perform pgqueue._raise_invalid('group_limit', q.group_limit::text,
+            'an integer from 1 to 1000, or null for a queue without groups');
+    end if;
+    if q.on_dead is null or q.on_dead not in ('skip', 'hold') then
+        perform pgqueue._raise_invalid('on_dead', q.on_dead, 'skip or hold');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -1796,7 +1818,9 @@ create function pgqueue.create_queue(
     if_not_exists boolean default false,
     archive_for interval default null,
     expires_after_idle interval default null,
-    dedup_window interval default '5 min'
+    dedup_window interval default '5 min',
+    group_limit int default null,
+    on_dead text default 'skip'
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -1829,7 +1853,11 @@ begin
     q.archive_for := archive_for;
     q.expires_after_idle := expires_after_idle;
     q.dedup_window := dedup_window;
+    q.group_limit := group_limit;
+    q.on_dead := on_dead;
     perform pgqueue._check_settings(q);
+    -- A queue with groups has indexes of its own.
+    dedicated := dedicated or group_limit is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -1870,7 +1898,7 @@ begin
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle, dedup_window
+        expires_after_idle, dedup_window, group_limit, on_dead
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -1883,7 +1911,7 @@ begin
         pgqueue._create_register(q.queue_id, 'first_due_at'),
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
-        create_queue.expires_after_idle, create_queue.dedup_window
+        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -1896,7 +1924,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval, interval
+    boolean, interval, interval, interval, int, text
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -1911,8 +1939,11 @@ for the replies to one instance of a service. Such a queue is dropped, as by dro
 and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
 dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
 enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
-Raises 22023, PQ002 if the queue exists, and PQ004
-if a longer transaction keeps a dedicated table from being attached.';
+With group_limit (1 to 1000) at most so many messages with the same group_key are in flight at a time, in the order of
+their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of
+its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold the
+group waits until the dead letter is redriven or purged. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
+transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -1971,7 +2002,9 @@ create function pgqueue.alter_queue(
     backoff_jitter double precision default null,
     archive_for interval default null,
     expires_after_idle interval default null,
-    dedup_window interval default null
+    dedup_window interval default null,
+    group_limit int default null,
+    on_dead text default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -1995,13 +2028,20 @@ begin
     q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
+    if alter_queue.group_limit is not null and q.group_limit is null then
+        perform pgqueue._raise_invalid('group_limit', alter_queue.group_limit::text,
+            format('null: queue %L was created without group_limit', q.name));
+    end if;
+    q.group_limit := coalesce(alter_queue.group_limit, q.group_limit);
+    q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
-        expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window, updated_at = pgqueue._now()
+        expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
+        group_limit = q.group_limit, on_dead = q.on_dead, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -2014,14 +2054,15 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval, interval
+    interval, interval, int, text
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
-applies to messages that are sent from then on; the keys of earlier ones may be free at once. Raises 22023, PQ001, and
-PQ004 if archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
+applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
+to the next claims; a queue that was created without group_limit cannot get one. Raises 22023, PQ001, and PQ004 if
+archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -2625,6 +2666,35 @@ comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
+create function pgqueue._with_group(headers jsonb, group_key text)
+returns jsonb
+language sql stable parallel safe
+as $$
+    select case
+        when group_key is null then headers
+        when headers is null or jsonb_typeof(headers) = 'object'
+            then coalesce(headers, '{}') || jsonb_build_object('pgqueue.group', group_key)
+        else headers
+    end
+$$;
+comment on function pgqueue._with_group(jsonb, text) is
+'The headers of a message with its group, which is the header pgqueue.group. Unchanged if group_key is null, or if they
+are no object, which _check_content refuses. Inlined.';
+
+create function pgqueue._check_group_keys(group_keys text[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid('group_key', left(k, 300), '1 to 255 characters')
+    from unnest(group_keys) as k
+    where char_length(k) not between 1 and 255;
+end;
+$$;
+comment on function pgqueue._check_group_keys(text[]) is
+'Raises 22023 for a group_key that is empty or too long. Null keys are allowed.';
+
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
 )
@@ -2814,7 +2884,8 @@ create function pgqueue.enqueue(
     message_id uuid default null,
     body bytea default null,
     dedup_key text default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_key text default null
 )
 returns bigint
 language plpgsql volatile security definer
@@ -2835,14 +2906,21 @@ begin
         q.name, at, at,
         -- It counts here because the conditions below may refuse the message.
         case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
-        enqueue.message_id, enqueue.payload, enqueue.headers
+        enqueue.message_id, enqueue.payload, pgqueue._with_group(enqueue.headers, enqueue.group_key)
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+        and (enqueue.group_key is null or char_length(enqueue.group_key) between 1 and 255)
+        and pgqueue._is_plain(
+            q, at, enqueue.payload, enqueue.delay, pgqueue._with_group(enqueue.headers, enqueue.group_key),
+            enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
+    end if;
+    if group_key is not null then
+        perform pgqueue._check_group_keys(array[group_key]);
+        headers := pgqueue._with_group(headers, group_key);
     end if;
     if dedup_key is not null then
         return pgqueue._enqueue_once(
@@ -2851,7 +2929,7 @@ begin
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -2861,8 +2939,9 @@ not checked for uniqueness. dedup_key (1 to 255 characters) is: while another me
 message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
 message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
-message is added and has the key from now on. A call with a key waits for a transaction that has sent the same key.
-Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
+key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
+pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
     queue_name text,
@@ -2874,7 +2953,8 @@ create function pgqueue.enqueue_batch(
     bodies bytea[] default null,
     delays interval[] default null,
     dedup_keys text[] default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_keys text[] default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -2901,9 +2981,16 @@ begin
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
             ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
-            ('dedup_keys', cardinality(dedup_keys))
+            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys))
     ) as a (argument, given)
     where a.given <> n;
+    if group_keys is not null then
+        perform pgqueue._check_group_keys(group_keys);
+        headers := array(
+            select pgqueue._with_group(u.h, u.k) from unnest(headers, group_keys) with ordinality as u (h, k, n)
+            order by u.n
+        );
+    end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
     where not pgqueue._is_interval_between(d, '0', '3652.5 days');
@@ -2986,13 +3073,13 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(
-    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text
+    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text, text[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
-with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in
-enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so does
+group_keys. Of the elements with the same dedup_key one is added, the last one if on_duplicate is replace, and all get
+its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
 -- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
@@ -3678,6 +3765,28 @@ comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], time
 'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
 receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
+create function pgqueue._do_periodic_work(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
+    -- was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
+    then
+        perform pgqueue._do_housekeeping(at);
+    end if;
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._call_for_compaction(at);
+    end if;
+end;
+$$;
+comment on function pgqueue._do_periodic_work(timestamptz) is
+'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
+
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
 )
@@ -3705,17 +3814,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
-    -- was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
-    then
-        perform pgqueue._do_housekeeping(at);
-    end if;
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
-        perform pgqueue._call_for_compaction(at);
-    end if;
+    perform pgqueue._do_periodic_work(at);
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
@@ -3830,6 +3929,318 @@ comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, b
 'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
 the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
 at most 500 ms, as messages that commit late wait for it; else at once.';
+-- Message groups. A queue with group_limit keeps at most so many messages of a group in flight, in the order of their
+-- ids. Whether a group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to
+-- be kept up to date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
+-- The dedicated table of such a queue has two more indexes, which list its messages by group.
+
+create function pgqueue._group_position(headers jsonb, id bigint)
+returns bigint
+language sql immutable parallel safe
+as $$
+    select coalesce(
+        (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
+$$;
+comment on function pgqueue._group_position(jsonb, bigint) is
+'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
+4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
+
+create function pgqueue._is_in_partition_of(queue_name text, name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select queue_name = name or queue_name = coalesce(name, '') $$;
+comment on function pgqueue._is_in_partition_of(text, text) is
+'Whether a message belongs to the queue of this name, in a form that prunes partitions but cannot use the primary key.
+So a search by _group_position uses its index, and finds messages in the order of that index. An `order by` would sort
+all messages: the planner cannot know that only partitions with this index are left at run time. Inlined.';
+
+create function pgqueue._on_queue_created_groups(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.group_limit is null then
+        return;
+    end if;
+    execute format(
+        'create index %I on %s (pgqueue._group_position(headers, id), id)',
+        format('messages_%s_group', q.queue_id), pgqueue._partition_of(q));
+    -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
+    -- a backlog of its group would read the backlog.
+    execute format(
+        'create index %I on %s (pgqueue._group_position(headers, id), id) where attempt_count > 0',
+        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q));
+end;
+$$;
+comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
+'Creates the indexes of a queue with groups.';
+
+create function pgqueue._claim_by_limit(
+    q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[] := '{}'::bigint[];
+    place bigint;
+    inflight int;
+begin
+    foreach place in array positions loop
+        select count(*) into inflight
+        from (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+            limit q.group_limit
+        ) w;
+        picks := picks || array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and pgqueue._is_ready(m, at)
+                and not (q.on_dead = 'hold' and pgqueue._is_held(q.name, place))
+            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(picks)) for update skip locked
+        );
+        exit when cardinality(picks) >= wanted;
+    end loop;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+'The part of _claim_from_groups for a group_limit above one.';
+
+create function pgqueue._is_held(queue_name text, place bigint)
+returns boolean
+language sql stable
+as $$
+    select exists (
+        select from pgqueue.dead_messages d
+        where d.queue_name = _is_held.queue_name and d.headers ->> 'pgqueue.group' is not null
+            and pgqueue._group_position(d.headers, d.id) = place
+    )
+$$;
+comment on function pgqueue._is_held(text, bigint) is
+'Whether a group has a dead letter.';
+
+create function pgqueue._claim_from_groups(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_position constant bigint := 4611686018427387904;
+    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
+    from_position bigint := started_from;
+    below_position bigint := 9223372036854775807;
+    next_position bigint;
+    may_hold int := 100;
+    held bigint[];
+    spent bigint[];
+    picks bigint[] := '{}'::bigint[];
+begin
+    loop
+        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
+        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+        -- transaction has locked waits for its next turn.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            union all
+            select
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+            from walk w
+            cross join lateral (
+                select
+                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                    pgqueue._is_ready(m, at) as is_ready
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                limit 1
+            ) s
+            cross join lateral (
+                select case when s.visible_at <= at or q.group_limit > 1
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                offset 0
+            ) h
+            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+        )
+        select
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
+            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            case
+                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                    then max(w.position) + 1
+            end
+        into held, spent, may_hold, next_position
+        from walk w;
+
+        -- These are new statements: they see what the last holders of the groups have committed.
+        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+            next_position := from_position;
+        elsif held is not null and q.group_limit > 1 then
+            picks := picks || pgqueue._claim_by_limit(
+                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
+        elsif held is not null then
+            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
+            -- later.
+            picks := picks || array(
+                select m.id
+                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not (
+                        q.on_dead = 'hold'
+                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                    )
+                limit wanted - cardinality(picks) for update of m skip locked
+            );
+        end if;
+        from_position := next_position;
+        if from_position is null then
+            exit when below_position = started_from or started_from = first_position;
+            from_position := first_position;
+            below_position := started_from;
+        end if;
+        exit when cardinality(picks) >= wanted or may_hold <= 0 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_from_groups(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted messages that have a group, locked. Visits the groups in turn, from where the last claim
+stopped, for at most 20 ms, and locks at most 100 groups.';
+
+create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh bigint := pgqueue._register_value(q.fresh_from_id);
+    first_id constant bigint := pgqueue._first_id_of(q.name);
+    picks bigint[];
+    visible bigint[];
+begin
+    picks := array(
+        select m.id from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._group_position(m.headers, m.id) >= fresh
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
+        limit wanted for update skip locked
+    );
+    if picks <> '{}' then
+        perform setval(q.fresh_from_id, picks[cardinality(picks)] + 1);
+    end if;
+    if all_over or cardinality(picks) < wanted then
+        visible := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) >= first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+                and m.visible_at <= at and m.id <> all (picks)
+            limit greatest(1000, wanted)
+        );
+        if visible <> '{}' then
+            perform pgqueue._dead_letter_spent(q, visible, at);
+            picks := picks || pgqueue._lock_ready(q, visible, picks, at, wanted - cardinality(picks));
+        end if;
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
+'The ids of up to wanted messages that have no group, locked, by id. With all_over, or if there are too few from
+fresh_from_id on, looks below it, too.';
+
+create function pgqueue._tend_groups(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    seen_at timestamptz := known.first_check_at;
+    seen_id bigint := -9223372036854775808;
+    rows record;
+begin
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
+    perform pgqueue._do_periodic_work(at);
+    if known.recorded_at is null or at - known.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._learn(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    end if;
+    perform pgqueue._promote_due(q, at, 100, known.first_due_at);
+    -- If there is no message without a group, claims look for one only after they have looked for others.
+    perform setval(q.fresh_from_id, coalesce(
+        (
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) >= known.first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            limit 1
+        ), 4611686018427387904));
+    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
+    loop
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+end;
+$$;
+comment on function pgqueue._tend_groups(pgqueue.queues, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups: learns, moves due messages that the register
+first_due_at missed, and removes rows of requeued_messages.';
+
+create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+    due constant bigint := pgqueue._register_value(q.first_due_at);
+    is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    ungrouped_first constant boolean :=
+        pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
+    picks bigint[] := '{}'::bigint[];
+begin
+    if due <= now_micros then
+        -- Those of blocked groups stay there.
+        perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
+    end if;
+    if is_tending then
+        perform pgqueue._tend_groups(q, at);
+    end if;
+    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    if ungrouped_first then
+        picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
+    end if;
+    if cardinality(picks) < wanted then
+        picks := picks || pgqueue._claim_from_groups(q, at, wanted - cardinality(picks));
+    end if;
+    if cardinality(picks) < wanted and not ungrouped_first then
+        picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
@@ -3850,6 +4261,9 @@ declare
 begin
     if q.paused_at is not null then
         return picks;
+    end if;
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, wanted);
     end if;
 
     due := pgqueue._register_value(q.first_due_at);
@@ -3935,7 +4349,7 @@ begin
     -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and max_messages between 1 and 10000
+        w.paused_at is null and w.group_limit is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -4007,8 +4421,9 @@ comment on function pgqueue.claim(text, int, interval, text) is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
-expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
-or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
+messages of a group, and messages of at most 100 groups. Waits only for drop_queue. Returns no row if no message is
+ready or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name text, max_messages int default 1)
@@ -4271,6 +4686,14 @@ begin
     end if;
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
+        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        m.visible_at := due_at;
+        m.claim_token := null;
+        insert into pgqueue.messages select m.*;
+        perform pgqueue._announce_due(q, due_at);
+        return;
+    end if;
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error, transport_headers
@@ -4445,6 +4868,19 @@ begin
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
     perform pgqueue._check_claim(0, claim_token);
+    if q.group_limit is not null then
+        -- In the other table the messages would be behind later ones of their group until a claim moves them back.
+        update pgqueue.messages m
+        set visible_at = at, attempt_count = m.attempt_count - 1, claim_token = null
+        from pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, release.claim_token);
+        get diagnostics released = row_count;
+        if released > 0 then
+            perform pgqueue._wake_waiting(q, at);
+        end if;
+        return released;
+    end if;
     with given_back as (
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
@@ -4682,6 +5118,35 @@ comment on function pgqueue.purge_dead_messages(text, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
 found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+
+create function pgqueue._findings_of_held_groups(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql volatile
+as $$
+    select
+        'warning', q.name, 'held_group',
+        format('group %L waits for %s, the first is %s: on_dead is hold', d.name,
+            pgqueue._with_number(d.n::int, 'dead letter'), d.first_id),
+        format('select pgqueue.redrive(%L, ids => array[%s]); -- or purge_dead_messages', q.name, d.first_id)
+    from (
+        select left(c.headers ->> 'pgqueue.group', 255) as name, count(*) as n, min(c.id) as first_id
+        from (
+            select m.headers, m.id from pgqueue.dead_messages m
+            where q.group_limit is not null and q.on_dead = 'hold' and m.queue_name = q.name
+                and m.id >= pgqueue._first_id_of(q.name) and m.headers ->> 'pgqueue.group' is not null
+            order by m.id limit 1000
+        ) c
+        group by c.headers ->> 'pgqueue.group'
+        order by min(c.id) limit 10
+    ) d
+    where exists (
+        select from pgqueue.messages m
+        where m.queue_name = q.name
+            and pgqueue._group_position(m.headers, m.id) = pgqueue._group_position(jsonb_build_object('pgqueue.group', d.name), 0)
+    )
+$$;
+comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
+'Groups that wait for a dead letter while they have messages.';
 -- Removes expired messages before a claim would pass over them.
 
 create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
@@ -7919,7 +8384,8 @@ create function pgqueue.publish(
     body bytea default null,
     base_topics text[] default null,
     dedup_key text default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_key text default null
 )
 returns int
 language plpgsql volatile security definer
@@ -7954,6 +8420,8 @@ begin
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
+    perform pgqueue._check_group_keys(array[group_key]);
+    headers := pgqueue._with_group(headers, group_key);
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -8001,7 +8469,7 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text) is
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
 number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
 its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
@@ -9297,6 +9765,10 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
+    if q.group_limit is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without group_limit: endpoints receive without regard to groups');
+    end if;
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.

@@ -19,6 +19,9 @@ begin
     if q.paused_at is not null then
         return picks;
     end if;
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, wanted);
+    end if;
 
     due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
@@ -103,7 +106,7 @@ begin
     -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and max_messages between 1 and 10000
+        w.paused_at is null and w.group_limit is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -175,5 +178,6 @@ comment on function pgqueue.claim(text, int, interval, text) is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
-expired, to the dead letters if the queue keeps them. Waits only for drop_queue. Returns no row if no message is ready
-or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
+messages of a group, and messages of at most 100 groups. Waits only for drop_queue. Returns no row if no message is
+ready or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';

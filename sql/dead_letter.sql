@@ -136,3 +136,32 @@ comment on function pgqueue.purge_dead_messages(text, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
 found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+
+create or replace function pgqueue._findings_of_held_groups(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql volatile
+as $$
+    select
+        'warning', q.name, 'held_group',
+        format('group %L waits for %s, the first is %s: on_dead is hold', d.name,
+            pgqueue._with_number(d.n::int, 'dead letter'), d.first_id),
+        format('select pgqueue.redrive(%L, ids => array[%s]); -- or purge_dead_messages', q.name, d.first_id)
+    from (
+        select left(c.headers ->> 'pgqueue.group', 255) as name, count(*) as n, min(c.id) as first_id
+        from (
+            select m.headers, m.id from pgqueue.dead_messages m
+            where q.group_limit is not null and q.on_dead = 'hold' and m.queue_name = q.name
+                and m.id >= pgqueue._first_id_of(q.name) and m.headers ->> 'pgqueue.group' is not null
+            order by m.id limit 1000
+        ) c
+        group by c.headers ->> 'pgqueue.group'
+        order by min(c.id) limit 10
+    ) d
+    where exists (
+        select from pgqueue.messages m
+        where m.queue_name = q.name
+            and pgqueue._group_position(m.headers, m.id) = pgqueue._group_position(jsonb_build_object('pgqueue.group', d.name), 0)
+    )
+$$;
+comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
+'Groups that wait for a dead letter while they have messages.';

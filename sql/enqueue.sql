@@ -1,5 +1,34 @@
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
+create or replace function pgqueue._with_group(headers jsonb, group_key text)
+returns jsonb
+language sql stable parallel safe
+as $$
+    select case
+        when group_key is null then headers
+        when headers is null or jsonb_typeof(headers) = 'object'
+            then coalesce(headers, '{}') || jsonb_build_object('pgqueue.group', group_key)
+        else headers
+    end
+$$;
+comment on function pgqueue._with_group(jsonb, text) is
+'The headers of a message with its group, which is the header pgqueue.group. Unchanged if group_key is null, or if they
+are no object, which _check_content refuses. Inlined.';
+
+create or replace function pgqueue._check_group_keys(group_keys text[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid('group_key', left(k, 300), '1 to 255 characters')
+    from unnest(group_keys) as k
+    where char_length(k) not between 1 and 255;
+end;
+$$;
+comment on function pgqueue._check_group_keys(text[]) is
+'Raises 22023 for a group_key that is empty or too long. Null keys are allowed.';
+
 create or replace function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
 )
@@ -189,7 +218,8 @@ create or replace function pgqueue.enqueue(
     message_id uuid default null,
     body bytea default null,
     dedup_key text default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_key text default null
 )
 returns bigint
 language plpgsql volatile security definer
@@ -210,14 +240,21 @@ begin
         q.name, at, at,
         -- It counts here because the conditions below may refuse the message.
         case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
-        enqueue.message_id, enqueue.payload, enqueue.headers
+        enqueue.message_id, enqueue.payload, pgqueue._with_group(enqueue.headers, enqueue.group_key)
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+        and (enqueue.group_key is null or char_length(enqueue.group_key) between 1 and 255)
+        and pgqueue._is_plain(
+            q, at, enqueue.payload, enqueue.delay, pgqueue._with_group(enqueue.headers, enqueue.group_key),
+            enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
+    end if;
+    if group_key is not null then
+        perform pgqueue._check_group_keys(array[group_key]);
+        headers := pgqueue._with_group(headers, group_key);
     end if;
     if dedup_key is not null then
         return pgqueue._enqueue_once(
@@ -226,7 +263,7 @@ begin
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -236,8 +273,9 @@ not checked for uniqueness. dedup_key (1 to 255 characters) is: while another me
 message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
 message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
-message is added and has the key from now on. A call with a key waits for a transaction that has sent the same key.
-Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
+key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
+pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(
     queue_name text,
@@ -249,7 +287,8 @@ create or replace function pgqueue.enqueue_batch(
     bodies bytea[] default null,
     delays interval[] default null,
     dedup_keys text[] default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_keys text[] default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -276,9 +315,16 @@ begin
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
             ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
-            ('dedup_keys', cardinality(dedup_keys))
+            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys))
     ) as a (argument, given)
     where a.given <> n;
+    if group_keys is not null then
+        perform pgqueue._check_group_keys(group_keys);
+        headers := array(
+            select pgqueue._with_group(u.h, u.k) from unnest(headers, group_keys) with ordinality as u (h, k, n)
+            order by u.n
+        );
+    end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
     where not pgqueue._is_interval_between(d, '0', '3652.5 days');
@@ -361,10 +407,10 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(
-    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text
+    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text, text[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key. Of the elements
-with the same key one is added, the last one if on_duplicate is replace, and all get its id. Everything else is as in
-enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so does
+group_keys. Of the elements with the same dedup_key one is added, the last one if on_duplicate is replace, and all get
+its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';

@@ -59,6 +59,14 @@ begin
     end if;
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
+    if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
+        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        m.visible_at := due_at;
+        m.claim_token := null;
+        insert into pgqueue.messages select m.*;
+        perform pgqueue._announce_due(q, due_at);
+        return;
+    end if;
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
         payload, body, headers, claimed_by, last_error, transport_headers
@@ -233,6 +241,19 @@ begin
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
     perform pgqueue._check_claim(0, claim_token);
+    if q.group_limit is not null then
+        -- In the other table the messages would be behind later ones of their group until a claim moves them back.
+        update pgqueue.messages m
+        set visible_at = at, attempt_count = m.attempt_count - 1, claim_token = null
+        from pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, release.claim_token);
+        get diagnostics released = row_count;
+        if released > 0 then
+            perform pgqueue._wake_waiting(q, at);
+        end if;
+        return released;
+    end if;
     with given_back as (
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k

@@ -365,6 +365,28 @@ comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], time
 'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
 receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
+create or replace function pgqueue._do_periodic_work(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
+    -- was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
+    then
+        perform pgqueue._do_housekeeping(at);
+    end if;
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._call_for_compaction(at);
+    end if;
+end;
+$$;
+comment on function pgqueue._do_periodic_work(timestamptz) is
+'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
+
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
 )
@@ -392,17 +414,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    -- Housekeeping runs once an hour, in a sweep of any queue. A time more than an hour ahead was set while the clock
-    -- was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_housekeeping_at') - pgqueue._to_micros(at), 0) not between 1 and 3600000000
-    then
-        perform pgqueue._do_housekeeping(at);
-    end if;
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
-        perform pgqueue._call_for_compaction(at);
-    end if;
+    perform pgqueue._do_periodic_work(at);
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then

@@ -29,6 +29,8 @@ create table pgqueue.queues (
     archive_for interval,
     expires_after_idle interval,
     dedup_window interval not null default '5 min',
+    group_limit int,
+    on_dead text not null default 'skip',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -45,7 +47,10 @@ create table pgqueue.queues (
     ),
     constraint queues_archive_for_is_bounded check (archive_for between '1 day' and '3652.5 days'),
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
-    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days')
+    constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
+    constraint queues_group_limit_is_bounded
+    check (group_limit is null or group_limit between 1 and 1000 and dedicated),
+    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold'))
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -55,6 +60,10 @@ comment on column pgqueue.queues.expires_after_idle is
 'The time after which an empty queue that is not used is dropped; null: never.';
 comment on column pgqueue.queues.dedup_window is
 'The time for which a dedup_key is taken; 0: as long as its message lives, at most 30 days.';
+comment on column pgqueue.queues.group_limit is
+'How many messages of a group may be in flight at a time; null: the queue has no groups.';
+comment on column pgqueue.queues.on_dead is
+'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -183,6 +192,10 @@ create table pgqueue.dead_messages (
     constraint dead_messages_reason_is_known
     check (reason in ('attempts_exhausted', 'expired', 'rejected', 'queue_dropped'))
 );
+create index dead_messages_group on pgqueue.dead_messages (
+    queue_name,
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
+) where headers ->> 'pgqueue.group' is not null;
 comment on table pgqueue.dead_messages is
 'Dead letters, with reason, last error and time. When a queue is dropped, its delayed messages that are not due yet stay
 here under its name, with reason queue_dropped.';

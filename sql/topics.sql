@@ -158,7 +158,8 @@ create or replace function pgqueue.publish(
     body bytea default null,
     base_topics text[] default null,
     dedup_key text default null,
-    on_duplicate text default 'keep'
+    on_duplicate text default 'keep',
+    group_key text default null
 )
 returns int
 language plpgsql volatile security definer
@@ -193,6 +194,8 @@ begin
     into names, smallest.max_payload_bytes, smallest.name
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
+    perform pgqueue._check_group_keys(array[group_key]);
+    headers := pgqueue._with_group(headers, group_key);
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -240,7 +243,7 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text) is
+comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
 number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
 its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy

@@ -530,6 +530,10 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
+    if q.group_limit is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without group_limit: endpoints receive without regard to groups');
+    end if;
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.

@@ -17,7 +17,9 @@ create type pgqueue.queue as (
     updated_at timestamptz,
     archive_for interval,
     expires_after_idle interval,
-    dedup_window interval
+    dedup_window interval,
+    group_limit int,
+    on_dead text
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from sections import update_section
 
 HERE = Path(__file__).resolve().parent
-LATEST, BREAKDOWN, HORIZON = (HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon"))
+LATEST, BREAKDOWN, HORIZON, WEB = (HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon", "web"))
 Rows = list[list[str]]
 Cell = dict[str, Any]
 SINGLE_VERBS = ("enqueue 1", "claim 1, ack", "claim 100, ack 100")
@@ -274,6 +274,46 @@ def breakdown(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def web(report: dict[str, Any]) -> str:
+    """The section on the HTTP server: the direct routes beside psycopg, and an enqueue through an agent."""
+    cells = report["direct"]
+    paced = [cell["http"]["paced"] for cell in cells if "paced" in cell["http"]]
+    headings = ["a second", "direct routes", "psycopg", "ratio", "p99, ms: direct routes", "psycopg"]
+    if paced:
+        headings += [f"p99 at {paced[0]['load']:.0%} of the rate, ms: direct routes", "psycopg"]
+    lines = [headings, ["---", *("---:" for _ in headings[1:])]]
+    for cell in cells:
+        number, ratio = cell["messages"], cell["ratio"]
+        what = {"enqueue": "enqueue", "cycle": "claim and acknowledge"}[cell["verb"]]
+        rates = [ranged(cell[kind]["calls_per_second"], number) for kind in ("http", "psycopg")]
+        lines.append(
+            [
+                what if number == 1 else f"messages, {what} {number} at a time",
+                *rates,
+                f"{ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})",
+                *(f"{cell[kind]['p99_ms']['median']:.1f}" for kind in ("http", "psycopg")),
+                *(f"{cell[kind]['paced']['p99_ms']:.1f}" for kind in ("http", "psycopg") if "paced" in cell[kind]),
+            ]
+        )
+    brokered = report["brokered"]
+    settings = ", ".join(f"{name} = {value}" for name, value in report["settings"].items())
+    return (
+        "\n".join(map(markdown, lines))
+        + f"\n\nAn enqueue through an agent was completed after {brokered['p50_ms']['median']:.1f} ms (median;"
+        f" p99: {brokered['p99_ms']['median']:.1f} ms).\n\n<sub>PostgreSQL {report['postgresql']}, {settings};"
+        f" {report['cores']} cores ({report['cpu']}), shared by the server, its database and {report['clients']}"
+        f" clients, load before it {report['load_before'][0]}; commit {report['commit']}, {report['at'][:10]}."
+        f" Medians of {report['rounds']} rounds of {report['seconds']:g} s, with the lowest and the highest; the ratio"
+        " is taken within each round.</sub>"
+    )
+
+
+def ranged(figures: dict[str, float], factor: int) -> str:
+    """A median with the lowest and the highest, each times a factor."""
+    median, lowest, highest = (f"{figures[name] * factor:,.0f}" for name in ("median", "lowest", "highest"))
+    return f"{median} ({lowest}-{highest})"
+
+
 def shortened(statement: str) -> str:
     """The first characters of a statement."""
     begin = statement[:56].rstrip()
@@ -318,6 +358,9 @@ def main() -> int:
     if HORIZON.exists():
         text = section(json.loads(HORIZON.read_text(encoding="utf-8")))
         failed |= update_section("horizon", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+    if WEB.exists():
+        text = web(json.loads(WEB.read_text(encoding="utf-8")))
+        failed |= update_section("http", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 
 

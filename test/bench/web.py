@@ -90,26 +90,42 @@ class Sql:
         return len(messages)
 
 
-def client(kind: str, where: str, verb: str, number: int, seconds: float, start: Any, results: Any) -> None:
-    """Call repeatedly, and put the durations in ms into `results`."""
+def client(
+    kind: str, where: str, verb: str, number: int, seconds: float, every: float, first: float, start: Any, results: Any
+) -> None:
+    """Call repeatedly, and put the durations in ms into `results`.
+
+    If `every` is not 0, a call is due every so many seconds, the first one after `first` seconds. Its duration then
+    counts from when it was due: a slow call also delays the calls that were due meanwhile.
+    """
     one = Http(where) if kind == "http" else Sql(where)
     call: Callable[[int], Any] = getattr(one, verb)
-    took = []
+    took: list[float] = []
+    call(number)  # the first call connects, and the session compiles the functions
     start.wait()
-    until = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < until:
+    began = time.perf_counter()
+    until = began + seconds
+    while (due := began + first + every * len(took) if every else time.perf_counter()) < until:
+        time.sleep(max(0.0, due - time.perf_counter()))
         found = call(number)
         if found == 0:
             raise SystemExit("the queue ran empty")
-        took.append((time.perf_counter() - began) * 1000)
+        took.append((time.perf_counter() - due) * 1000)
     results.put(took)
 
 
-def measure(kind: str, where: str, verb: str, number: int, clients: int, seconds: float) -> list[float]:
-    """Return the durations of all calls in ms, sorted."""
+def measure(
+    kind: str, where: str, verb: str, number: int, clients: int, seconds: float, rate: float = 0.0
+) -> list[float]:
+    """Return the durations of all calls in ms, sorted: one call after another, or `rate` calls a second."""
     start, results = CONTEXT.Barrier(clients), CONTEXT.Queue()
-    arguments = (kind, where, verb, number, seconds, start, results)
-    processes = [CONTEXT.Process(target=client, args=arguments) for _ in range(clients)]
+    every = clients / rate if rate else 0.0
+    processes = [
+        CONTEXT.Process(
+            target=client, args=(kind, where, verb, number, seconds, every, every * each / clients, start, results)
+        )
+        for each in range(clients)
+    ]
     for process in processes:
         process.start()
     took = sorted(ms for _ in processes for ms in results.get(timeout=seconds + 60))
@@ -130,10 +146,11 @@ def p99(took: list[float]) -> float:
 
 def direct(dsn: str, where: str, options: argparse.Namespace, verb: str, number: int) -> dict[str, Any]:
     """Measure the same calls by HTTP and by psycopg, in turns."""
+    places = {"http": where, "psycopg": dsn}
     rates: dict[str, list[float]] = {"http": [], "psycopg": []}
     took: dict[str, list[list[float]]] = {"http": [], "psycopg": []}
     for _ in range(options.rounds):
-        for kind, at in (("http", where), ("psycopg", dsn)):
+        for kind, at in places.items():
             if verb == "cycle":
                 fill(dsn, int(options.seconds * (30_000 if number == 1 else 200_000)))
             took[kind].append(measure(kind, at, verb, number, options.clients, options.seconds))
@@ -145,8 +162,27 @@ def direct(dsn: str, where: str, options: argparse.Namespace, verb: str, number:
             "p50_ms": spread([statistics.median(each) for each in took[kind]], 2),
             "p99_ms": spread([p99(each) for each in took[kind]], 2),
         }
+        if options.load:
+            rate = statistics.median(rates[kind]) * options.load
+            cell[kind]["paced"] = paced(dsn, kind, places[kind], options, verb, number, rate)
     cell["ratio"] = spread([one / other for one, other in zip(rates["http"], rates["psycopg"], strict=True)], 3)
     return cell
+
+
+def paced(
+    dsn: str, kind: str, where: str, options: argparse.Namespace, verb: str, number: int, rate: float
+) -> dict[str, float]:
+    """Measure the durations of `rate` calls a second, for as long as all rounds took."""
+    seconds = options.seconds * options.rounds
+    if verb == "cycle":
+        fill(dsn, int((rate * seconds + 2 * options.clients) * number))
+    took = measure(kind, where, verb, number, options.clients, seconds, rate)
+    return {
+        "load": options.load,
+        "calls_per_second": round(rate),
+        "p50_ms": round(statistics.median(took), 2),
+        "p99_ms": round(p99(took), 2),
+    }
 
 
 def fill(dsn: str, number: int) -> None:
@@ -217,6 +253,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="seconds of each cell in a round (1.5)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; HTTP and psycopg take turns in each (3)")
     parser.add_argument("--clients", type=int, default=4, help="client processes (4)")
+    parser.add_argument(
+        "--load", type=float, default=0.0, help="also call at this part of the measured rate, for example 0.5 (no)"
+    )
     parser.add_argument("--tasks", type=int, default=300, help="brokered enqueues (300)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
     options = parser.parse_args()
@@ -255,13 +294,15 @@ def show(report: dict[str, Any]) -> None:
         return "{median:,} ({lowest:,}-{highest:,})".format_map(figures)
 
     console = Console(highlight=False, width=120)
-    table = Table("calls", "by", "a second", "p50 ms", "p99 ms", "ratio")
+    table = Table("calls", "by", "a second", "p50 ms", "p99 ms", "ratio", "paced: a second, p50, p99 ms")
     names = {"enqueue": "enqueue", "cycle": "claim + ack"}
     for cell in report["direct"]:
         for kind in ("http", "psycopg"):
             figures = [text(cell[kind][name]) for name in ("calls_per_second", "p50_ms", "p99_ms")]
             ratio = text(cell["ratio"]) if kind == "http" else ""
-            table.add_row(f"{names[cell['verb']]} of {cell['messages']}", kind, *figures, ratio)
+            slow = cell[kind].get("paced")
+            paced = "{calls_per_second:,}, {p50_ms:,}, {p99_ms:,}".format_map(slow) if slow else ""
+            table.add_row(f"{names[cell['verb']]} of {cell['messages']}", kind, *figures, ratio, paced)
     console.print(table)
     p50, p99 = report["brokered"]["p50_ms"], report["brokered"]["p99_ms"]
     verdict = "meets" if p50["median"] < TARGET_MS else "misses"

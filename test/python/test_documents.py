@@ -164,10 +164,23 @@ def test_the_first_block_has_twelve_lines_that_work(pasted: tuple[str, str]) -> 
 
 
 def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
-    (block,) = blocks("sql/REFERENCE.md", "sql")
+    block = blocks("sql/REFERENCE.md", "sql")[0]
     answers = psql(pasted[0], block.code).splitlines()
     assert answers[0] == "3"
     assert answers[1].startswith('3|{"order_id": 1003}|1|')
+
+
+def test_the_query_for_rates_shows_what_happened_between_two_looks(pasted: tuple[str, str]) -> None:
+    first, second = blocks("sql/REFERENCE.md", "sql")[1].code.split(";\n", 1)
+    work = """
+        select from pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[20]));
+        select from pgqueue.receive('orders', 5);
+        select from pgqueue.claim('orders', 2) m, pgqueue.reject('orders', m.id, m.claim_token);
+    """
+    name, sent, acknowledged, failed, dead = psql(pasted[0], f"{first};{work}{second}").splitlines()[-1].split("|")
+    assert name == "orders"
+    assert float(sent) > 0
+    assert [round(20 * float(each) / float(sent)) for each in (acknowledged, failed, dead)] == [5, 2, 2]
 
 
 # Without hash and merge joins, and with the statistics of a new table, the planner chooses a nested loop that runs a
@@ -183,7 +196,7 @@ set local enable_memoize = off;
 
 
 def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(pasted: tuple[str, str]) -> None:
-    (block,) = blocks("sql/REFERENCE.md", "sql")
+    block = blocks("sql/REFERENCE.md", "sql")[0]
     (claim,) = (statement for statement in block.code.split(";\n") if "skip locked" in statement)
     nested = """
         update pgqueue.messages m set visible_at = now() + interval '60 s' where m.id in (

@@ -152,7 +152,8 @@ create_queue = Call(
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dedicated boolean,"
     " dead_letter_expired boolean, max_payload_bytes int, backoff_base interval,"
     " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
-    " if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval",
+    " if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval,"
+    " group_limit int, on_dead text",
 )
 alter_queue = Call(
     QueueInfo,
@@ -160,7 +161,8 @@ alter_queue = Call(
     "queue_name text",
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dead_letter_expired boolean,"
     " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
-    " backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval",
+    " backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval,"
+    " group_limit int, on_dead text",
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")
@@ -174,14 +176,14 @@ enqueue = Call(
     "enqueue",
     "queue_name text",
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
-    " dedup_key text, on_duplicate text",
+    " dedup_key text, on_duplicate text, group_key text",
 )
 enqueue_batch = Call(
     int,
     "enqueue_batch",
     "queue_name text",
     "payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[],"
-    " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text",
+    " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[]",
 )
 claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
 ack = Call(bool, "ack", "queue_name text, id bigint, claim_token uuid")
@@ -257,7 +259,7 @@ publish = Call(
     "publish",
     "topic text",
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
-    " base_topics text[], dedup_key text, on_duplicate text",
+    " base_topics text[], dedup_key text, on_duplicate text, group_key text",
 )
 cancel = Call(bool, "cancel", "queue_name text, id bigint")
 cancel_by_key = Call(bool, "cancel_by_key", "queue_name text, dedup_key text")

@@ -131,6 +131,7 @@ class AsyncQueues(_Calls):
         base_topics: Iterable[str] | None = None,
         dedup_key: str | None = None,
         on_duplicate: str | None = None,
+        group_key: str | None = None,
     ) -> int:
         """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of queues.
 
@@ -142,7 +143,17 @@ class AsyncQueues(_Calls):
         """
         return await self._one(
             _calls.publish(
-                topic, payload, delay, headers, expires_in, message_id, body, base_topics, dedup_key, on_duplicate
+                topic,
+                payload,
+                delay,
+                headers,
+                expires_in,
+                message_id,
+                body,
+                base_topics,
+                dedup_key,
+                on_duplicate,
+                group_key,
             )
         )
 
@@ -285,6 +296,8 @@ class AsyncQueue(_Calls):
         archive_for: timedelta | None = None,
         expires_after_idle: timedelta | None = None,
         dedup_window: timedelta | None = None,
+        group_limit: int | None = None,
+        on_dead: str | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -301,7 +314,9 @@ class AsyncQueue(_Calls):
         archive) keeps acknowledged messages in the table `archived_messages` for at least that time. With
         `expires_after_idle` (1 s to 3652.5 days; None: never) the queue is dropped when it was empty and unused for
         that time. `dedup_window` (1 s to 30 days; 5 min) is the time for which a `dedup_key` is taken; `timedelta(0)`
-        means as long as its message lives, at most 30 days.
+        means as long as its message lives, at most 30 days. With `group_limit` (1 to 1000; None: no groups) at most so
+        many messages with the same `group_key` are in flight at a time, in the order of their ids; the queue is then
+        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it).
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -322,6 +337,8 @@ class AsyncQueue(_Calls):
                 archive_for,
                 expires_after_idle,
                 dedup_window,
+                group_limit,
+                on_dead,
             )
         )
 
@@ -339,13 +356,16 @@ class AsyncQueue(_Calls):
         archive_for: timedelta | None = None,
         expires_after_idle: timedelta | None = None,
         dedup_window: timedelta | None = None,
+        group_limit: int | None = None,
+        on_dead: str | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
         Messages keep the `max_attempts` that they were sent with. A new `archive_for` also applies to messages that are
         already archived. `timedelta(0)` ends archiving; archived messages are then kept for the time that was promised.
         An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
-        that are sent from then on; the keys of earlier ones may be free at once.
+        that are sent from then on; the keys of earlier ones may be free at once. A queue that was created
+        without `group_limit` cannot get one.
 
         Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
         transport relation that a longer transaction uses.
@@ -365,6 +385,8 @@ class AsyncQueue(_Calls):
                 archive_for,
                 expires_after_idle,
                 dedup_window,
+                group_limit,
+                on_dead,
             )
         )
 
@@ -506,6 +528,7 @@ class AsyncQueue(_Calls):
         body: bytes | None = None,
         dedup_key: str | None = None,
         on_duplicate: str | None = None,
+        group_key: str | None = None,
     ) -> int:
         """Send a message in the caller's transaction. Returns its id.
 
@@ -518,12 +541,15 @@ class AsyncQueue(_Calls):
         the id of the other one is returned. A key is taken for the `dedup_window` of the queue. `on_duplicate` is
         `"keep"` (the default) or `"replace"`: the other message gets the content, due time and expiry of this call,
         unless a consumer has claimed it or it is gone; then this message is added. The call waits for a transaction
-        that has sent the same key.
+        that has sent the same key. `group_key` (1 to 255 characters) is the group of the message, for a queue with
+        `group_limit`; it becomes the header `pgqueue.group`.
 
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.
         """
         return await self._one(
-            _calls.enqueue(self.name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate)
+            _calls.enqueue(
+                self.name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate, group_key
+            )
         )
 
     async def enqueue_batch(
@@ -537,13 +563,15 @@ class AsyncQueue(_Calls):
         delays: Iterable[timedelta | None] | None = None,
         dedup_keys: Iterable[str | None] | None = None,
         on_duplicate: str | None = None,
+        group_keys: Iterable[str | None] | None = None,
     ) -> list[int]:
         """Send many messages, all or none, in the caller's transaction. Returns their ids in the order of the
         arguments.
 
         Each iterable has one element per message; each message has exactly one of payload and body. An element of
-        `delays` that is not None overrides `delay`. Of the elements with the same key one is added, the last one if
-        `on_duplicate` is `"replace"`, and all get its id. The rest, including the errors, is as in `enqueue`.
+        `delays` that is not None overrides `delay`. Of the elements with the same key of `dedup_keys` one is
+        added, the last one if `on_duplicate` is `"replace"`, and all get its id. The rest, including the errors, is as
+        in `enqueue`.
         """
         return await self._all(
             _calls.enqueue_batch(
@@ -557,6 +585,7 @@ class AsyncQueue(_Calls):
                 delays,
                 dedup_keys,
                 on_duplicate,
+                group_keys,
             )
         )
 

@@ -31,8 +31,8 @@ class QueueInfo:
     """A queue and its settings.
 
     `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
-    is None if it is never dropped for being idle.
-    A `dedup_window` of `timedelta(0)` means as long as a message lives.
+    is None if it is never dropped for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives.
+    `group_limit` is None if the queue has no groups.
     """
 
     name: str
@@ -52,6 +52,8 @@ class QueueInfo:
     archive_for: timedelta | None
     expires_after_idle: timedelta | None
     dedup_window: timedelta
+    group_limit: int | None
+    on_dead: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,21 @@ def test_an_idle_consumer_is_woken_by_a_message(form: Form, database: str, conne
 
 
 @together(FORMS)
+def test_an_idle_consumer_makes_a_dead_letter_of_a_message_whose_last_consumer_died(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue(1)
+    (message,) = queue.claim(1, LONG, "dead")
+    with form.consuming(database, name) as run:
+        wait_for(lambda: waits(connection, name))
+        assert queue.extend(message.id, message.claim_token, SECOND)  # after which the claim ends
+        found = "select claimed_by, reason from pgqueue.dead_messages where queue_name = %s"
+        assert wait_for(lambda: rows(connection, found, name)) == [("dead", "attempts_exhausted")]
+    assert run.returned == []
+
+
+@together(FORMS)
 def test_a_message_given_back_wakes_the_consumer_when_it_is_due(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:

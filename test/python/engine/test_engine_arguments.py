@@ -9,16 +9,16 @@ import pytest
 # The arguments that accept null.
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
-    " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window",
+    " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead",
     "alter_schedule": "cron payload headers time_zone paused catch_up",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
-    "create_queue": "archive_for expires_after_idle",
+    "create_queue": "archive_for expires_after_idle group_limit",
     "create_schedule": "headers",
     "drop_schedule": "name",
-    "enqueue": "headers expires_in message_id body dedup_key",
-    "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys",
+    "enqueue": "headers expires_in message_id body dedup_key group_key",
+    "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys group_keys",
     "exchange": "ids visibility_timeout claimed_by",
     "expose_transport": "table_name",
     "extend": "visibility_timeout",
@@ -27,7 +27,7 @@ MAY_BE_NULL = {
     "list_streams": "queue_name",
     "list_subscriptions": "queue_name",
     "nack": "delay error headers",
-    "publish": "headers expires_in message_id body base_topics dedup_key",
+    "publish": "headers expires_in message_id body base_topics dedup_key group_key",
     "purge_dead_messages": "ids",
     "record_failure": "delay error headers",
     "redrive": "ids",
@@ -116,6 +116,9 @@ def good(verb: str, argument: str, kind: str) -> str:
         "delays": "'{1 s}'",
         "dedup_keys": "'{arguments}'",
         "on_duplicate": "'keep'",
+        "group_keys": "'{arguments}'",
+        "group_limit": "1" if verb == "create_queue" else "null",
+        "on_dead": "'skip'",
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from served import ADMIN, Server, Site, configuration, locked, new_name, serving
 
 import pgqueue
 from pgqueue.http import depth_history
-from pgqueue.http.page_rendering import pretty_json, sparkline
+from pgqueue.http.page_rendering import TEMPLATES, Row, pretty_json, sparkline
 from pgqueue.http.throughput import Throughput
 from pgqueue.message import QueueStats
 
@@ -381,6 +382,16 @@ def test_a_sparkline_leaves_out_points_of_a_level_stretch() -> None:
 
 
 STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
+
+
+def test_the_table_marks_each_estimated_figure() -> None:
+    stats = QueueStats("orders", 20_000, 1, 2, 30_000, 1.0, False, ["ready_messages", "dead_messages"])
+    table = TEMPLATES.get_template("table.html").render(
+        rows=[Row(("s", "d", "orders"), stats)], failing=[], control_fails=False, up=""
+    )
+    figures = re.findall(r'<td class="figure.*?data-label="(.*?)">(.*?)</td>', table)
+    mark = '<abbr title="an estimate">≈</abbr> '
+    assert figures == [("Ready", f"{mark}20,000"), ("In flight", "1"), ("Scheduled", "2"), ("Dead", f"{mark}30,000")]
 
 
 def test_the_page_works_behind_a_path_prefix(web: Server, queue: str, site: Site) -> None:
@@ -891,6 +902,28 @@ def test_consumers_streams_and_subscriptions_are_shown(
     expect(page.get_by_text("No message is in flight.")).to_be_visible()
 
 
+def test_the_sessions_of_consumers_show_their_last_statement(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
+) -> None:
+    """An idle consumer is seen as long as it lives."""
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+
+    def moments() -> list[datetime]:
+        """Since when there are sessions, and when the last statement ran; empty if there is no session."""
+        section = web.get("/queue/consumers", params=at).text.partition('id="sessions"')[2].partition("</section>")[0]
+        found = re.findall(r'data-label="(?:Since|Last statement)"><time datetime="(.*?)">', section)
+        return [datetime.fromisoformat(each) for each in found]
+
+    begun = sql.execute("select clock_timestamp()").fetchall()[0][0]
+    with pgqueue.Consumer(site.target, name, lambda _: None, peek_delay=timedelta(milliseconds=100)):
+        web.until(moments)
+        for _ in range(2):
+            now = sql.execute("select clock_timestamp()").fetchall()[0][0]
+            since, last = web.until(lambda now=now: (found := moments())[1] >= now and found)  # type: ignore[misc]
+            assert begun <= since < last
+    web.until(lambda: moments() == [])
+
+
 def test_charts_show_an_hour_and_a_day(
     page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any], site: Site
 ) -> None:
@@ -903,6 +936,7 @@ def test_charts_show_an_hour_and_a_day(
     expect(depth.locator("polyline")).to_have_count(1)
     expect(depth.locator("svg")).to_have_attribute("aria-label", re.compile("^Depth, from 0 to 1[0-9]{2}$"))
     expect(out.locator("polyline")).to_have_count(2)  # a gap where it is unknown
+    expect(page.locator(".charts .facts")).to_have_text(re.compile("A gap: not recorded, or unknown\\.$"))
     page.get_by_role("link", name="Day", exact=True).click()
     expect(page.get_by_role("heading", name="Last day")).to_be_visible()
     points = depth.locator("polyline").first.get_attribute("points") or ""

@@ -95,6 +95,21 @@ def test_the_readme_has_a_valid_example_of_every_body() -> None:
     assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
 
 
+def test_the_documents_call_only_routes_of_the_schema() -> None:
+    """Routes of older names still work, but the schema does not show them."""
+    routes = [re.sub(r"\{\w+\}", r"[^/]+", path) for path in DOCUMENT["paths"]]
+    seen = set()
+    for document in sorted([ROOT / "README.md", *(ROOT / "python").rglob("*.md")]):
+        for block in re.findall(r"^```\w*\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL):
+            variables = dict(re.findall(r"^(\w+)=(http\S+)$", block, re.MULTILINE))
+            code = re.sub(r"^\w+=http\S+$", "", block, flags=re.MULTILINE)
+            code = re.sub(r"\$(\w+)", lambda found, known=variables: known.get(found[1], ""), code)
+            for path in re.findall(r"/(?:v1|managed-services)/[\w{}/-]+", code):
+                assert any(re.fullmatch(route, path) for route in routes), (document, path)
+                seen.add(path)
+    assert {"/v1/queues/orders/claim", "/managed-services/local/queues/order-events"} <= seen
+
+
 def all_names(value: Any) -> set[str]:
     if isinstance(value, list):
         return set().union(*map(all_names, value))

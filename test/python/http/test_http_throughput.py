@@ -1,6 +1,7 @@
 """The throughput of queues, what samples find, and the metrics of a server."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,13 +15,13 @@ from pgqueue.http import notifications
 from pgqueue.http.databases import Databases
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Service, Settings
-from pgqueue.http.throughput import Throughput
+from pgqueue.http.throughput import Throughput, throughput_between
 from pgqueue.message import QueueStats
 
 
-def stats_of(sent: int, acknowledged: int) -> QueueStats:
+def stats_of(sent: int, acknowledged: int, depth: int = 9, dead: int = 0, *estimates: str) -> QueueStats:
     return QueueStats(
-        "orders", 9, 0, 0, 0, 1.0, False, ["ready_messages"], enqueued_total=sent, acknowledged_total=acknowledged
+        "orders", depth - 3, 2, 1, dead, 1.0, False, [*estimates], enqueued_total=sent, acknowledged_total=acknowledged
     )
 
 
@@ -29,17 +30,39 @@ def stats_of(sent: int, acknowledged: int) -> QueueStats:
     [
         pytest.param([(7, 5)], Throughput(0.0, None), id="one sample"),
         pytest.param([(7, 5), (7, 5)], Throughput(0.0, 0.0), id="nothing happened"),
-        pytest.param([(7, 5), (27, 11)], Throughput(10.0, 3.0), id="both increased"),
-        pytest.param([(7, 5), (27, 11), (67, 31)], Throughput(15.0, 6.5), id="since the first of a few samples"),
+        pytest.param([(7, 5), (27, 11, 23)], Throughput(10.0, 3.0), id="both increased"),
+        pytest.param([(7, 5), (27, 11, 23), (67, 31, 43)], Throughput(15.0, 6.5), id="since the first of a few"),
         pytest.param([(7, 5), (3, 6)], Throughput(0.0, None), id="the queue was created again"),
     ],
 )
-def test_the_throughput_is_the_increase_of_the_totals(totals: list[tuple[int, int]], expected: Throughput) -> None:
+def test_the_throughput_is_the_increase_of_the_totals(totals: list[Any], expected: Throughput) -> None:
     history = History()
     for number, each in enumerate(totals):
         history.add(2.0 * number, stats_of(*each))
     assert history.throughput == expected
     assert history.throughput_over(60) == expected
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "outgoing"),
+    [
+        pytest.param((0, 0, 9), (0, 0, 5), None, id="messages left uncounted"),
+        pytest.param((0, 0, 9), (20, 0, 9), None, id="messages left uncounted while others came"),
+        pytest.param((0, 0, 9), (20, 10, 9), 5.0, id="as many were counted as were not"),
+        pytest.param((0, 0, 9), (22, 9, 9), None, id="fewer were counted than were not"),
+        pytest.param((0, 0, 9), (20, 0, 27), 0.0, id="a message is not committed yet, and no consumer runs"),
+        pytest.param((0, 0, 9, 0), (0, 0, 5, 4), 0.0, id="messages became dead letters"),
+        pytest.param((0, 0, 5, 4), (0, 0, 9, 0), 0.0, id="dead letters were redriven"),
+        pytest.param((0, 0, 9, 4), (0, 0, 9, 0), None, id="dead letters were purged"),
+        pytest.param((0, 0, 9), (0, 0, 15), 0.0, id="messages came uncounted"),
+        pytest.param((0, 0, 9), (0, 0, 5, 0, "ready_messages"), 0.0, id="the depth is an estimate"),
+        pytest.param((0, 0, 9, 0, "dead_messages"), (0, 0, 5), 0.0, id="it was an estimate"),
+    ],
+)
+def test_what_goes_out_is_unknown_if_most_of_it_is_not_counted(
+    earlier: tuple[Any, ...], later: tuple[Any, ...], outgoing: float | None
+) -> None:
+    assert throughput_between(stats_of(*earlier), stats_of(*later), 2.0).outgoing == outgoing
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +189,12 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
 
         connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, dedicated])
         web.until(lambda: total("enqueued") == 0)
-        assert metric(web, "pgqueue_flow_counted", queue=name) == 1
+        web.until(lambda: metric(web, "pgqueue_flow_counted", queue=name) == 1)
         ids = metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0
 
         connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
         web.until(lambda: (metric(web, "pgqueue_in_per_second", queue=name) or 0) > 0)
-        assert metric(web, "pgqueue_out_per_second", queue=name) == 0
+        web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
         connection.execute("select pgqueue.ack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 25) m", [name, name])
         connection.execute("select pgqueue.nack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m", [name, name])
         connection.execute("select pgqueue.reject(%s, m.id, m.claim_token) from pgqueue.claim(%s, 2) m", [name, name])
@@ -181,3 +204,31 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
         assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + 40
         for each in ("in", "out"):  # nothing more is sent or acknowledged
             web.until(lambda each=each: metric(web, f"pgqueue_{each}_per_second", queue=name) == 0)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("table", ["pgqueue.messages where queue_name = '{}'", 'public."{}"'])
+def test_what_goes_out_is_unknown_while_sql_that_is_not_counted_deletes_messages(
+    web: Server, site: Site, table: str
+) -> None:
+    name = new_name()
+
+    def outgoing() -> tuple[Any, Any, str]:
+        """Whether the rate is known, the rate, and what the page shows."""
+        row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
+        shown = re.search(r'data-label="Out">.*?<span class="now">(.*?)</span>', row)
+        counted, rate = (metric(web, f"pgqueue_{each}", queue=name) for each in ("flow_counted", "out_per_second"))
+        return counted, rate, shown[1] if shown else ""
+
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        connection.execute("select pgqueue.create_queue(%s)", [name])
+        connection.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
+        web.until(lambda: outgoing() == (1, 0, "0/s"))
+
+        def consumed() -> bool:
+            connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
+            connection.execute(f"delete from {table.format(name)}")
+            return outgoing() == (0, None, "–")
+
+        web.until(consumed)
+        web.until(lambda: outgoing() == (1, 0, "0/s"))  # some samples later nothing leaves
+        connection.execute("select pgqueue.unexpose_transport(%s)", [name])

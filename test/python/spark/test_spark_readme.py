@@ -124,7 +124,10 @@ def test_the_table_of_contents_lists_all_chapters() -> None:
 
 @pytest.mark.usefixtures("jre")
 def test_the_quick_start_runs_as_one_script(tmp_path: Path) -> None:
-    """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port."""
+    """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port.
+
+    The `python3` of PATH lacks the package.
+    """
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
     text = (Path(pgqueue.__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -140,11 +143,16 @@ def test_the_quick_start_runs_as_one_script(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     lines = [f"{name} {value}\n" for name, value in sparks.SETTINGS.items()]
     (tmp_path / "conf/spark-defaults.conf").write_text("".join(lines))
+    (tmp_path / "bin").mkdir()
+    python3 = tmp_path / "bin/python3"
+    python3.write_text("#!/bin/sh\nexit 3\n")
+    python3.chmod(0o755)
     variables = commands.environment(
         PGQUEUE_HOME=tmp_path / "home",
         SPARK_CONF_DIR=tmp_path / "conf",
-        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        PATH=os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
     )
+    variables.pop("PYSPARK_PYTHON", None)  # the common session of these tests sets it
     shell = ["bash", "-ec", commands_]
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         person = subprocess.Popen(shell, stdout=out, stderr=err, env=variables, cwd=tmp_path, start_new_session=True)

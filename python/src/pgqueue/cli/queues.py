@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from operator import attrgetter
 from typing import Annotated, Any, Final, NoReturn, cast
 
@@ -19,6 +20,13 @@ from .parameters import OnlyQueue, QueueName, Yes, duration_option, is_internal
 from .session import Session, Status
 
 __all__ = ["alter", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
+
+
+class OnDead(StrEnum):
+    """What happens to a group of which a message has become a dead letter."""
+
+    SKIP = "skip"
+    HOLD = "hold"
 
 
 # The settings of a queue. The help has the default and the range in parentheses.
@@ -69,6 +77,18 @@ DedupWindow = Annotated[
     duration_option(help="How long a key of send --dedup-key is taken (5m; 1s to 30d; 0: while its message lives)."),
 ]
 
+GroupLimit = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1000, metavar="N", help="Messages of a group in flight at a time; 1: in order.", show_default=False
+    ),
+]
+
+OnDeadOption = Annotated[
+    OnDead | None,
+    typer.Option(help="After a dead letter its group goes on (skip, the default) or waits (hold).", show_default=False),
+]
+
 
 def create(
     session: Session,
@@ -85,6 +105,8 @@ def create(
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
     dedup_window: DedupWindow = None,
+    group_limit: GroupLimit = None,
+    on_dead: OnDeadOption = None,
     dedicated: Annotated[
         bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
     ] = False,
@@ -107,6 +129,8 @@ def create(
             archive_for=archive_for,
             expires_after_idle=expires_after_idle,
             dedup_window=dedup_window,
+            group_limit=group_limit,
+            on_dead=on_dead,
         )
     _report(session, info)
 
@@ -126,6 +150,8 @@ def alter(
     archive_for: ArchiveFor = None,
     expires_after_idle: ExpiresAfterIdle = None,
     dedup_window: DedupWindow = None,
+    group_limit: GroupLimit = None,
+    on_dead: OnDeadOption = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
@@ -146,6 +172,8 @@ def alter(
         "archive_for": archive_for,
         "expires_after_idle": expires_after_idle,
         "dedup_window": dedup_window,
+        "group_limit": group_limit,
+        "on_dead": on_dead,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
@@ -187,6 +215,7 @@ def show(session: Session, queue: QueueName) -> None:
         if info.expires_after_idle
         else None,
         "keys taken": f"for {format_duration(info.dedup_window)}" if info.dedup_window else "while the message lives",
+        "groups": f"{info.group_limit} in flight, {info.on_dead} dead letters" if info.group_limit else None,
         "table": "its own" if info.dedicated else "shared",
         "created": format_moment(info.created_at),
         "changed": format_moment(info.updated_at),

@@ -83,6 +83,10 @@ def send(
         OnDuplicate | None,
         typer.Option(help="Keep the message that has the key (keep), or replace its content.", show_default=False),
     ] = None,
+    group_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The group of the messages (create --group-limit).", show_default=False),
+    ] = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Commit after every N messages.", show_default=False)
     ] = None,
@@ -129,6 +133,7 @@ def send(
                 expires_in=expires_in,
                 dedup_keys=[dedup_key] * len(inputs) if dedup_key is not None else None,
                 on_duplicate=on_duplicate,
+                group_keys=[group_key] * len(inputs) if group_key is not None else None,
             )
 
         inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))

@@ -12,7 +12,7 @@ from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
 from ..message import QueueStats
-from .throughput import Throughput
+from .throughput import Throughput, depth_of
 
 __all__ = ["RANGES", "Range", "Recorded", "read_range", "record", "recorded_row"]
 
@@ -103,9 +103,8 @@ class Recorded:
 
 def recorded_row(place: tuple[str, str, str], stats: QueueStats, throughput: Throughput) -> tuple[Any, ...]:
     """The row that `record` stores for a queue."""
-    depth = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
     age = stats.oldest_age_seconds or 0.0
-    return (*place, depth, stats.dead_messages, age, throughput.incoming, throughput.outgoing)
+    return (*place, depth_of(stats), stats.dead_messages, age, throughput.incoming, throughput.outgoing)
 
 
 async def record(connection: AsyncConnection[Any], rows: Sequence[tuple[Any, ...]]) -> None:

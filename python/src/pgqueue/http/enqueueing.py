@@ -39,7 +39,8 @@ select pgqueue.enqueue(
     message_id => (m.message ->> 'message_id')::uuid,
     body => decode(m.message ->> 'body', 'base64'),
     dedup_key => m.message ->> 'dedup_key',
-    on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep')
+    on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep'),
+    group_key => m.message ->> 'group_key'
 )
 from {} m
 """
@@ -82,6 +83,7 @@ def _has_rare_fields(message: DirectMessage) -> bool:
         or message.message_id is not None
         or message.expires_in_seconds is not None
         or message.dedup_key is not None
+        or message.group_key is not None
     )
 
 

@@ -24,8 +24,8 @@ _GAUGES = {
 }
 _THROUGHPUT = {
     "in_per_second": "Messages sent per second, recently.",
-    "out_per_second": "Messages acknowledged per second, recently.",
-    "flow_counted": "Always 1: both rates are counted.",
+    "out_per_second": "Messages acknowledged per second, recently; missing where unknown.",
+    "flow_counted": "1 if out_per_second is known.",
 }
 _TOTALS = {
     "enqueued": "Messages sent since the queue was created.",
@@ -63,8 +63,9 @@ class _QueueCollector(Collector):
             for name, total in totals.items():
                 total.add_metric(place, getattr(stats, f"{name}_total"))
             incoming.add_metric(place, history.throughput.incoming)
-            outgoing.add_metric(place, history.throughput.outgoing or 0.0)
-            counted.add_metric(place, 1.0)
+            if history.throughput.outgoing is not None:
+                outgoing.add_metric(place, history.throughput.outgoing)
+            counted.add_metric(place, float(history.throughput.outgoing is not None))
         for database, mark in self._sampler.last_message_ids:
             ids.add_metric(database, mark)
         yield from (*families.values(), *totals.values(), change, incoming, outgoing, counted, ids)

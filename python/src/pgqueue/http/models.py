@@ -138,6 +138,9 @@ class DirectMessage(_Request):
     on_duplicate: Literal["keep", "replace"] = Field(
         "keep", description="Keep the message that has the key, or replace its content, due time and expiry"
     )
+    group_key: str | None = Field(
+        None, min_length=1, max_length=255, description="The group of the message, for a queue with group_limit"
+    )
 
     @model_validator(mode="after")
     def _has_either_payload_or_body(self) -> Self:
@@ -317,6 +320,8 @@ class QueueSettings(BaseModel):
     archive_for_seconds: float | None
     expires_after_idle_seconds: float | None
     dedup_window_seconds: float
+    group_limit: int | None
+    on_dead: str
 
 
 class ListedSettings(BaseModel):

@@ -80,6 +80,8 @@ _FIELDS: Final = (
     _duration(
         "dedup_window", "Deduplication window", explanation="how long a key is taken; 0: while its message lives"
     ),
+    Field("group_limit", "Group limit", int, explanation="messages of a group in flight at a time; empty: no groups"),
+    Field("on_dead", "After a dead letter", str, explanation="its group goes on (skip) or waits (hold)"),
 )
 _DEDICATED: Final = Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load")
 _NULLABLE: Final = ("archive_for", "expires_after_idle")  # an empty field turns these off
@@ -94,6 +96,7 @@ _DEFAULTS: Final = {
     "backoff_max": "600",
     "backoff_jitter": "0.2",
     "dedup_window": "300",
+    "on_dead": "skip",
 }
 
 

@@ -18,7 +18,7 @@ from ..message import QueueStats
 from .databases import Connection, Databases, cancel_and_wait
 from .depth_history import record, recorded_row
 from .settings import Service, Settings
-from .throughput import Throughput, throughput_between
+from .throughput import Throughput, depth_of, throughput_between
 
 __all__ = ["History", "Place", "Sample", "Sampler"]
 
@@ -43,11 +43,6 @@ class Sample:
     def depth(self) -> int:
         """Ready, in-flight and scheduled messages."""
         return depth_of(self.stats)
-
-
-def depth_of(stats: QueueStats) -> int:
-    """Ready, in-flight and scheduled messages."""
-    return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
 class History:

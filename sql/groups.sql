@@ -1,0 +1,312 @@
+-- Message groups. A queue with group_limit keeps at most so many messages of a group in flight, in the order of their
+-- ids. Whether a group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to
+-- be kept up to date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
+-- The dedicated table of such a queue has two more indexes, which list its messages by group.
+
+create or replace function pgqueue._group_position(headers jsonb, id bigint)
+returns bigint
+language sql immutable parallel safe
+as $$
+    select coalesce(
+        (hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id)
+$$;
+comment on function pgqueue._group_position(jsonb, bigint) is
+'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
+4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
+
+create or replace function pgqueue._is_in_partition_of(queue_name text, name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select queue_name = name or queue_name = coalesce(name, '') $$;
+comment on function pgqueue._is_in_partition_of(text, text) is
+'Whether a message belongs to the queue of this name, in a form that prunes partitions but cannot use the primary key.
+So a search by _group_position uses its index, and finds messages in the order of that index. An `order by` would sort
+all messages: the planner cannot know that only partitions with this index are left at run time. Inlined.';
+
+create or replace function pgqueue._on_queue_created_groups(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.group_limit is null then
+        return;
+    end if;
+    execute format(
+        'create index %I on %s (pgqueue._group_position(headers, id), id)',
+        format('messages_%s_group', q.queue_id), pgqueue._partition_of(q));
+    -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
+    -- a backlog of its group would read the backlog.
+    execute format(
+        'create index %I on %s (pgqueue._group_position(headers, id), id) where attempt_count > 0',
+        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q));
+end;
+$$;
+comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
+'Creates the indexes of a queue with groups.';
+
+create or replace function pgqueue._claim_by_limit(
+    q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    picks bigint[] := '{}'::bigint[];
+    place bigint;
+    inflight int;
+begin
+    foreach place in array positions loop
+        select count(*) into inflight
+        from (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+            limit q.group_limit
+        ) w;
+        picks := picks || array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and pgqueue._is_ready(m, at)
+                and not (q.on_dead = 'hold' and pgqueue._is_held(q.name, place))
+            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(picks)) for update skip locked
+        );
+        exit when cardinality(picks) >= wanted;
+    end loop;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+'The part of _claim_from_groups for a group_limit above one.';
+
+create or replace function pgqueue._is_held(queue_name text, place bigint)
+returns boolean
+language sql stable
+as $$
+    select exists (
+        select from pgqueue.dead_messages d
+        where d.queue_name = _is_held.queue_name and d.headers ->> 'pgqueue.group' is not null
+            and pgqueue._group_position(d.headers, d.id) = place
+    )
+$$;
+comment on function pgqueue._is_held(text, bigint) is
+'Whether a group has a dead letter.';
+
+create or replace function pgqueue._claim_from_groups(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    first_position constant bigint := 4611686018427387904;
+    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
+    from_position bigint := started_from;
+    below_position bigint := 9223372036854775807;
+    next_position bigint;
+    may_hold int := 100;
+    held bigint[];
+    spent bigint[];
+    picks bigint[] := '{}'::bigint[];
+begin
+    loop
+        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
+        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+        -- transaction has locked waits for its next turn.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            union all
+            select
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+            from walk w
+            cross join lateral (
+                select
+                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                    pgqueue._is_ready(m, at) as is_ready
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                limit 1
+            ) s
+            cross join lateral (
+                select case when s.visible_at <= at or q.group_limit > 1
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                offset 0
+            ) h
+            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+        )
+        select
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
+            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            case
+                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                    then max(w.position) + 1
+            end
+        into held, spent, may_hold, next_position
+        from walk w;
+
+        -- These are new statements: they see what the last holders of the groups have committed.
+        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+            next_position := from_position;
+        elsif held is not null and q.group_limit > 1 then
+            picks := picks || pgqueue._claim_by_limit(
+                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
+        elsif held is not null then
+            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
+            -- later.
+            picks := picks || array(
+                select m.id
+                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not (
+                        q.on_dead = 'hold'
+                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                    )
+                limit wanted - cardinality(picks) for update of m skip locked
+            );
+        end if;
+        from_position := next_position;
+        if from_position is null then
+            exit when below_position = started_from or started_from = first_position;
+            from_position := first_position;
+            below_position := started_from;
+        end if;
+        exit when cardinality(picks) >= wanted or may_hold <= 0 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_from_groups(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted messages that have a group, locked. Visits the groups in turn, from where the last claim
+stopped, for at most 20 ms, and locks at most 100 groups.';
+
+create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    fresh bigint := pgqueue._register_value(q.fresh_from_id);
+    first_id constant bigint := pgqueue._first_id_of(q.name);
+    picks bigint[];
+    visible bigint[];
+begin
+    picks := array(
+        select m.id from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._group_position(m.headers, m.id) >= fresh
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
+        limit wanted for update skip locked
+    );
+    if picks <> '{}' then
+        perform setval(q.fresh_from_id, picks[cardinality(picks)] + 1);
+    end if;
+    if all_over or cardinality(picks) < wanted then
+        visible := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) >= first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+                and m.visible_at <= at and m.id <> all (picks)
+            limit greatest(1000, wanted)
+        );
+        if visible <> '{}' then
+            perform pgqueue._dead_letter_spent(q, visible, at);
+            picks := picks || pgqueue._lock_ready(q, visible, picks, at, wanted - cardinality(picks));
+        end if;
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
+'The ids of up to wanted messages that have no group, locked, by id. With all_over, or if there are too few from
+fresh_from_id on, looks below it, too.';
+
+create or replace function pgqueue._tend_groups(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    seen_at timestamptz := known.first_check_at;
+    seen_id bigint := -9223372036854775808;
+    rows record;
+begin
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
+    perform pgqueue._do_periodic_work(at);
+    if known.recorded_at is null or at - known.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._learn(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    end if;
+    perform pgqueue._promote_due(q, at, 100, known.first_due_at);
+    -- If there is no message without a group, claims look for one only after they have looked for others.
+    perform setval(q.fresh_from_id, coalesce(
+        (
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) >= known.first_id
+                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            limit 1
+        ), 4611686018427387904));
+    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
+    loop
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+end;
+$$;
+comment on function pgqueue._tend_groups(pgqueue.queues, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups: learns, moves due messages that the register
+first_due_at missed, and removes rows of requeued_messages.';
+
+create or replace function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+    due constant bigint := pgqueue._register_value(q.first_due_at);
+    is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    ungrouped_first constant boolean :=
+        pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
+    picks bigint[] := '{}'::bigint[];
+begin
+    if due <= now_micros then
+        -- Those of blocked groups stay there.
+        perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
+    end if;
+    if is_tending then
+        perform pgqueue._tend_groups(q, at);
+    end if;
+    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    if ungrouped_first then
+        picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
+    end if;
+    if cardinality(picks) < wanted then
+        picks := picks || pgqueue._claim_from_groups(q, at, wanted - cardinality(picks));
+    end if;
+    if cardinality(picks) < wanted and not ungrouped_first then
+        picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
+    end if;
+    return picks;
+end;
+$$;
+comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete.';
