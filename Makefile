@@ -44,10 +44,10 @@ $(OUT)/pgqueue--$(VERSION).sql: $(state) $(behaviour) pgqueue.control Makefile |
 	    cat $(state); $(create_only) $(behaviour); \
 	} > $@
 
-$(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(behaviour) Makefile | $(OUT)
+$(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql sql/upgrade/begin.sql $(behaviour) Makefile | $(OUT)
 	@{ \
 	    printf '%s\n' '\echo Use "alter extension pgqueue update" to load this file. \quit'; \
-	    cat $< $(behaviour); \
+	    cat sql/upgrade/begin.sql $< $(behaviour); \
 	} > $@
 
 # For servers where extensions cannot be created: plain SQL in one transaction, with the settings of create extension,
@@ -90,7 +90,7 @@ verify: setup  ## are generated files current, versions equal, modules in order,
 	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
 	done
 	@$(PYTHON) test/versions.py
-	@$(PYTHON) test/modules.py $(CORE) -- $(ROOMS) grants
+	@$(PYTHON) test/modules.py $(BEHAVIOUR)
 	@$(PYTHON) test/descriptions.py
 	@$(python) python/async_to_sync.py --check
 	@$(PYTHON) test/reference.py --check $(behaviour)

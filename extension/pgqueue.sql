@@ -760,23 +760,6 @@ when it commits. Unlogged: a crash of the server empties it.';
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
--- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
--- has before the upgrade creates new functions.
-do $$
-begin
-    if to_regprocedure('pgqueue._has_access(name, text)') is not null then
-        perform pg_catalog.set_config('pgqueue.had_access', (
-            select pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(r.rolname, k))::text
-            from pg_catalog.pg_roles r, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-            where r.oid in (
-                select a.grantee from pg_catalog.pg_proc p cross join lateral pg_catalog.aclexplode(p.proacl) as a
-                where p.pronamespace = 'pgqueue'::regnamespace and a.grantee <> p.proowner
-            ) and pgqueue._has_access(r.rolname, k)
-        ), true);
-    end if;
-end;
-$$;
-
 create function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe
@@ -1406,7 +1389,7 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
--- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
+-- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
 -- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
 -- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
@@ -1473,14 +1456,15 @@ declare
     handler regproc;
 begin
     perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
-    for handler in select h from pgqueue._handlers('_on_compaction_due_') as h loop
+    for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
 comment on function pgqueue._call_for_compaction(timestamptz) is
-'Calls _on_compaction_due_<room>(at) of each room that defines it. A sweep calls this once a second, so a handler must
-not wait for a lock or raise an error. A handler that wants to be called later sets pgqueue.next_compaction_at.';
+'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
+sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
+called later sets pgqueue.next_compaction_at.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -1714,7 +1698,8 @@ begin
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Inserts a dead letter for a message that was deleted from its table.';
+'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages insert their
+dead letters by one statement with the same conflict clause: a call per message takes almost three times as long.';
 -- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
@@ -2338,9 +2323,9 @@ comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';
 -- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
--- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. So
--- one table is read, its unique index decides between concurrent transactions, and the table of a period that has ended
--- is truncated as a whole.
+-- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. A
+-- lookup reads one table. The unique index of that table decides which of two concurrent senders adds its message. The
+-- table of a period that has ended is truncated as a whole.
 
 create function pgqueue._dedup_class(dedup_window interval)
 returns int
@@ -2349,7 +2334,7 @@ as $$
     select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
 $$;
 comment on function pgqueue._dedup_class(interval) is
-'The length of the periods for a window: 0 for an hour, 1 for a day, 2 for 30 days. At least the window. Inlined.';
+'The class of the periods for a window: 0 lasts an hour, 1 a day, 2 30 days. At least as long as the window. Inlined.';
 
 create function pgqueue._dedup_period(class int, at timestamptz)
 returns bigint
@@ -2370,8 +2355,8 @@ returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
-'Until when a key that is sent at a time can be taken. With dedup_window 0 it is taken as long as its message lives, but
-at most 30 days.';
+'The end of the window of a key sent at a given time. With dedup_window 0 the key is taken while its message exists, at
+most 30 days.';
 
 create function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
 returns void
@@ -2403,7 +2388,7 @@ declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. The lock comes first, so that the second statement sees what its holder has done.
+    -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
         execute format('
             select from pgqueue.dedup_keys_%s k
@@ -2435,9 +2420,10 @@ $$;
 comment on function pgqueue._read_keys(
     pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
 ) is
-'The keys that are recorded in a period, their messages, and the same messages with null if the key is free: its window
-has ended, or the message is one of gone. With dedup_window 0 it is also free if the message neither exists nor is one
-of new_ids, which the caller is about to add. With lock, waits for other transactions that replace the messages.';
+'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
+or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
+also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
+other transactions that replace the messages.';
 
 create function pgqueue._move_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
@@ -2484,7 +2470,7 @@ declare
     holder bigint;
     earlier record;
 begin
-    -- Between two of the statements another transaction can forget the key or take it over. Then all is tried again.
+    -- Another transaction can free the key, or take it over, between two of the statements. The loop then starts again.
     while holder is null loop
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         values (slice, _take_key.period, q.queue_id, key, new_id, at)
@@ -2504,8 +2490,8 @@ $$;
 comment on function pgqueue._take_key(
     pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
 ) is
-'Records a key for new_id, unless it is taken, and returns the message that has it then. Waits for a transaction that
-has sent the same key.';
+'Records a key for new_id if the key is free, and returns the message that has it afterwards. Waits for a transaction
+that has sent the same key.';
 
 create function pgqueue._take_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
@@ -2528,7 +2514,7 @@ declare
 begin
     -- The later period comes first: a message whose window begins in the next period is recorded only there.
     for period in reverse latest..present loop
-        -- Keys are taken in their order, so that two calls cannot wait for each other.
+        -- All calls take keys in the same order, so that two of them cannot block each other.
         with new_keys as (
             insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
             select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
@@ -2564,8 +2550,8 @@ end;
 $$;
 comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
-messages gone count as free. Of several elements with a key the first one has it, with on_duplicate replace the last. An
-element without a key keeps its id.';
+messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
+replace, the last. An element without a key keeps its id.';
 
 create function pgqueue._replace_message(
     q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
@@ -2581,7 +2567,7 @@ as $$
 declare
     new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
 begin
-    -- A row that another transaction holds is being claimed or replaced.
+    -- If another transaction has locked the row, it claims or replaces the message.
     update pgqueue.scheduled_messages s
     set due_at = new_due_at, expires_at = _replace_message.expires_at,
         message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
@@ -2623,8 +2609,8 @@ $$;
 comment on function pgqueue._replace_message(
     pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
 ) is
-'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has
-claimed it, if another transaction holds it, or if it is gone.';
+'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
+claimed it, if another transaction has locked it, or if it is gone.';
 
 create function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
@@ -2650,7 +2636,7 @@ $$;
 comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create function pgqueue._on_compaction_due_dedup(at timestamptz)
+create function pgqueue._on_maintenance_due_dedup(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2676,7 +2662,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
@@ -5376,7 +5362,7 @@ comment on function pgqueue.peek(text, int) is
 transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
 of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
 Raises 22023, PQ001.';
--- Shows messages, dead letters and archived messages without changing or locking them.
+-- Shows messages and dead letters without changing or locking them.
 
 create function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -5493,51 +5479,6 @@ comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001.';
-
-create function pgqueue.browse_archived_messages(
-    queue_name text, max_messages int default 100, before_id bigint default null
-)
-returns setof pgqueue.archived_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
-    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
-    then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    perform pgqueue._check_page(max_messages, 0);
-    return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
-    limit max_messages;
-end;
-$$;
-comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
-page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -6886,6 +6827,51 @@ $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
 overdue days.';
+
+create function pgqueue.browse_archived_messages(
+    queue_name text, max_messages int default 100, before_id bigint default null
+)
+returns setof pgqueue.archived_message
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
+    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
+        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
+    then
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    perform pgqueue._check_page(max_messages, 0);
+    return query
+    select *
+    from (
+        (
+            select
+                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
+                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
+            from pgqueue.archived_messages a
+            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
+            order by a.id desc limit max_messages
+        )
+        union all
+        (
+            select
+                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
+                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
+            from pgqueue.unfiled_messages u
+            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
+            order by u.id desc limit max_messages
+        )
+    ) as found
+    order by 1 desc
+    limit max_messages;
+end;
+$$;
+comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
+page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 -- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
 -- in its checkpoint. After a crash the reader gets the same messages again, until it acknowledges the batch. A stream
 -- has at most one open batch, and one reader: opening it again fences the previous reader. Each call is one
@@ -7290,6 +7276,7 @@ begin
             end if;
         end if;
         if picks <> '{}' then
+            -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
             until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
@@ -8533,9 +8520,8 @@ as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
 'Deletes the subscriptions of the queue.';
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
--- any delayed message does, so every function that looks there knows it. When it leaves that table, because a claim
--- takes it or because it was removed, a trigger adds that of the following tick in the same transaction. So a schedule
--- has one message at a time in that table, without a daemon.
+-- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
+-- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
 create function pgqueue._raise_schedule_not_found(name text)
 returns void
@@ -8658,7 +8644,7 @@ declare
     days int[];
     months int[];
     weekdays int[];
-    -- A skipped or repeated hour of daylight saving time affects these in another way.
+    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _tick_of_day.
     is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
     needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -8679,7 +8665,7 @@ begin
     weekdays := pgqueue._cron_values(cron, fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
     weekdays := array(select w % 7 from unnest(weekdays) as w);
 
-    -- February 29 on a certain weekday comes once in 40 years at most.
+    -- February 29 on a given weekday can be 40 years away.
     while tick is null and day < last_day loop
         is_day := date_part('day', day)::int = any (days);
         is_weekday := date_part('dow', day)::int = any (weekdays);
@@ -8874,7 +8860,7 @@ begin
             tick := pgqueue._next_tick(s.cron, s.time_zone, greatest(at, old.due_at));
             s.last_at := s.next_at;
             if old.expires_at <= at then
-                -- Nobody claimed it in time. A later tick can have passed that is still valid.
+                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid.
                 tick := pgqueue._last_tick(s.cron, s.time_zone, at);
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
@@ -8882,7 +8868,7 @@ begin
             -- It was removed before its time, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
-        -- Nobody has to be notified: a consumer that waits knows the time of the message that has left.
+        -- No notification is needed: a consumer that waits knows when the message that was removed was due.
         perform pgqueue._schedule(s, tick);
     exception when invalid_parameter_value then
         -- The server does not know the time zone any more. This must not fail a claim.
@@ -8935,7 +8921,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
-    -- First: otherwise the trigger would add the message again.
+    -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
     delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
 $$;
@@ -9018,13 +9004,13 @@ first tick, or null if the schedule is paused. name is 1 to 255 characters, with
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
 ranges and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field
 begins with *, a day needs to match one of them, else both. time_zone is UTC or the name of a region in
-pg_timezone_names. Where daylight saving time skips an hour, a fixed time in it ticks at the end of the gap; where an
-hour comes twice, it ticks the first time. If the minute or the hour begins with *, a tick comes whenever the clock on
-the wall shows it. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time
-of the tick in UTC. If nobody claims while ticks pass, one message waits: that of the first of them, or, if catch_up is
-false, that of the last. Without catch_up, a message that is not finished when the next tick comes expires. While a
-transaction that received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is
-not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
+pg_timezone_names. If daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour
+is repeated, a fixed time in it ticks the first time only. If the minute or the hour begins with *, there is a tick each
+time the local time matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for,
+the time of the tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first
+missed tick; if catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished
+by then. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+schedule that is not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create function pgqueue.alter_schedule(
     name text,
@@ -9048,7 +9034,7 @@ begin
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
-    -- A schedule that has become invalid, as its time zone is gone, can still be paused.
+    -- A schedule whose settings have become invalid, for example because the time zone is gone, can still be paused.
     if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
         s := pgqueue._check_schedule(s);
     end if;
@@ -9062,8 +9048,8 @@ end;
 $$;
 comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
 'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
-paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but a tick that nobody has
-claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
+paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
+no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 
 create function pgqueue.drop_schedule(name text)
 returns boolean
@@ -9079,8 +9065,9 @@ exception when sqlstate 'PQ011' then
 end;
 $$;
 comment on function pgqueue.drop_schedule(text) is
-'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; a tick that nobody has
-claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is claiming a tick.';
+'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
+no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
+claiming a tick.';
 
 create function pgqueue.list_schedules(queue_name text default null)
 returns setof pgqueue.schedule
@@ -9100,7 +9087,7 @@ end;
 $$;
 comment on function pgqueue.list_schedules(text) is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
-tick; it lies in the past if nobody has claimed since. Raises PQ001.';
+tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
 create function pgqueue.run_schedule(name text)
 returns bigint
@@ -9191,7 +9178,7 @@ begin
             and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
         limit 100
     loop
-        -- Each statement sees what others have changed while this transaction waited for a lock.
+        -- Each statement sees what other transactions have committed before it starts.
         select c.* into s from pgqueue.schedules c where c.name = candidate and not c.paused for update skip locked;
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         begin
@@ -9234,7 +9221,7 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    -- A row that another transaction holds is being claimed, or is moving between the two tables because of a claim.
+    -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     delete from pgqueue.scheduled_messages s
     where s.ctid = (
         select c.ctid from pgqueue.scheduled_messages c
@@ -9253,10 +9240,10 @@ end;
 $$;
 comment on function pgqueue.cancel(text, bigint) is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
-gone. Waits for no consumer, and wins against none: a message that is claimed at the same time is either delivered or
-cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
-letters stay: purge_dead_messages removes them. A tick of a schedule that is cancelled before its time is added again:
-alter_schedule pauses the schedule. Raises 22023, PQ001.';
+gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
+cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
+claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
+adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
 
 create function pgqueue.cancel_by_key(queue_name text, dedup_key text)
 returns boolean
@@ -10765,7 +10752,8 @@ declare
     places tid[];
     bytes bigint;
 begin
-    -- Nearly all of the time is this scan over the dead rows. An index does not help: it has an entry for each of them.
+    -- This scan over the dead rows takes nearly all of the time. An index does not help: it has an entry for each of
+    -- them.
     -- The scan does not read the values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
@@ -10789,8 +10777,8 @@ end;
 $$;
 comment on function pgqueue._rewrite_table(regclass, anyarray) is
 'Truncates a table that the caller has locked exclusively, inserts its living rows again, unchanged, and returns their
-number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is null and tells the
-row type.';
+number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is a null of the array
+type of the rows.';
 
 create function pgqueue._compact_table(relation regclass, row_type regtype)
 returns pgqueue.compaction
@@ -10841,7 +10829,7 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create function pgqueue._on_compaction_due_compact(at timestamptz)
+create function pgqueue._on_maintenance_due_compact(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -10861,7 +10849,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
 'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create function pgqueue._compact_overgrown(at timestamptz)
@@ -10874,7 +10862,7 @@ declare
     done pgqueue.compaction;
     next_at timestamptz := at + interval '1 s';
 begin
-    -- One compaction at a time. Until the commit, others find this lock taken. No queue has such a name.
+    -- One session compacts at a time. It holds this lock until its commit. No queue can have this name.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key('compact_queues()')) then
         return;
     end if;
@@ -10884,14 +10872,14 @@ begin
     end if;
     for candidate in
         select t.relation, t.row_type from pgqueue._overgrown_tables() t
-        -- Longer scans would block others for too long: compact_queue does those when its caller decides.
+        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
         where pg_relation_size(t.relation) <= 268435456
     loop
         done := pgqueue._compact_table(candidate.relation, candidate.row_type);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
-        -- While this session waits for the lock of a table, others wait behind it: 20 ms in 10 s cost 0.2 per cent.
-        -- An attempt that has to scan the table first costs more.
+        -- While this session waits for the lock of a table, other sessions wait behind it. Other sessions wait up to
+        -- 20 ms every 10 s, which is 0.2 per cent. An attempt that has to scan the table first costs more.
         next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
     end loop;
     if next_at > at + interval '1 s' then

@@ -1,4 +1,4 @@
--- Shows messages, dead letters and archived messages without changing or locking them.
+-- Shows messages and dead letters without changing or locking them.
 
 create or replace function pgqueue.browse(
     queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
@@ -115,51 +115,6 @@ comment on function pgqueue.browse_dead_messages(text, int, bigint) is
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
 PQ001.';
-
-create or replace function pgqueue.browse_archived_messages(
-    queue_name text, max_messages int default 100, before_id bigint default null
-)
-returns setof pgqueue.archived_message
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
-    if not exists (select from pgqueue.queues q where q.name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.archived_messages a where a.queue_name = browse_archived_messages.queue_name collate "C")
-        and not exists (select from pgqueue.unfiled_messages u where u.queue_name = browse_archived_messages.queue_name collate "C")
-    then
-        perform pgqueue._raise_queue_not_found(queue_name);
-    end if;
-    perform pgqueue._check_page(max_messages, 0);
-    return query
-    select *
-    from (
-        (
-            select
-                a.id, a.queue_name, a.payload, a.body, a.headers, a.message_id, a.attempt_count, a.max_attempts,
-                a.enqueued_at, a.claimed_at, a.finished_at, a.expires_at, a.claimed_by, a.last_error
-            from pgqueue.archived_messages a
-            where a.queue_name = browse_archived_messages.queue_name collate "C" and a.id < coalesce(before_id, 9223372036854775807)
-            order by a.id desc limit max_messages
-        )
-        union all
-        (
-            select
-                u.id, u.queue_name, u.payload, u.body, u.headers, u.message_id, u.attempt_count, u.max_attempts,
-                u.enqueued_at, u.claimed_at, u.finished_at, u.expires_at, u.claimed_by, u.last_error
-            from pgqueue.unfiled_messages u
-            where u.queue_name = browse_archived_messages.queue_name collate "C" and u.id < coalesce(before_id, 9223372036854775807)
-            order by u.id desc limit max_messages
-        )
-    ) as found
-    order by 1 desc
-    limit max_messages;
-end;
-$$;
-comment on function pgqueue.browse_archived_messages(text, int, bigint) is
-'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
-page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 
 create or replace function pgqueue._check_page(max_messages int, after_id bigint)
 returns void

@@ -15,7 +15,7 @@ begin
     if id is null then
         perform pgqueue._raise_invalid('id', null, 'the id of a message');
     end if;
-    -- A row that another transaction holds is being claimed, or is moving between the two tables because of a claim.
+    -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
     delete from pgqueue.scheduled_messages s
     where s.ctid = (
         select c.ctid from pgqueue.scheduled_messages c
@@ -34,10 +34,10 @@ end;
 $$;
 comment on function pgqueue.cancel(text, bigint) is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
-gone. Waits for no consumer, and wins against none: a message that is claimed at the same time is either delivered or
-cancelled. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the claim. Dead
-letters stay: purge_dead_messages removes them. A tick of a schedule that is cancelled before its time is added again:
-alter_schedule pauses the schedule. Raises 22023, PQ001.';
+gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
+cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
+claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
+adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
 
 create or replace function pgqueue.cancel_by_key(queue_name text, dedup_key text)
 returns boolean

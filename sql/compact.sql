@@ -179,7 +179,8 @@ declare
     places tid[];
     bytes bigint;
 begin
-    -- Nearly all of the time is this scan over the dead rows. An index does not help: it has an entry for each of them.
+    -- This scan over the dead rows takes nearly all of the time. An index does not help: it has an entry for each of
+    -- them.
     -- The scan does not read the values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
@@ -203,8 +204,8 @@ end;
 $$;
 comment on function pgqueue._rewrite_table(regclass, anyarray) is
 'Truncates a table that the caller has locked exclusively, inserts its living rows again, unchanged, and returns their
-number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is null and tells the
-row type.';
+number. Returns null and changes nothing if there are more than 10,000 rows or 8 MB of them. kept is a null of the array
+type of the rows.';
 
 create or replace function pgqueue._compact_table(relation regclass, row_type regtype)
 returns pgqueue.compaction
@@ -255,7 +256,7 @@ comment on function pgqueue._compact_table(regclass, regtype) is
 (another transaction uses the table), backlog (too many living rows), dump (a dump is running), or an obstacle. Waits
 for the lock of the table as long as lock_timeout. If it was compacted, the lock is held until the transaction ends.';
 
-create or replace function pgqueue._on_compaction_due_compact(at timestamptz)
+create or replace function pgqueue._on_maintenance_due_compact(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -275,7 +276,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_compact(timestamptz) is
+comment on function pgqueue._on_maintenance_due_compact(timestamptz) is
 'Requests a compaction if a table is overgrown and the horizon is pinned, so that vacuum does not help.';
 
 create or replace function pgqueue._compact_overgrown(at timestamptz)
@@ -288,7 +289,7 @@ declare
     done pgqueue.compaction;
     next_at timestamptz := at + interval '1 s';
 begin
-    -- One compaction at a time. Until the commit, others find this lock taken. No queue has such a name.
+    -- One session compacts at a time. It holds this lock until its commit. No queue can have this name.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key('compact_queues()')) then
         return;
     end if;
@@ -298,14 +299,14 @@ begin
     end if;
     for candidate in
         select t.relation, t.row_type from pgqueue._overgrown_tables() t
-        -- Longer scans would block others for too long: compact_queue does those when its caller decides.
+        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
         where pg_relation_size(t.relation) <= 268435456
     loop
         done := pgqueue._compact_table(candidate.relation, candidate.row_type);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
-        -- While this session waits for the lock of a table, others wait behind it: 20 ms in 10 s cost 0.2 per cent.
-        -- An attempt that has to scan the table first costs more.
+        -- While this session waits for the lock of a table, other sessions wait behind it. Other sessions wait up to
+        -- 20 ms every 10 s, which is 0.2 per cent. An attempt that has to scan the table first costs more.
         next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
     end loop;
     if next_at > at + interval '1 s' then

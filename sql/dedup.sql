@@ -1,7 +1,7 @@
 -- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
--- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. So
--- one table is read, its unique index decides between concurrent transactions, and the table of a period that has ended
--- is truncated as a whole.
+-- the table of the period in which it was sent, and also in that of the next period if its window reaches into it. A
+-- lookup reads one table. The unique index of that table decides which of two concurrent senders adds its message. The
+-- table of a period that has ended is truncated as a whole.
 
 create or replace function pgqueue._dedup_class(dedup_window interval)
 returns int
@@ -10,7 +10,7 @@ as $$
     select case when dedup_window = '0' or dedup_window > '1 day' then 2 when dedup_window > '1 h' then 1 else 0 end
 $$;
 comment on function pgqueue._dedup_class(interval) is
-'The length of the periods for a window: 0 for an hour, 1 for a day, 2 for 30 days. At least the window. Inlined.';
+'The class of the periods for a window: 0 lasts an hour, 1 a day, 2 30 days. At least as long as the window. Inlined.';
 
 create or replace function pgqueue._dedup_period(class int, at timestamptz)
 returns bigint
@@ -31,8 +31,8 @@ returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
 comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
-'Until when a key that is sent at a time can be taken. With dedup_window 0 it is taken as long as its message lives, but
-at most 30 days.';
+'The end of the window of a key sent at a given time. With dedup_window 0 the key is taken while its message exists, at
+most 30 days.';
 
 create or replace function pgqueue._check_dedup(dedup_keys text[], on_duplicate text)
 returns void
@@ -64,7 +64,7 @@ declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
-    -- truncation of one of them. The lock comes first, so that the second statement sees what its holder has done.
+    -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
         execute format('
             select from pgqueue.dedup_keys_%s k
@@ -96,9 +96,10 @@ $$;
 comment on function pgqueue._read_keys(
     pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
 ) is
-'The keys that are recorded in a period, their messages, and the same messages with null if the key is free: its window
-has ended, or the message is one of gone. With dedup_window 0 it is also free if the message neither exists nor is one
-of new_ids, which the caller is about to add. With lock, waits for other transactions that replace the messages.';
+'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
+or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
+also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
+other transactions that replace the messages.';
 
 create or replace function pgqueue._move_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
@@ -145,7 +146,7 @@ declare
     holder bigint;
     earlier record;
 begin
-    -- Between two of the statements another transaction can forget the key or take it over. Then all is tried again.
+    -- Another transaction can free the key, or take it over, between two of the statements. The loop then starts again.
     while holder is null loop
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         values (slice, _take_key.period, q.queue_id, key, new_id, at)
@@ -165,8 +166,8 @@ $$;
 comment on function pgqueue._take_key(
     pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
 ) is
-'Records a key for new_id, unless it is taken, and returns the message that has it then. Waits for a transaction that
-has sent the same key.';
+'Records a key for new_id if the key is free, and returns the message that has it afterwards. Waits for a transaction
+that has sent the same key.';
 
 create or replace function pgqueue._take_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
@@ -189,7 +190,7 @@ declare
 begin
     -- The later period comes first: a message whose window begins in the next period is recorded only there.
     for period in reverse latest..present loop
-        -- Keys are taken in their order, so that two calls cannot wait for each other.
+        -- All calls take keys in the same order, so that two of them cannot block each other.
         with new_keys as (
             insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
             select pgqueue._dedup_slice(class, period), period, q.queue_id, u.key, u.id, at
@@ -225,8 +226,8 @@ end;
 $$;
 comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
-messages gone count as free. Of several elements with a key the first one has it, with on_duplicate replace the last. An
-element without a key keeps its id.';
+messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
+replace, the last. An element without a key keeps its id.';
 
 create or replace function pgqueue._replace_message(
     q pgqueue.queues, id bigint, at timestamptz, delay interval, expires_at timestamptz, message_id uuid,
@@ -242,7 +243,7 @@ as $$
 declare
     new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
 begin
-    -- A row that another transaction holds is being claimed or replaced.
+    -- If another transaction has locked the row, it claims or replaces the message.
     update pgqueue.scheduled_messages s
     set due_at = new_due_at, expires_at = _replace_message.expires_at,
         message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
@@ -284,8 +285,8 @@ $$;
 comment on function pgqueue._replace_message(
     pgqueue.queues, bigint, timestamptz, interval, timestamptz, uuid, jsonb, bytea, jsonb
 ) is
-'Gives a message that is ready or scheduled another content, due time and expiry. Returns false if a consumer has
-claimed it, if another transaction holds it, or if it is gone.';
+'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
+claimed it, if another transaction has locked it, or if it is gone.';
 
 create or replace function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
@@ -311,7 +312,7 @@ $$;
 comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create or replace function pgqueue._on_compaction_due_dedup(at timestamptz)
+create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -337,5 +338,5 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._on_compaction_due_dedup(timestamptz) is
+comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';

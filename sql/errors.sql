@@ -1,23 +1,6 @@
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
--- During an upgrade, grants.sql reads this setting later in the same transaction. It lists the access that each role
--- has before the upgrade creates new functions.
-do $$
-begin
-    if to_regprocedure('pgqueue._has_access(name, text)') is not null then
-        perform pg_catalog.set_config('pgqueue.had_access', (
-            select pg_catalog.jsonb_agg(pg_catalog.jsonb_build_array(r.rolname, k))::text
-            from pg_catalog.pg_roles r, unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-            where r.oid in (
-                select a.grantee from pg_catalog.pg_proc p cross join lateral pg_catalog.aclexplode(p.proacl) as a
-                where p.pronamespace = 'pgqueue'::regnamespace and a.grantee <> p.proowner
-            ) and pgqueue._has_access(r.rolname, k)
-        ), true);
-    end if;
-end;
-$$;
-
 create or replace function pgqueue._with_number(number bigint, noun text)
 returns text
 language sql immutable strict parallel safe

@@ -151,4 +151,5 @@ begin
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Inserts a dead letter for a message that was deleted from its table.';
+'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages insert their
+dead letters by one statement with the same conflict clause: a call per message takes almost three times as long.';

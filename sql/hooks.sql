@@ -1,4 +1,4 @@
--- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
+-- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
 -- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
 -- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
 
@@ -65,14 +65,15 @@ declare
     handler regproc;
 begin
     perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
-    for handler in select h from pgqueue._handlers('_on_compaction_due_') as h loop
+    for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
 comment on function pgqueue._call_for_compaction(timestamptz) is
-'Calls _on_compaction_due_<room>(at) of each room that defines it. A sweep calls this once a second, so a handler must
-not wait for a lock or raise an error. A handler that wants to be called later sets pgqueue.next_compaction_at.';
+'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
+sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
+called later sets pgqueue.next_compaction_at.';
 
 create or replace function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding

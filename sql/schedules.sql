@@ -1,7 +1,6 @@
 -- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
--- any delayed message does, so every function that looks there knows it. When it leaves that table, because a claim
--- takes it or because it was removed, a trigger adds that of the following tick in the same transaction. So a schedule
--- has one message at a time in that table, without a daemon.
+-- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
+-- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
 
 create or replace function pgqueue._raise_schedule_not_found(name text)
 returns void
@@ -124,7 +123,7 @@ declare
     days int[];
     months int[];
     weekdays int[];
-    -- A skipped or repeated hour of daylight saving time affects these in another way.
+    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _tick_of_day.
     is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
     needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -145,7 +144,7 @@ begin
     weekdays := pgqueue._cron_values(cron, fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
     weekdays := array(select w % 7 from unnest(weekdays) as w);
 
-    -- February 29 on a certain weekday comes once in 40 years at most.
+    -- February 29 on a given weekday can be 40 years away.
     while tick is null and day < last_day loop
         is_day := date_part('day', day)::int = any (days);
         is_weekday := date_part('dow', day)::int = any (weekdays);
@@ -340,7 +339,7 @@ begin
             tick := pgqueue._next_tick(s.cron, s.time_zone, greatest(at, old.due_at));
             s.last_at := s.next_at;
             if old.expires_at <= at then
-                -- Nobody claimed it in time. A later tick can have passed that is still valid.
+                -- No consumer claimed it in time. The message of the last tick that has passed can still be valid.
                 tick := pgqueue._last_tick(s.cron, s.time_zone, at);
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
@@ -348,7 +347,7 @@ begin
             -- It was removed before its time, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
-        -- Nobody has to be notified: a consumer that waits knows the time of the message that has left.
+        -- No notification is needed: a consumer that waits knows when the message that was removed was due.
         perform pgqueue._schedule(s, tick);
     exception when invalid_parameter_value then
         -- The server does not know the time zone any more. This must not fail a claim.
@@ -401,7 +400,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
-    -- First: otherwise the trigger would add the message again.
+    -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
     delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
 $$;
@@ -484,13 +483,13 @@ first tick, or null if the schedule is paused. name is 1 to 255 characters, with
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
 ranges and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field
 begins with *, a day needs to match one of them, else both. time_zone is UTC or the name of a region in
-pg_timezone_names. Where daylight saving time skips an hour, a fixed time in it ticks at the end of the gap; where an
-hour comes twice, it ticks the first time. If the minute or the hour begins with *, a tick comes whenever the clock on
-the wall shows it. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time
-of the tick in UTC. If nobody claims while ticks pass, one message waits: that of the first of them, or, if catch_up is
-false, that of the last. Without catch_up, a message that is not finished when the next tick comes expires. While a
-transaction that received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is
-not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
+pg_timezone_names. If daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour
+is repeated, a fixed time in it ticks the first time only. If the minute or the hour begins with *, there is a tick each
+time the local time matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for,
+the time of the tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first
+missed tick; if catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished
+by then. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+schedule that is not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
     name text,
@@ -514,7 +513,7 @@ begin
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
-    -- A schedule that has become invalid, as its time zone is gone, can still be paused.
+    -- A schedule whose settings have become invalid, for example because the time zone is gone, can still be paused.
     if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
         s := pgqueue._check_schedule(s);
     end if;
@@ -528,8 +527,8 @@ end;
 $$;
 comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
 'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
-paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but a tick that nobody has
-claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
+paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
+no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 
 create or replace function pgqueue.drop_schedule(name text)
 returns boolean
@@ -545,8 +544,9 @@ exception when sqlstate 'PQ011' then
 end;
 $$;
 comment on function pgqueue.drop_schedule(text) is
-'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; a tick that nobody has
-claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is claiming a tick.';
+'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
+no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
+claiming a tick.';
 
 create or replace function pgqueue.list_schedules(queue_name text default null)
 returns setof pgqueue.schedule
@@ -566,7 +566,7 @@ end;
 $$;
 comment on function pgqueue.list_schedules(text) is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
-tick; it lies in the past if nobody has claimed since. Raises PQ001.';
+tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
 create or replace function pgqueue.run_schedule(name text)
 returns bigint
@@ -657,7 +657,7 @@ begin
             and not exists (select from pgqueue.scheduled_messages m where m.queue_name = c.queue_name and m.id = c.next_id)
         limit 100
     loop
-        -- Each statement sees what others have changed while this transaction waited for a lock.
+        -- Each statement sees what other transactions have committed before it starts.
         select c.* into s from pgqueue.schedules c where c.name = candidate and not c.paused for update skip locked;
         select queues.* into q from pgqueue.queues where queues.name = s.queue_name;
         begin

@@ -402,6 +402,7 @@ begin
             end if;
         end if;
         if picks <> '{}' then
+            -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
             until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,

@@ -99,7 +99,7 @@ class Pasting:
             if "EmbeddedServer" not in code:
                 patch.setattr(psycopg, "connect", lambda **settings: connect(self.dsn, **settings))
             patch.setattr(pgqueue, "Consumer", consumer, raising=False)
-            if "Consumer(" in code:
+            if "Consumer(" in code and "enqueue(" not in code:
                 with connect(self.dsn, autocommit=True) as connection:
                     pgqueue.Queue(connection, "orders").enqueue({"order_id": 1004})
             exec(code, {})
@@ -224,12 +224,16 @@ def test_topics_schedules_and_the_relation_of_a_transport_work_as_shown(pasted: 
     assert psql(pasted[0], expose.code + 'select count(*) from "Billing";').splitlines() == ['"public"."Billing"', "2"]
 
 
+@pytest.mark.parametrize(("document", "expected"), [("README.md", [1001]), ("python/README.md", [1001, 1004])])
 def test_the_client_and_the_consumer_ship_and_acknowledge(
-    pasted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: str, expected: list[int], pasted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     person = Pasting(pasted[0], tmp_path, monkeypatch)
+    code = [block for block in blocks(document, "python") if "shipped" in block.code]
+    assert len(code) == len(expected)
     with psycopg.connect(pasted[0], autocommit=True) as connection:
-        for block, shipped in zip(blocks("README.md", "python"), ([1001], [1001, 1004]), strict=True):
+        for number, block in enumerate(code, 1):
+            shipped = expected[:number]
             person.paste(block)
             orders = connection.execute("select order_id from shipped order by order_id").fetchall()
             assert [order for (order,) in orders] == shipped
@@ -281,6 +285,10 @@ def test_every_error_is_in_the_reference() -> None:
     sql = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "sql").glob("*.sql"))
     raised = set(re.findall(r"errcode = '([a-z_]+)'", sql))
     assert raised <= {row[1] for row in table("sql/REFERENCE.md", "Errors")}
+    # The codes that the descriptions of functions promise, also those of PostgreSQL's own errors.
+    described = (ROOT / "sql/REFERENCE.md").read_text(encoding="utf-8").partition("<!-- reference: begin -->")[2]
+    promises = " ".join(re.findall(r"[^.]*\braises?\b[^.]*", described, re.IGNORECASE))
+    assert set(re.findall(r"\b(?:\d[0-9A-Z]{4}|PQ\d{3})\b", promises)) <= listed.keys()
 
 
 def test_every_setting_is_in_the_reference_with_its_default() -> None:
@@ -290,6 +298,17 @@ def test_every_setting_is_in_the_reference_with_its_default() -> None:
     del defaults["if_not_exists"]
     listed = {row[0].strip("`"): row[1] for row in table("sql/REFERENCE.md", "Settings of a queue")}
     assert listed == defaults
+
+
+def test_the_documents_list_every_sql_module() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lists = re.findall(r"^(STATE|CORE|ROOMS) = (.*)$", makefile, re.MULTILINE)
+    modules = {name.lower(): words.split() for name, words in lists}
+    listed = {row[0]: row[1].split() for row in table("sql/README.md", "Core and rooms")}
+    assert {name: listed[name] for name in modules} == modules
+    layout = [row[0].strip("`") for row in table("CONTRIBUTING.md", "Layout")]
+    named = " ".join(cell.removeprefix("sql/") for cell in layout if re.fullmatch(r"sql/[a-z_ ]+", cell))
+    assert named.split() == [*(module for group in modules.values() for module in group), "grants"]
 
 
 def test_every_argument_of_a_consumer_is_in_its_chapter() -> None:

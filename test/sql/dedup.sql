@@ -218,7 +218,7 @@ select pg_temp.at('2030-01-01 12:59:00') \g /dev/null
 select pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k') as sliced_id \gset
 select is(pg_temp.recorded(), 2::bigint, 'a key whose window reaches into the next period is recorded in both');
 select pg_temp.at('2030-01-01 13:00:30') \g /dev/null
-select pgqueue._on_compaction_due_dedup(pgqueue._now()) \g /dev/null
+select pgqueue._on_maintenance_due_dedup(pgqueue._now()) \g /dev/null
 select is(pg_temp.recorded(), 2::bigint, 'nothing is truncated in the first minute of a period');
 select pg_temp.at('2030-01-01 13:01:30') \g /dev/null
 select setval(q.next_sweep_at, 1), setval('pgqueue.next_compaction_at', 1) from pgqueue.queues q where q.name = 'dedup-sliced' \g /dev/null

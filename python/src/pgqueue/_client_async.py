@@ -10,7 +10,7 @@ from psycopg import AsyncConnection, AsyncCursor
 from . import _calls
 from ._client_rows import AsyncRows, each_row_async, read_leniently
 from ._copy import CopyRows, copy_messages, server_moment
-from ._styles import correction
+from ._styles import correction_statement
 from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
@@ -47,7 +47,7 @@ class _Calls:
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
         try:
-            await cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+            await cursor.execute(call.text, call.values, binary=bool(correction_statement(self.connection)))
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         try:

@@ -11,7 +11,7 @@ from psycopg import Connection, Cursor
 from . import _calls
 from ._client_rows import Rows, each_row, read_leniently
 from ._copy import CopyRows, copy_messages, server_moment
-from ._styles import correction
+from ._styles import correction_statement
 from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,
@@ -48,7 +48,7 @@ class _Calls:
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
         try:
-            cursor.execute(call.text, call.values, binary=bool(correction(self.connection)))
+            cursor.execute(call.text, call.values, binary=bool(correction_statement(self.connection)))
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         try:

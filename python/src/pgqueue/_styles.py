@@ -4,12 +4,12 @@ from typing import Any
 
 from psycopg import AsyncConnection, Connection
 
-__all__ = ["correction"]
+__all__ = ["correction_statement"]
 
 _WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encoding": b"UTF8"}
 
 
-def correction(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
+def correction_statement(connection: Connection[Any] | AsyncConnection[Any]) -> bytes:
     """The statements that correct DateStyle, IntervalStyle and client_encoding of a connection; empty if they are
     correct.
 

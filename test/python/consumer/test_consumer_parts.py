@@ -70,19 +70,19 @@ async def test_a_failure_is_followed_by_a_pause_that_can_be_interrupted(database
     parts = runtime(database)
     question = asked(b"select 1")
     try:
-        for rest in (parts.rest, partial(parts.ask, parts.settling, question)):
+        for pause in (parts.pause_after_failure, partial(parts.execute_shared, parts.settling, question)):
             parts.breaker.succeeded("connection")
             started = time.monotonic()
             parts.failed("claim", psycopg.OperationalError("down"))
-            await rest()
+            await pause()
             assert time.monotonic() - started >= 0.05 * 0.75
         parts._not_before = parts._connect_at = time.monotonic() + 3600
-        resting = asyncio.gather(parts.rest(), parts.ask(parts.claiming, question))
+        pausing = asyncio.gather(parts.pause_after_failure(), parts.execute_shared(parts.claiming, question))
         await asyncio.sleep(0)
         parts.stops = 2
         parts.signal()
         async with asyncio.timeout(30):
-            assert (await resting)[1] == [1]
+            assert (await pausing)[1] == [1]
     finally:
         await parts.close()
 
@@ -93,12 +93,12 @@ async def test_trouble_of_the_workers_does_not_delay_connections_that_extend_cla
         parts.failed("work", OSError("can't start new thread"))
         assert parts.stats.circuit == "open"
         async with asyncio.timeout(5):  # Otherwise it pauses for 7.5 s at least.
-            assert await parts.ask(parts.settling, asked(b"select 1")) == [1]
+            assert await parts.execute_shared(parts.settling, asked(b"select 1")) == [1]
         parts.failed("settle", psycopg.OperationalError("down"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await parts.ask(parts.claiming, asked(b"select 1"))
-        assert await parts.ask(parts.settling, asked(b"select 1")) == [1]  # Its connection is open.
+                await parts.execute_shared(parts.claiming, asked(b"select 1"))
+        assert await parts.execute_shared(parts.settling, asked(b"select 1")) == [1]  # Its connection is open.
     finally:
         await parts.close()
 
@@ -133,8 +133,8 @@ async def test_a_waiting_task_is_woken_only_by_its_own_condition() -> None:
 
         return seen
 
-    waiting = {what: asyncio.create_task(parts.until(look(what))) for what in ("one", "other")}
-    late = asyncio.create_task(parts.until(look("never"), time.monotonic() + 0.05))
+    waiting = {what: asyncio.create_task(parts.wait_until(look(what))) for what in ("one", "other")}
+    late = asyncio.create_task(parts.wait_until(look("never"), time.monotonic() + 0.05))
     await asyncio.sleep(0)
     happened.append("one")
     parts.signal()
@@ -154,8 +154,8 @@ async def test_only_claims_use_asynchronous_commit(database: str) -> None:
     parts = runtime(database)
     try:
         question = asked(b"show synchronous_commit")
-        assert await parts.ask(parts.claiming, question) == ["off"]
-        assert await parts.ask(parts.settling, question) == ["on"]
+        assert await parts.execute_shared(parts.claiming, question) == ["off"]
+        assert await parts.execute_shared(parts.settling, question) == ["on"]
     finally:
         await parts.close()
 
@@ -164,7 +164,7 @@ async def test_no_setting_is_left_on_a_pooled_connection(database: str) -> None:
     parts = runtime(database)
     parts.connections.proxied = True
     try:
-        assert await parts.ask(parts.claiming, asked(b"show synchronous_commit")) == ["on"]
+        assert await parts.execute_shared(parts.claiming, asked(b"show synchronous_commit")) == ["on"]
     finally:
         await parts.close()
 
@@ -319,7 +319,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
     parts.run = nothing_kept  # type: ignore[method-assign]
     # The answer to a heartbeat comes in the same turn of the loop, as when the process was stopped for a while.
     await called.claims._extend(held, False)
-    await parts.until(lambda: not called.running, time.monotonic() + 30)
+    await parts.wait_until(lambda: not called.running, time.monotonic() + 30)
     assert freed == [parts.limit]
     assert (parts.stats.running, parts.stats.lost) == (0, 1)
 
@@ -337,7 +337,7 @@ async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
     await asyncio.sleep(0)
     for call in called.running:
         call.cancel()
-    await parts.until(lambda: not called.running, time.monotonic() + 30)
+    await parts.wait_until(lambda: not called.running, time.monotonic() + 30)
     assert [one.state for one in held] == [State.SETTLING, State.RELEASED]
 
 
@@ -505,7 +505,7 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
             settled = [(event.message_id, event.kind) for event in events if event.kind != "extended"]
             assert sorted(settled) == [(ids[0], "succeeded"), (ids[2], "succeeded")]
             assert [one.is_locked for one in held] == [False, True, False]
-            assert await parts.ask(parts.settling, asked(b"show lock_timeout")) == ["0"]
+            assert await parts.execute_shared(parts.settling, asked(b"show lock_timeout")) == ["0"]
         assert await mine.release([held[1]]) == (1, [])
         assert parts.stats.circuit == "closed"
     finally:

@@ -453,7 +453,7 @@ def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
 def test_an_earlier_due_time_wins() -> None:
     looks, clock = pace()
     looks.empty()
-    looks.armed(3, is_empty=True)
+    looks.notifications_on(3, is_empty=True)
     assert looks.next_look_at == clock.now + 3
     looks.due(clock.now + 2)
     looks.due(clock.now + 5)
@@ -463,33 +463,33 @@ def test_an_earlier_due_time_wins() -> None:
 def test_looks_for_a_due_message_that_is_missing_become_rarer() -> None:
     looks, clock = pace(1)
     for seconds, expected in ((0.5, [0.5, 0.1, 0.2, 0.4, 0.8, 1, 1]), (0.1, [0.1, 1, 1]), (0.3, [0.3, 0.1, 0.2])):
-        looks.disarm()
-        looks.armed(seconds, is_empty=True)
+        looks.notifications_off()
+        looks.notifications_on(seconds, is_empty=True)
         waits = []
         for _ in expected:
             waits.append(looks.next_look_at - clock.now)
             clock.now = looks.next_look_at
             looks.empty()
         assert waits == pytest.approx(expected)
-    assert looks.is_armed
+    assert looks.are_notifications_on
 
 
 @pytest.mark.parametrize("note", [PollSchedule.found, PollSchedule.changed])
 def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[PollSchedule], None]) -> None:
     looks, clock = pace(1)
-    looks.armed(0.5, is_empty=True)
-    assert looks.is_settled
+    looks.notifications_on(0.5, is_empty=True)
+    assert looks.can_wait
     note(looks)
-    assert (looks.is_armed, looks.is_settled) == (True, False)
+    assert (looks.are_notifications_on, looks.can_wait) == (True, False)
     assert looks.next_look_at == clock.now + 1
-    looks.armed(0.5, is_empty=True)
-    assert looks.is_settled
+    looks.notifications_on(0.5, is_empty=True)
+    assert looks.can_wait
 
 
 def test_the_next_due_time_is_queried_after_a_time_without_notifications() -> None:
     looks, clock = pace()
-    assert looks.quiet_at == clock.now  # Who sends does not notify yet: there is nothing to wait for.
-    looks.armed(20, is_empty=True)
+    assert looks.quiet_at == clock.now  # No sender notifies yet, so there is nothing to wait for.
+    looks.notifications_on(20, is_empty=True)
     looks.found()
     assert looks.quiet_at == pytest.approx(clock.now + 0.02)
     clock.now += 19.1
@@ -501,7 +501,7 @@ def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look()
     looks.empty()
     looks.found()
     assert not looks.trusts_notifications  # Nobody notifies.
-    looks.armed(20, is_empty=True)
+    looks.notifications_on(20, is_empty=True)
     assert (
         not looks.trusts_notifications
     )  # It may sleep for as long as it knows, and what comes due then has to be looked for.
@@ -509,7 +509,7 @@ def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look()
         looks.found()
         assert looks.trusts_notifications
         clock.now += 0.0112
-    looks.armed(20, is_empty=False)
+    looks.notifications_on(20, is_empty=False)
     looks.found()
     assert not looks.trusts_notifications
     looks.empty()
@@ -522,7 +522,7 @@ def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
     looks, clock = pace(1)
     waits = []
     for _ in range(5):
-        looks.missed()
+        looks.claim_found_nothing()
         waits.append(looks.next_look_at - clock.now)
         clock.now = looks.next_look_at
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
@@ -530,16 +530,16 @@ def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
 
 def test_the_waiting_register_is_renewed_before_it_ends() -> None:
     looks, clock = pace()
-    assert (looks.is_armed, looks.is_lapsed) == (False, False)
-    looks.armed(20, is_empty=True)
+    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, False)
+    looks.notifications_on(20, is_empty=True)
     clock.now += 18.9
     looks.empty()
-    assert (looks.is_armed, looks.is_lapsed) == (True, False)
+    assert (looks.are_notifications_on, looks.registration_expires_soon) == (True, False)
     clock.now += 0.2
-    assert (looks.is_armed, looks.is_lapsed) == (False, True)
-    looks.armed(20, is_empty=True)
-    looks.disarm()
-    assert (looks.is_armed, looks.is_lapsed) == (False, False)
+    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, True)
+    looks.notifications_on(20, is_empty=True)
+    looks.notifications_off()
+    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, False)
 
 
 def test_every_tenth_look_is_a_claim() -> None:

@@ -446,7 +446,7 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
 
     async def work(step: Step) -> None:
         starts.append((run.running, run.consumer.concurrency))
-        # Whoever is never lucky waits as long as the test takes.
+        # A handler that never gets a permit waits as long as the test takes.
         await step.until(lambda: permits.acquire(blocking=False), 120)
 
     def finish(number: int) -> None:

@@ -322,36 +322,38 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
                 assert number not in gone
                 gone.add(number)
 
-        def step(what: str, who: int) -> None:
-            producer = producers[who]
+        def step(what: str, writer: int) -> None:
+            producer = producers[writer]
             match what:
                 case "send":
                     statement = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
-                    open_ids[who] |= {row[0] for row in producer.execute(statement, (queue, 1 + 5 * who)).fetchall()}
+                    open_ids[writer] |= {
+                        row[0] for row in producer.execute(statement, (queue, 1 + 5 * writer)).fetchall()
+                    }
                 case "send_leaf":
-                    open_ids[who] |= set(by_insert_into_the_leaf(producer, queue))
+                    open_ids[writer] |= set(by_insert_into_the_leaf(producer, queue))
                 case "send_delayed":
                     # The head may pass the id of a delayed message: it returns by another way when it is due.
                     row = producer.execute("select pgqueue.enqueue(%s, '1', '1 microsecond')", (queue,)).fetchone()
                     producer.commit()
-                    committed.update(open_ids[who], row)
-                    open_ids[who].clear()
+                    committed.update(open_ids[writer], row)
+                    open_ids[writer].clear()
                 case "commit":
                     producer.commit()
-                    committed.update(open_ids[who])
-                    open_ids[who].clear()
+                    committed.update(open_ids[writer])
+                    open_ids[writer].clear()
                 case "rollback":
                     producer.rollback()
-                    open_ids[who].clear()
+                    open_ids[writer].clear()
                 case "work":
-                    settle(claim(consumer, queue, 1 + 3 * who))
+                    settle(claim(consumer, queue, 1 + 3 * writer))
                 case "keep":
-                    claim(consumer, queue, 1 + who)
+                    claim(consumer, queue, 1 + writer)
                 case "retry":
-                    for number, token, _ in claim(consumer, queue, 1 + who):
+                    for number, token, _ in claim(consumer, queue, 1 + writer):
                         consumer.execute("select pgqueue.nack(%s, %s, %s, '0')", (queue, number, token))
                 case "defer":
-                    for number, token, _ in claim(consumer, queue, 1 + who):
+                    for number, token, _ in claim(consumer, queue, 1 + writer):
                         consumer.execute("select pgqueue.nack(%s, %s, %s, '1 h')", (queue, number, token))
                 case "due":
                     consumer.execute(
@@ -366,16 +368,18 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
                     with consumer.transaction(force_rollback=True):
                         learn(consumer, queue)
                 case "receive":
-                    with consumer.transaction(force_rollback=who > 1):
-                        rows = consumer.execute("select id from pgqueue.receive(%s, %s)", (queue, 1 + who)).fetchall()
+                    with consumer.transaction(force_rollback=writer > 1):
+                        rows = consumer.execute(
+                            "select id from pgqueue.receive(%s, %s)", (queue, 1 + writer)
+                        ).fetchall()
                         learn(consumer, queue)
-                    if who <= 1:
+                    if writer <= 1:
                         gone.update(row[0] for row in rows)
                 case "learn":
                     settle(learn(consumer, queue))
 
-        for what, who in steps:
-            step(what, who)
+        for what, writer in steps:
+            step(what, writer)
             assert dead(set().union(*open_ids)) == []
             assert (
                 consumer.execute(
@@ -387,8 +391,8 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
                 ).fetchall()
                 == []
             )
-        for who in range(4):
-            step("commit", who)
+        for writer in range(4):
+            step("commit", writer)
         step("lapse", 0)
         step("due", 0)
         deadline = time.monotonic() + PATIENCE

@@ -28,7 +28,7 @@ from pgqueue.spark.pipelines import (
     svg_charts,
 )
 from pgqueue.spark.pipelines.png_charts import draw
-from pgqueue.spark.pipelines.report_page import Flow, Letters, Measure, render
+from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Flow, Measure, render
 from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
@@ -233,7 +233,7 @@ def test_the_page_makes_no_requests_and_escapes_messages() -> None:
     queue = "<script>alert(1)</script>"
     hour = timedelta(hours=1)
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
-    letters = [Letters(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
+    letters = [DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
     text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
     found = Page(text)
     assert found.open == []

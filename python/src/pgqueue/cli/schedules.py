@@ -21,12 +21,15 @@ TimeZone = Annotated[
     str | None, typer.Option(metavar="ZONE", help="A time zone such as Europe/Paris (UTC).", show_default=False)
 ]
 Paused = Annotated[
-    bool | None, typer.Option("--paused/--resumed", help="Without ticks, or with them (resumed).", show_default=False)
+    bool | None,
+    typer.Option("--paused/--resumed", help="Pause the schedule, or resume it (resumed).", show_default=False),
 ]
 CatchUp = Annotated[
     bool | None,
     typer.Option(
-        "--catch-up/--no-catch-up", help="Make up once for missed ticks, or drop them (make up).", show_default=False
+        "--catch-up/--no-catch-up",
+        help="Keep the message of the first missed tick, or of the last (first).",
+        show_default=False,
     ),
 ]
 
@@ -44,7 +47,7 @@ def create(
 ) -> None:
     """Send a message to a queue at each tick of a cron expression.
 
-    No daemon is needed: whoever claims from the queue takes what is due.
+    No daemon is needed: a claim takes the message of a tick when it is due.
     """
     content, headers = json_argument(payload), parse_headers(header or [])
     with session.queue(queue) as verbs:

@@ -26,7 +26,7 @@ from psycopg.types.json import Jsonb, set_json_loads
 from rich.console import Console
 from rich.text import Text
 
-from .._styles import correction
+from .._styles import correction_statement
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import NotInstalled, QueueExists, QueueNotFound
@@ -243,7 +243,7 @@ def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]
     """
     connection = psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8")
     try:
-        if corrections := correction(connection):
+        if corrections := correction_statement(connection):
             connection.execute(corrections)
     except BaseException:
         connection.close()

@@ -120,7 +120,7 @@ class Claims:
         try:
             rows = await self._run(call, any(result.message.is_locked for result in done))
         except BaseException:
-            self._keep(done)
+            self._retry_acknowledgement(done)
             raise
         if rows is None:
             self._queue_acks(done)
@@ -151,13 +151,13 @@ class Claims:
             if at <= time.monotonic():
                 await self._heartbeat()
             else:
-                await self._runtime.until(lambda at=at: self._heartbeat_at < at, at)  # type: ignore[misc]
+                await self._runtime.wait_until(lambda at=at: self._heartbeat_at < at, at)  # type: ignore[misc]
 
     async def _heartbeat(self) -> None:
         seconds = self.visibility_timeout.total_seconds()
         now = time.monotonic()
         due = [message for message in self._held if message.renew_at <= now + seconds / 12]
-        locked = await self._in_parts(sorted(due, key=lambda message: message.id), self._extend)
+        locked = await self._run_in_portions(sorted(due, key=lambda message: message.id), self._extend)
         for message in due:
             message.renew_at = now + seconds / 3
         for message in locked:
@@ -202,29 +202,29 @@ class Claims:
         except LockNotAvailable:
             return None
 
-    async def _in_parts(
+    async def _run_in_portions(
         self, messages: list[ClaimedMessage], work: Callable[[list[ClaimedMessage], bool], Awaitable[bool]]
     ) -> list[ClaimedMessage]:
-        """Do work for all messages except those that are locked, which are returned. They are found by halving.
+        """Do work for all messages except the locked ones, which are returned. Halving the portions finds them.
 
         `work` gets messages, and whether to use the short lock timeout; it returns False if one of them is locked.
         """
         fresh = [message for message in messages if not message.is_locked]
-        parts = [part for part in ([message for message in messages if message.is_locked], fresh) if part]
+        portions = [portion for portion in ([message for message in messages if message.is_locked], fresh) if portion]
         deadline = time.monotonic() + min(_SEARCH_SECONDS, self.visibility_timeout.total_seconds() / 6)
         left: list[ClaimedMessage] = []
-        while parts:
-            part = parts.pop()
-            if await work(part, part is not fresh):
-                for message in part:
+        while portions:
+            portion = portions.pop()
+            if await work(portion, portion is not fresh):
+                for message in portion:
                     message.is_locked = False
-            elif len(part) > 1 and time.monotonic() < deadline:
-                middle = len(part) // 2
-                parts += (part[middle:], part[:middle])
+            elif len(portion) > 1 and time.monotonic() < deadline:
+                middle = len(portion) // 2
+                portions += (portion[middle:], portion[:middle])
             else:
-                left += part
-                if len(part) == 1:
-                    self._note_lock(part[0])
+                left += portion
+                if len(portion) == 1:
+                    self._note_lock(portion[0])
         return left
 
     def _note_lock(self, message: ClaimedMessage) -> None:
@@ -283,8 +283,8 @@ class Claims:
         else:
             self.settled(result if is_kept else result._replace(state=State.LOST))
 
-    def give_up(self, message: ClaimedMessage) -> None:
-        """Keep a message no longer that was not settled: it is delivered again, after its claim has expired."""
+    def forget(self, message: ClaimedMessage) -> None:
+        """Keep a message that was not settled no longer: it is delivered again after its claim has expired."""
         self._held.discard(message)
         message.try_become(State.RELEASED)
 
@@ -299,8 +299,8 @@ class Claims:
     async def send_settlements(self) -> None:
         """Send settlements, endlessly. Raises `psycopg.Error`: what was not settled is kept then."""
         while True:
-            await self._runtime.until(self._has_due)
-            await self._runtime.until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
+            await self._runtime.wait_until(self._has_due)
+            await self._runtime.wait_until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
             await self.flush()
 
     async def flush(self) -> None:
@@ -323,7 +323,7 @@ class Claims:
             return is_done
 
         try:
-            await self._in_parts(list(left), acknowledge)
+            await self._run_in_portions(list(left), acknowledge)
         except BaseException:
             self._queue_acks(left.values())
             raise
@@ -338,19 +338,19 @@ class Claims:
         except BaseException as error:
             if isinstance(error, psycopg.Error) and not is_trouble(error):
                 for result in done:
-                    self.give_up(result.message)
+                    self.forget(result.message)
                     self._in_doubt.pop(result.message.id, None)
                 told = ("message could not be acknowledged: it", "messages could not be acknowledged: they")
                 self._runtime.critical(error, f"{counted(len(done), *told)} will be delivered again")
             else:
-                self._keep(done)
+                self._retry_acknowledgement(done)
             raise
         if counts is None:
             return False
         try:
             lost = await self._lost_of(done, dict(counts))
         except BaseException:
-            self._keep(done)
+            self._retry_acknowledgement(done)
             raise
         self._acknowledged(done, lost)
         return True
@@ -389,7 +389,7 @@ class Claims:
             self._in_doubt.pop(message.id, None)
             self._answered(result, message not in lost)
 
-    def _keep(self, done: list[Result]) -> None:
+    def _retry_acknowledgement(self, done: list[Result]) -> None:
         """Acknowledge these messages once more: it is unknown whether the acknowledgement was committed."""
         self._in_doubt.update((result.message.id, result.message) for result in done)
         self._queue_acks(done)
@@ -409,7 +409,7 @@ class Claims:
                 self._settlements.popleft()
                 self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
                 if result is not None:
-                    self.give_up(result.message)
+                    self.forget(result.message)
                 continue
             self._settlements.popleft()
             if rows is None:
@@ -436,5 +436,5 @@ class Claims:
             return rows is not None
 
         left = [message for message in messages if not message.is_lost]
-        locked = await self._in_parts(sorted(left, key=lambda message: message.id), release)
+        locked = await self._run_in_portions(sorted(left, key=lambda message: message.id), release)
         return count, locked

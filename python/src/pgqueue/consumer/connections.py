@@ -1,4 +1,4 @@
-"""Connections of a consumer: how they are opened, shared, kept while idle and cut, and what their errors mean."""
+"""Connections of a consumer: how they are opened, shared, kept while idle and aborted, and what their errors mean."""
 
 import asyncio
 import contextvars
@@ -25,7 +25,7 @@ from psycopg.types.array import ListBinaryDumper, ListDumper
 from .. import _calls
 from .._calls import Bound
 from .._decoding import decoder
-from .._styles import correction
+from .._styles import correction_statement
 from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class ConnectionFactory:
             _adapters[connection] = adapters = AdaptersMap(connection.adapters)
             for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
                 adapters.register_dumper(list, dumper)
-            if corrected := correction(connection):
+            if corrected := correction_statement(connection):
                 await done(new_cursor(connection).execute(corrected))
             if self.proxied is None:
                 cursor = new_cursor(connection, _calls.BACKEND_PID.row)
@@ -274,7 +274,7 @@ def is_idle(connection: AnyConnection) -> bool:
         and status(b"default_transaction_read_only") != b"on"
         # After a failover the primary may be reachable at another address of the conninfo.
         and status(b"in_hot_standby") != b"on"
-        and not correction(connection)
+        and not correction_statement(connection)
     )
 
 

@@ -79,7 +79,7 @@ def _is_default(handler: Any) -> bool:
 stop_signals = StopSignals()
 
 
-class _Base(Settings):
+class _ConsumerBase(Settings):
     """What both consumers have: settings, counters, and the present run."""
 
     _event: type[threading.Event] | type[asyncio.Event]
@@ -176,7 +176,7 @@ class _Base(Settings):
             self._workers = None
 
 
-class Consumer(_Base):
+class Consumer(_ConsumerBase):
     """Gives the messages of a queue to a plain function, in threads.
 
     `handler` is called with a `Delivery`, or with a list of up to `batch_size` of them. When it returns, they are
@@ -303,7 +303,7 @@ class Consumer(_Base):
         self.stop()
 
 
-class AsyncConsumer(_Base):
+class AsyncConsumer(_ConsumerBase):
     """Gives the messages of a queue to a coroutine function. Arguments as those of `Consumer`.
 
     A function as `conninfo` may return an awaitable `AsyncConnection`; `on_failure` may be a coroutine function. A

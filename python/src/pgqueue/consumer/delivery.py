@@ -154,7 +154,10 @@ class HandlerCall:
 
     @contextmanager
     def using(self, connection: Any) -> Iterator[None]:
-        """Use a connection, which `cut` can cut. It must be closed, or given to other work, only after this."""
+        """Use a connection, which `abort_connection` can close.
+
+        It must be closed, or given to other work, only after this.
+        """
         self._connection = connection
         # Only the consumer commits: a part of a message's work must not be committed alone.
         connection.commit = connection.rollback = _forbidden
@@ -165,8 +168,8 @@ class HandlerCall:
             with self._lock:
                 self._connection = None
 
-    def cut(self) -> None:
-        """Cut the connection in use, if there is one: its statement fails, its transaction is rolled back.
+    def abort_connection(self) -> None:
+        """Abort the connection in use, if there is one: its statement fails, its transaction is rolled back.
 
         This can take as long as connecting.
         """
@@ -256,14 +259,14 @@ EVENTS: dict[State, EventKind] = {State.ACKED: "succeeded", State.RETRIED: "retr
 class Result(NamedTuple):
     """The outcome of an attempt: the state that the message enters once the settlement has succeeded.
 
-    `outlook` says what follows a failed attempt.
+    `next_step` says what follows a failed attempt.
     """
 
     message: ClaimedMessage
     state: State
     seconds: float | None = None
     error: BaseException | None = None
-    outlook: str = ""
+    next_step: str = ""
 
 
 @dataclass(frozen=True, slots=True)

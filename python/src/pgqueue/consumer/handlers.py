@@ -25,16 +25,16 @@ Failed = tuple[BaseException | None, float | None]  # what the handler raised, a
 
 _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may return nothing
 # Seconds
-_CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is cut
+_CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
 _END_SECONDS = 2.5  # for all cancelled calls to end
 
 
 class ReceiveRound:
     """The receives that follow a peek. After the first that returns nothing, no other is started."""
 
-    def __init__(self, messages: int, promised: bool) -> None:
+    def __init__(self, messages: int, expected_by_peek: bool) -> None:
         self.left = messages  # that may still be received
-        self.promised = promised  # by a peek
+        self.expected_by_peek = expected_by_peek
         self.open = 0  # receives whose result is not known
         self.received = 0
         self.failed = False
@@ -79,12 +79,14 @@ class HandlerCalls:
             self.start_next()
             self._runtime.event("claimed", len(messages))
 
-    async def receive(self, messages: int, promised: bool) -> ReceiveRound:
+    async def receive(self, messages: int, expected_by_peek: bool) -> ReceiveRound:
         """Receive messages until one receive finds nothing, and handle each in its transaction."""
-        current = self._round = ReceiveRound(messages, promised)
+        current = self._round = ReceiveRound(messages, expected_by_peek)
         try:
             self.start_next()
-            await self._runtime.until(lambda: not current.open and (current.left <= 0 or self._runtime.is_stopping))
+            await self._runtime.wait_until(
+                lambda: not current.open and (current.left <= 0 or self._runtime.is_stopping)
+            )
         finally:
             current.left = 0
         return current
@@ -96,7 +98,7 @@ class HandlerCalls:
         """
         runtime = self._runtime
         while True:
-            await runtime.until(lambda: bool(runtime.events) or self._can_start())
+            await runtime.wait_until(lambda: bool(runtime.events) or self._can_start())
             while runtime.events:
                 self._received(runtime.events.popleft().messages)
             self.start_next()
@@ -163,7 +165,7 @@ class HandlerCalls:
             if call.is_cancelled:
                 message.try_become(State.RELEASED)  # Its claim is kept until `release` gives it back.
             else:
-                self.claims.give_up(message)
+                self.claims.forget(message)
         call.end()
         self.running.discard(call)
         self._runtime.stats.running = len(self.running)
@@ -180,14 +182,14 @@ class HandlerCalls:
                 # The handler gets each message by itself, so that only the one that caused the error fails.
                 error, seconds = await work(call, [message])
             if error is not None:
-                await self._fail(call, message, error, seconds)
+                await self._settle_failure(call, message, error, seconds)
 
     async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
         """Call the handler without a transaction, and queue the acknowledgements."""
         deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
         argument = self._settings.argument(deliveries)
         started = time.monotonic()
-        answer = await self._insist(call, partial(self._workers.call, self._settings.handler, argument))
+        answer = await self._retry_until_done(call, partial(self._workers.call, self._settings.handler, argument))
         seconds = time.monotonic() - started
         if answer is None:
             return None, None
@@ -199,7 +201,7 @@ class HandlerCalls:
             if delivery.outcome is None:
                 self.claims.acknowledge(Result(message, State.ACKED, seconds))
             else:
-                await self._fail(call, message, delivery.outcome, seconds)
+                await self._settle_failure(call, message, delivery.outcome, seconds)
         return None, seconds
 
     async def _work_in_transaction(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
@@ -224,7 +226,7 @@ class HandlerCalls:
             messages = [message for message in messages if not message.is_lost]
         return None, None
 
-    async def _fail(
+    async def _settle_failure(
         self, call: HandlerCall, message: ClaimedMessage, error: BaseException, seconds: float | None
     ) -> None:
         """Settle a message whose handler failed, if its claim is not lost."""
@@ -241,9 +243,9 @@ class HandlerCalls:
 
     async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do work that gets a session as its last argument, with another connection if one breaks."""
-        return await self._insist(call, partial(self._workers.run, partial(work, *arguments), call))
+        return await self._retry_until_done(call, partial(self._workers.run, partial(work, *arguments), call))
 
-    async def _insist(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
+    async def _retry_until_done(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
         """Do work, again after trouble; None if the work is void."""
         while not call.is_cancelled and not call.is_lost:
             try:
@@ -252,7 +254,7 @@ class HandlerCalls:
                 self._runtime.failed("work", error)
                 if not is_trouble(error):
                     raise
-                await self._runtime.rest()
+                await self._runtime.pause_after_failure()
             else:
                 self._runtime.succeeded("work")
                 return value
@@ -293,7 +295,7 @@ class HandlerCalls:
             current.failed = True
         else:
             self._runtime.stats.received += messages
-            self._runtime.report_receive(messages, current.promised)
+            self._runtime.report_receive(messages, current.expected_by_peek)
             current.received += messages
         if not messages:
             current.left = 0
@@ -315,7 +317,7 @@ class HandlerCalls:
         grace = -1.0
         while runtime.grace != grace:  # A later stop can change it.
             grace = runtime.grace
-            await runtime.until(partial(self._is_over, grace), time.monotonic() + grace)
+            await runtime.wait_until(partial(self._is_over, grace), time.monotonic() + grace)
         if self.running:
             await self._cancel()
 
@@ -327,24 +329,24 @@ class HandlerCalls:
         calls = list(self.running)
         for call in calls:
             call.cancel()
-        await self._runtime.until(lambda: not self.running, time.monotonic() + _CANCEL_SECONDS)
+        await self._runtime.wait_until(lambda: not self.running, time.monotonic() + _CANCEL_SECONDS)
         locked: list[ClaimedMessage] = []
         if self._settings.mode == "lease":
             locked = await self.release([message for call in calls for message in call.messages], once_more=True)
-        cuts = [asyncio.create_task(in_thread(call.cut)) for call in self.running]
-        await self._runtime.until(lambda: not self.running, deadline)
+        aborts = [asyncio.create_task(in_thread(call.abort_connection)) for call in self.running]
+        await self._runtime.wait_until(lambda: not self.running, deadline)
         for message in locked:
-            message.is_locked = False  # A handler may have locked it, whose connection is cut now.
+            message.is_locked = False  # A handler may have locked it, whose connection is aborted now.
         await self.release(locked)
-        if cuts:
-            await asyncio.wait(cuts, timeout=max(0.0, deadline - time.monotonic()))
-        for cut in cuts:
-            cut.cancel()
+        if aborts:
+            await asyncio.wait(aborts, timeout=max(0.0, deadline - time.monotonic()))
+        for abort in aborts:
+            abort.cancel()
         for _ in self.running:
             self._runtime.critical(None, "a handler does not end: the consumer stops without it")
 
-    def abandon(self) -> None:
-        """Do not wait for the calls that have not ended: what they do does not count."""
+    def detach_running_calls(self) -> None:
+        """Cancel the calls that have not ended, and do not wait for them: what they do does not count."""
         for call in list(self.running):
             call.cancel()
             call.cancel_task(always=True)

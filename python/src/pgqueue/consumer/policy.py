@@ -143,7 +143,7 @@ def decide(error: BaseException, answer: Decision | None, attempt: int, retries:
     return decision
 
 
-def outlook(decision: Decision, is_last: bool) -> str:
+def describe_next_step(decision: Decision, is_last: bool) -> str:
     """What follows a failed attempt, as a clause for the log."""
     if is_last or not isinstance(decision, Retry):
         return "there is no further attempt"

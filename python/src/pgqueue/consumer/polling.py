@@ -41,11 +41,11 @@ class PollSchedule:
 
     After an empty look the next look is due after `delay` seconds, or at the earliest known due time of a message. A
     message that is not there then can be held by another consumer, or not committed yet. For it, and for a message that
-    a look has promised in vain, the next looks are due after 0.1, 0.2, 0.4 … s, up to the delay. One of `claim_every`
-    empty looks is a claim.
+    a look has found and no claim could take, the next looks are due after 0.1, 0.2, 0.4 … s, up to the delay. One of
+    `claim_every` empty looks is a claim.
 
     While messages arrive one after another, each is notified. To ask after each message when the next one is due would
-    cost more than to claim it: see `trusts_notifications` and `is_settled`.
+    cost more than to claim it: see `trusts_notifications` and `can_wait`.
     """
 
     def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
@@ -55,7 +55,7 @@ class PollSchedule:
         self._looked_at = clock()
         self._emptied_at = float("-inf")
         self._due_at: float | None = None
-        self._armed_until: float | None = None
+        self._notified_until: float | None = None
         self._knows_due = False
         self._misses = 0
         self._empty = 0
@@ -83,8 +83,8 @@ class PollSchedule:
         if self._due_at is not None and self._due_at <= now:
             self._retry()
 
-    def missed(self) -> None:
-        """Note that a look promised messages that could not be claimed."""
+    def claim_found_nothing(self) -> None:
+        """Note that a claim returned none of the messages that a look had found."""
         self._looked_at = self._clock()
         self._retry()
 
@@ -97,46 +97,47 @@ class PollSchedule:
         if self._due_at is None or at < self._due_at:
             self._due_at = at
 
-    def armed(self, seconds: float, is_empty: bool) -> None:
+    def notifications_on(self, seconds: float, is_empty: bool) -> None:
         """Note that senders notify, that a message is due in so many seconds, and whether none is ready."""
         now = self._clock()
         if seconds > _SHORTEST_WAIT:
             self._misses = 0  # The missed message is not due any more.
         if is_empty:
             self._emptied_at = now
-        self._armed_until = now + 0.95 * _WAIT_SECONDS  # before senders stop to notify, and before that moment is due
+        # Before senders stop to notify, and before that moment is due.
+        self._notified_until = now + 0.95 * _WAIT_SECONDS
         self._knows_due = True
         self.due(now + max(seconds, 0.0))
 
-    def disarm(self) -> None:
+    def notifications_off(self) -> None:
         """Note that senders may not notify."""
-        self._armed_until = None
+        self._notified_until = None
         self.changed()
 
     @property
-    def is_armed(self) -> bool:
+    def are_notifications_on(self) -> bool:
         """Whether senders notify."""
-        return self._armed_until is not None and self._clock() < self._armed_until
+        return self._notified_until is not None and self._clock() < self._notified_until
 
     @property
-    def is_lapsed(self) -> bool:
+    def registration_expires_soon(self) -> bool:
         """Whether senders soon stop to notify."""
-        return self._armed_until is not None and not self.is_armed
+        return self._notified_until is not None and not self.are_notifications_on
 
     @property
-    def is_settled(self) -> bool:
+    def can_wait(self) -> bool:
         """Whether senders notify and the next due time is known, so that the consumer can wait without asking."""
-        return self.is_armed and self._knows_due
+        return self.are_notifications_on and self._knows_due
 
     @property
     def trusts_notifications(self) -> bool:
         """Whether an empty look is so recent that all messages sent since are notified."""
-        return self.is_armed and not self._knows_due and self._clock() < self._emptied_at + _TRUST
+        return self.are_notifications_on and not self._knows_due and self._clock() < self._emptied_at + _TRUST
 
     @property
     def quiet_at(self) -> float:
         """The moment of the clock at which to ask for the next due time, without a notification until then."""
-        return self._clock() + (_QUIET if self.is_armed else 0.0)
+        return self._clock() + (_QUIET if self.are_notifications_on else 0.0)
 
     @property
     def claims(self) -> bool:
@@ -269,7 +270,7 @@ class Poller:
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
             tasks.append(runtime.keep_running("polling", self._poll))
             ready()
-            await runtime.until(lambda: runtime.is_stopping)
+            await runtime.wait_until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
         except asyncio.CancelledError:
             runtime.stops = 2
@@ -277,7 +278,7 @@ class Poller:
                 await self._end(tasks[-1])
             raise
         finally:
-            self._calls.abandon()
+            self._calls.detach_running_calls()
             try:
                 await end_tasks(tasks)
             finally:
@@ -304,15 +305,15 @@ class Poller:
         runtime.stats.prefetched = 0
         runtime.stats.listening = False
 
-    # Looking. A look returns how many messages to take and whether a peek has promised them, or (0, False) after a wait
-    # in vain. In lease mode a look claims at once; then it returns how many more messages there are.
+    # Looking. A look returns how many messages to take and whether a peek has found them, or (0, False) after a wait.
+    # In lease mode a look claims at once; then it returns how many more messages there are.
 
     async def _find_queue(self) -> None:
         """Read the settings of the queue for the first time. A stop ends this: a server can be slow to answer."""
         looking = asyncio.create_task(self._look_at_queue(is_first=True))
         looking.add_done_callback(lambda _: self._runtime.signal())
         try:
-            await self._runtime.until(lambda: looking.done() or self._runtime.is_stopping)
+            await self._runtime.wait_until(lambda: looking.done() or self._runtime.is_stopping)
         finally:
             await end_tasks([looking])
         if not looking.cancelled():
@@ -324,21 +325,21 @@ class Poller:
     async def _poll(self) -> None:
         runtime = self._runtime
         take = self._claim if self._settings.mode == "lease" else self._receive
-        credit, promised = 0, False  # how many messages to take before the next look
+        credit, expected_by_peek = 0, False  # how many messages to take before the next look
         while not runtime.is_stopping:
-            room = self._room()
-            if room <= 0:
-                await runtime.until(lambda: runtime.is_stopping or self._room() > 0)
+            free_slots = self._claimable_count()
+            if free_slots <= 0:
+                await runtime.wait_until(lambda: runtime.is_stopping or self._claimable_count() > 0)
             elif credit <= 0:
-                credit, promised = await self._look(room)
+                credit, expected_by_peek = await self._look(free_slots)
             else:
-                credit, promised = await take(room, credit, promised)
+                credit, expected_by_peek = await take(free_slots, credit, expected_by_peek)
 
     async def _look_at_queue(self, is_first: bool = False) -> None:
         settings, runtime = self._settings, self._runtime
         call = _calls.get_queue(settings.queue_name)
         info: Any
-        (info,) = await runtime.ask(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
+        (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
         self._info_at = time.monotonic()
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
@@ -352,105 +353,106 @@ class Poller:
             text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
             runtime.log(logging.WARNING, text)
 
-    async def _look(self, room: int) -> tuple[int, bool]:
+    async def _look(self, free_slots: int) -> tuple[int, bool]:
         if time.monotonic() - self._info_at > _INFO_SECONDS:
             await self._look_at_queue()
         schedule, is_listening = self._schedule, self._listener.is_listening
         if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
-            return await self._wait(room)
+            return await self._wait(free_slots)
         schedule.is_notified = self._saw_all = False
         if schedule.claims:
             schedule.empty()
-            return room, False
-        if self._listener.is_listening and schedule.is_lapsed:
-            schedule.disarm()  # `_wait` arms it again, and looks.
+            return free_slots, False
+        if self._listener.is_listening and schedule.registration_expires_soon:
+            schedule.notifications_off()  # `_wait` turns them on again, and looks.
         else:
             self._runtime.stats.peeks += 1
-            if found := await (self._take(room) if self._settings.mode == "lease" else self._peek(room)):
+            look = self._peek_and_claim if self._settings.mode == "lease" else self._peek
+            if found := await look(free_slots):
                 return found
         schedule.empty()
-        return await self._wait(room)
+        return await self._wait(free_slots)
 
-    async def _wait(self, room: int, missed: bool = False) -> tuple[int, bool]:
-        """Wait after a look that found nothing, or after a claim that `missed` what a peek had promised."""
+    async def _wait(self, free_slots: int, claim_found_nothing: bool = False) -> tuple[int, bool]:
+        """Wait after a look that found nothing, or after a claim that found nothing although a peek had."""
         schedule, stats = self._schedule, self._runtime.stats
-        if missed:
-            schedule.missed()
-        if self._listener.is_listening and not schedule.is_settled:
-            await self._runtime.until(self._is_called, schedule.quiet_at)
+        if claim_found_nothing:
+            schedule.claim_found_nothing()
+        if self._listener.is_listening and not schedule.can_wait:
+            await self._runtime.wait_until(self._is_called, schedule.quiet_at)
             if self._is_called():
                 return 0, False
             stats.waits += 1
             stats.peeks += 1
-            most = self._most(room)
+            most = self._most(free_slots)
             wait = timedelta(seconds=_WAIT_SECONDS)
             call = _calls.prepare_wait_and_look(self._settings.queue_name, most, wait)
             [(seconds, count)] = await self._runtime.run(call, "peek")
             self._saw_all = count < most
-            schedule.armed(seconds, is_empty=not count)
+            schedule.notifications_on(seconds, is_empty=not count)
             if schedule.is_notified:
                 schedule.changed()
             if count:
                 return count, True
-        await self._runtime.until(self._is_called, schedule.next_look_at)
+        await self._runtime.wait_until(self._is_called, schedule.next_look_at)
         return 0, False
 
     def _is_called(self) -> bool:
         return self._schedule.is_notified or self._runtime.is_stopping
 
-    async def _peek(self, room: int) -> tuple[int, bool] | None:
-        most = self._most(room)
+    async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
+        most = self._most(free_slots)
         (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, most), "peek")
         self._saw_all = count < most
         return (count, True) if count else None
 
-    def _most(self, room: int) -> int:
+    def _most(self, free_slots: int) -> int:
         """How many messages to ask a peek for."""
-        return min(self._settings.peek_batch_size or max(10 * self._settings.slots, room), MOST_MESSAGES)
+        return min(self._settings.peek_batch_size or max(10 * self._settings.slots, free_slots), MOST_MESSAGES)
 
-    # Taking. It returns how many messages to take before the next look, and whether a peek has promised them.
+    # Taking. It returns how many messages to take before the next look, and whether a peek has found them.
 
-    async def _claim(self, room: int, credit: int, promised: bool) -> tuple[int, bool]:
-        wanted, now = min(room, credit, MOST_MESSAGES), time.monotonic()
-        rows = await self._claims.claim(wanted, promised and credit > wanted)
+    async def _claim(self, free_slots: int, credit: int, expected_by_peek: bool) -> tuple[int, bool]:
+        wanted, now = min(free_slots, credit, MOST_MESSAGES), time.monotonic()
+        rows = await self._claims.claim(wanted, expected_by_peek and credit > wanted)
         self._saw_all = self._saw_all and len(rows) == wanted
-        self._claimed(rows, now, promised)
+        self._claimed(rows, now, expected_by_peek)
         if not rows:
-            return await self._wait(room, missed=promised)
-        return credit - wanted if len(rows) == wanted and promised else 0, promised
+            return await self._wait(free_slots, claim_found_nothing=expected_by_peek)
+        return credit - wanted if len(rows) == wanted and expected_by_peek else 0, expected_by_peek
 
-    async def _receive(self, room: int, credit: int, promised: bool) -> tuple[int, bool]:
-        current = await self._calls.receive(credit if promised else 1, promised)
+    async def _receive(self, free_slots: int, credit: int, expected_by_peek: bool) -> tuple[int, bool]:
+        current = await self._calls.receive(credit if expected_by_peek else 1, expected_by_peek)
         if current.received:
             self._schedule.found()
         if current.failed:
-            await self._runtime.rest()
+            await self._runtime.pause_after_failure()
         elif not current.received:
-            return await self._wait(room, missed=promised)
+            return await self._wait(free_slots, claim_found_nothing=expected_by_peek)
         return 0, False
 
-    async def _take(self, room: int) -> tuple[int, bool] | None:
+    async def _peek_and_claim(self, free_slots: int) -> tuple[int, bool] | None:
         """Look, and claim as many messages as there is room for; None if nothing was seen."""
-        now, most, wanted = time.monotonic(), self._most(room), min(room, MOST_MESSAGES)
+        now, most, wanted = time.monotonic(), self._most(free_slots), min(free_slots, MOST_MESSAGES)
         seen, rows = await self._claims.peek_and_claim(most, wanted)
         if not seen:
             return None
         self._saw_all = seen < most and len(rows) == min(seen, wanted)
-        self._claimed(rows, now, promised=True)
+        self._claimed(rows, now, expected_by_peek=True)
         if not rows:
-            return await self._wait(room, missed=True)
-        return seen - len(rows) if len(rows) >= room else 0, True
+            return await self._wait(free_slots, claim_found_nothing=True)
+        return seen - len(rows) if len(rows) >= free_slots else 0, True
 
-    def _claimed(self, rows: list[Any], now: float, promised: bool) -> None:
-        self._runtime.report_receive(len(rows), promised)
+    def _claimed(self, rows: list[Any], now: float, expected_by_peek: bool) -> None:
+        self._runtime.report_receive(len(rows), expected_by_peek)
         if rows:
             self._schedule.found()
         self._calls.add(rows, now)
 
-    def _room(self) -> int:
+    def _claimable_count(self) -> int:
         """How many messages to claim."""
         free = self._calls.free * (self._settings.batch_size or 1)
         waiting, prefetch = len(self._calls.waiting), self._settings.prefetch
-        room = free + prefetch - waiting
+        free_slots = free + prefetch - waiting
         # While enough messages wait, small claims would not be worth their cost.
-        return room if free > waiting or room > prefetch // 2 else 0
+        return free_slots if free > waiting or free_slots > prefetch // 2 else 0

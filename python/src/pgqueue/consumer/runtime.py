@@ -28,7 +28,7 @@ logger = logging.getLogger("pgqueue.consumer")
 _FIRST_PAUSE = 0.05
 _ARMED_PAUSE = 1.0
 _OPEN_PAUSE = 10.0
-_SHORTEST_REST = 0.01
+_SHORTEST_PAUSE = 0.01
 
 _COUNTED = ("succeeded", "retried", "dead", "lost", "extended", "released")  # events that are counters, too
 
@@ -135,7 +135,7 @@ class Runtime:
             if not waiter.done() and happened():
                 waiter.set_result(None)
 
-    async def until(self, happened: Callable[[], bool], at: float = math.inf) -> None:
+    async def wait_until(self, happened: Callable[[], bool], at: float = math.inf) -> None:
         """Wait until a condition is true when `signal` is called, or until a moment of the monotonic clock."""
         if happened():
             return
@@ -150,25 +150,25 @@ class Runtime:
             if timer is not None:
                 timer.cancel()
 
-    async def rest(self) -> None:
+    async def pause_after_failure(self) -> None:
         """Pause after a failure."""
-        await self.until(lambda: self.is_forced, max(self._not_before, time.monotonic() + _SHORTEST_REST))
+        await self.wait_until(lambda: self.is_forced, max(self._not_before, time.monotonic() + _SHORTEST_PAUSE))
 
     # Statements
 
-    async def ask(self, link: SharedConnection, call: Bound[T]) -> list[Any]:
+    async def execute_shared(self, link: SharedConnection, call: Bound[T]) -> list[Any]:
         """Execute a statement on a shared connection; after a failure, pause before another one is opened."""
         async with link.lock:
             connection = await link.take()
             if connection is None:
-                await self.until(lambda: self.is_forced, self._connect_at)
+                await self.wait_until(lambda: self.is_forced, self._connect_at)
                 connection = await link.open()
             return await link.run(connection, call)
 
     async def run(self, call: Bound[T], kind: str) -> list[Any]:
         """Execute a statement of the kind peek, claim or settle. Raises `psycopg.Error`, `OSError`."""
         try:
-            rows = await self.ask(self.settling if kind == "settle" else self.claiming, call)
+            rows = await self.execute_shared(self.settling if kind == "settle" else self.claiming, call)
         except (psycopg.Error, OSError) as error:
             self.failed(kind, error)
             raise
@@ -225,7 +225,7 @@ class Runtime:
                 except Exception as error:
                     self.failed("task", error)
                     self.critical(error, f"{name} failed, and is begun again")
-                await self.rest()
+                await self.pause_after_failure()
 
         return asyncio.create_task(keep_running(), name=f"pgqueue {self.settings.queue_name} {name}")
 
@@ -257,10 +257,10 @@ class Runtime:
         if self.settings.observe is not None:
             self._call(self.settings.observe, Event(kind, self.settings.queue_name, count, **more))
 
-    def report_receive(self, count: int, promised: bool) -> None:
-        """Count a claim that returned `count` messages, after a peek that had `promised` some or not."""
+    def report_receive(self, count: int, expected_by_peek: bool) -> None:
+        """Count a claim that returned `count` messages; `expected_by_peek` says whether a peek had found some."""
         self.stats.receives += 1
-        if promised and not count:
+        if expected_by_peek and not count:
             self.stats.empty_receives += 1
             self.log(logging.DEBUG, "an empty receive")
             self.event("empty", 0)
@@ -268,10 +268,10 @@ class Runtime:
     def report_result(self, result: Result) -> None:
         """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
         if result.error is not None:
-            self.report_failure(result.message, result.error, result.outlook)
+            self.report_failure(result.message, result.error, result.next_step)
         self._tell(EVENTS[result.state], result.message.message, result.error, result.seconds)
 
-    def report_failure(self, message: ClaimedMessage, error: BaseException, outlook: str) -> None:
+    def report_failure(self, message: ClaimedMessage, error: BaseException, next_step: str) -> None:
         """Count and log a failed attempt.
 
         While a database is unreachable every attempt fails, so the traceback of such an error is only for debugging.
@@ -279,7 +279,7 @@ class Runtime:
         self.stats.failed += 1
         cause = cause_of(error)
         reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
-        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {outlook}"
+        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {next_step}"
         has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)
         self._log_message(logging.WARNING, text, message.message, error if has_trace else None)
 

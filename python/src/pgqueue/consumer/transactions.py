@@ -34,8 +34,8 @@ from .policy import (
     dead_letter_headers,
     decide,
     describe,
+    describe_next_step,
     failure_headers,
-    outlook,
 )
 from .runtime import Received, Runtime
 from .settings import Settings
@@ -65,7 +65,7 @@ def settlement(
     else:
         reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
         statement = _calls.reject(name, claimed.id, claimed.token, text, headers, reason)
-    return State.DEAD if dies else State.RETRIED, statement, outlook(decision, dies)
+    return State.DEAD if dies else State.RETRIED, statement, describe_next_step(decision, dies)
 
 
 def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
@@ -79,7 +79,7 @@ def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseExcep
         describe(error, decision),
         failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
     )
-    return statement, outlook(decision, claimed.is_last_attempt)
+    return statement, describe_next_step(decision, claimed.is_last_attempt)
 
 
 def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
@@ -186,7 +186,7 @@ class Transactions:
             if conflicts > _MOST_CONFLICTS + 5:
                 return Attempt("lost")
             await _pause_after_conflict(conflicts, session)
-            _enter(call.messages, State.RELEASED)
+            _set_states(call.messages, State.RELEASED)
             call.take([])
 
     async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt | None:
@@ -254,22 +254,22 @@ class Transactions:
         _, error = await session.call(self._settings.handler, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
         if is_busy(connection):
-            await session.cut(call)
+            await session.abort_connection(call)
             error = error or RuntimeError("the handler has left a statement running")
         if error is None and is_outside_transaction(connection):
             error = RuntimeError("the handler ended the transaction that its work and the message share")
             if connection.closed:
                 error = OperationalError("the connection was lost while the handler ran")
         if error is None:
-            _enter(messages, State.COMMITTING)
+            _set_states(messages, State.COMMITTING)
         if all(message.is_void for message in messages):
             error = None
         elif error is None:
             try:
                 return await self._settle(messages, deliveries, seconds, end, session), None, seconds
             except Exception as failure:
-                error = _explained(failure)
-        _enter(messages, State.WORKING)
+                error = _with_hint(failure)
+        _set_states(messages, State.WORKING)
         return [], error, seconds
 
     async def fail(
@@ -291,7 +291,7 @@ class Transactions:
                 failure = Failure(message.deliver(connection, True), error, message.message.attempt_count, connection)
                 said = await session.call(self._settings.on_failure, failure)
                 if is_busy(connection):
-                    await session.cut(call)
+                    await session.abort_connection(call)
                     raise OperationalError("on_failure has left a statement running") from said.error
                 if call.is_cancelled:
                     break
@@ -376,7 +376,7 @@ class _ClaimLost(Exception):
     """The claim of the message was lost, or the handler has settled the message itself."""
 
 
-def _enter(messages: list[ClaimedMessage], state: State) -> None:
+def _set_states(messages: list[ClaimedMessage], state: State) -> None:
     """Change the state of those messages that may change to it: others can be lost or released by now."""
     for message in messages:
         message.try_become(state)
@@ -392,7 +392,7 @@ async def _pause_after_conflict(number: int, session: Session) -> None:
     await session.sleep(random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
 
 
-def _explained(error: Exception) -> Exception:
+def _with_hint(error: Exception) -> Exception:
     """The error of an acknowledgement, with a note if the handler may have caused it."""
     if isinstance(error, InsufficientPrivilege):
         error.add_note(

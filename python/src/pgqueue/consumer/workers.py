@@ -30,7 +30,7 @@ UserFunction = Callable[[Any], Any]
 
 # Seconds
 _CANCEL_AGAIN_SECONDS = 0.5
-_CUT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was cut
+_ABORT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was aborted
 
 
 class Answer(NamedTuple):
@@ -78,10 +78,10 @@ class Session:
         """Wait."""
         await asyncio.sleep(seconds) if self._is_async else time.sleep(seconds)  # noqa: ASYNC251
 
-    async def cut(self, call: HandlerCall) -> None:
+    async def abort_connection(self, call: HandlerCall) -> None:
         """Make the statement that runs on the connection fail, and close the connection."""
-        await in_thread(call.cut) if self._is_async else call.cut()
-        await self.sleep(_CUT_SECONDS)
+        await in_thread(call.abort_connection) if self._is_async else call.abort_connection()
+        await self.sleep(_ABORT_SECONDS)
         self.connection.pgconn.finish()
 
 

@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from .._styles import correction
+from .._styles import correction_statement
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError, connection_sqlstate
@@ -246,7 +246,7 @@ class Databases:
             b"set statement_timeout = %d; set lock_timeout = %d; set idle_in_transaction_session_timeout = %d;"
             b" set default_transaction_isolation = 'read committed'; set timezone = 'UTC'; "
             % (milliseconds, milliseconds // 2, 2 * milliseconds)
-            + correction(connection)
+            + correction_statement(connection)
         )
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
-from .._styles import correction
+from .._styles import correction_statement
 from ..embedded import given_server
 from .options import OptionError
 
@@ -141,7 +141,7 @@ def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
     defaults = {name: value for name, value in _KEEPALIVE.items() if name not in named}
     # No prepared statements: a pooler may assign another session to the next transaction.
     connection = _Connection.connect(make_conninfo(conninfo, **defaults), prepare_threshold=None, **settings)
-    if corrected := correction(connection):
+    if corrected := correction_statement(connection):
         # By libpq: psycopg would run it in a transaction, which may be rolled back.
         connection.pgconn.exec_(corrected)
     return connection

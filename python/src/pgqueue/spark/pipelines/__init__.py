@@ -11,16 +11,16 @@ from .metrics import PERCENTILES, flow_metrics
 from .predicates import PredicateError, matching
 from .replay import Redriven, Replayed, redrive_where, replay
 from .report import FlowReport, flow_report
-from .report_page import Flow, Letters, Measure
+from .report_page import DeadLetterGroup, Flow, Measure
 from .session import SparkFailure, local_session
 
 __all__ = [
     "PERCENTILES",
     "ArchiveBusyError",
     "Archived",
+    "DeadLetterGroup",
     "Flow",
     "FlowReport",
-    "Letters",
     "Measure",
     "PredicateError",
     "Published",

@@ -13,7 +13,7 @@ from .archive import read_finished
 from .dead_letters import dead_letter_report, read_dead_letters
 from .metrics import flow_metrics
 from .png_charts import draw
-from .report_page import Flow, Letters, Measure, render
+from .report_page import DeadLetterGroup, Flow, Measure, render
 from .times import from_micros, in_utc, window_of
 
 __all__ = ["FlowReport", "flow_report"]
@@ -142,7 +142,7 @@ def _kinds(dead: DataFrame) -> list[Row]:
     )
 
 
-def _kind(row: Row) -> Letters:
-    return Letters(
+def _kind(row: Row) -> DeadLetterGroup:
+    return DeadLetterGroup(
         row["queue_name"], row["reason"], row["error"], int(row["letters"]), from_micros(row["last_died_at"])
     )

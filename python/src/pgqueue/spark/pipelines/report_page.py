@@ -9,7 +9,7 @@ from typing import Final
 
 from .svg_charts import Series, bars, count, lines, seconds, share
 
-__all__ = ["Flow", "Letters", "Measure", "render"]
+__all__ = ["DeadLetterGroup", "Flow", "Measure", "render"]
 
 _MAX_CHARTED: Final = 100  # queues with charts: each has the size of a small page, and a PNG takes a second
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -38,7 +38,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Letters:
+class DeadLetterGroup:
     """Dead letters of one kind: with the same queue, reason and normalized error. `letters` is their number."""
 
     queue_name: str
@@ -60,7 +60,7 @@ class Flow:
     window: timedelta
     totals: Sequence[Measure]
     windows: Sequence[Measure]
-    letters: Sequence[Letters]
+    letters: Sequence[DeadLetterGroup]
     made_at: datetime
     places: str
 
@@ -215,7 +215,7 @@ def _windows(found: Iterable[Measure]) -> str:
     return f"<details><summary>The figures, by window</summary>{_table(('from (UTC)', *_COLUMNS), rows, 1)}</details>"
 
 
-def _letters(letters: Iterable[Letters]) -> str:
+def _letters(letters: Iterable[DeadLetterGroup]) -> str:
     rows = (
         [kind.queue_name, kind.reason, kind.error or "", f"{kind.letters:,}", f"{kind.last_died_at:%Y-%m-%d %H:%M:%S}"]
         for kind in letters
