@@ -341,6 +341,7 @@ class Poller:
         info: Any
         (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
         self._info_at = time.monotonic()
+        self._claims.has_groups = info.group_limit is not None
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
@@ -357,6 +358,9 @@ class Poller:
         if time.monotonic() - self._info_at > _INFO_SECONDS:
             await self._look_at_queue()
         schedule, is_listening = self._schedule, self._listener.is_listening
+        if self._claims.has_freed_group:
+            self._claims.has_freed_group = False
+            schedule.notified()
         if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
             return await self._wait(free_slots)
         schedule.is_notified = self._saw_all = False
@@ -398,7 +402,7 @@ class Poller:
         return 0, False
 
     def _is_called(self) -> bool:
-        return self._schedule.is_notified or self._runtime.is_stopping
+        return self._schedule.is_notified or self._claims.has_freed_group or self._runtime.is_stopping
 
     async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
         most = self._most(free_slots)
