@@ -3986,18 +3986,21 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- The body of _group_position. A role that writes by plain SQL may not call that function.
+    position constant text :=
+        'coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902) + 4611686018427387904, id)';
 begin
     if q.group_limit is null then
         return;
     end if;
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id)',
-        format('messages_%s_group', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id)', format('messages_%s_group', q.queue_id), pgqueue._partition_of(q), position);
     -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
     -- a backlog of its group would read the backlog.
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id) where attempt_count > 0',
-        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id) where attempt_count > 0',
+        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q), position);
 end;
 $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
