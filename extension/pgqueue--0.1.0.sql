@@ -2930,7 +2930,9 @@ begin
         if queue_name is null then
             perform pgqueue._raise_queue_not_found(queue_name);
         end if;
-        perform pgqueue._check_group_keys(array[group_key]);
+        if char_length(group_key) not between 1 and 255 then
+            perform pgqueue._check_group_keys(array[group_key]);
+        end if;
         headers := pgqueue._with_group(headers, group_key);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
@@ -4040,7 +4042,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'The part of _claim_from_groups for a group_limit above one.';
+'The part of _claim_candidates_grouped for a group_limit above one.';
 
 create function pgqueue._is_held(queue_name text, place bigint)
 returns boolean
@@ -4054,104 +4056,6 @@ as $$
 $$;
 comment on function pgqueue._is_held(text, bigint) is
 'Whether a group has a dead letter.';
-
-create function pgqueue._claim_from_groups(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    first_position constant bigint := 4611686018427387904;
-    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
-    from_position bigint := started_from;
-    below_position bigint := 9223372036854775807;
-    next_position bigint;
-    may_hold int := 100;
-    held bigint[];
-    spent bigint[];
-    picks bigint[] := '{}'::bigint[];
-begin
-    loop
-        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
-        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
-        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
-        -- transaction has locked waits for its next turn.
-        with recursive walk as (
-            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
-            union all
-            select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
-            from walk w
-            cross join lateral (
-                select
-                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
-                    pgqueue._is_ready(m, at) as is_ready
-                from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                    and pgqueue._group_position(m.headers, m.id) > w.position
-                    and pgqueue._group_position(m.headers, m.id) < below_position
-                limit 1
-            ) s
-            cross join lateral (
-                select case when s.visible_at <= at or q.group_limit > 1
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
-                offset 0
-            ) h
-            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
-        )
-        select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
-            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
-            case
-                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
-                    then max(w.position) + 1
-            end
-        into held, spent, may_hold, next_position
-        from walk w;
-
-        -- These are new statements: they see what the last holders of the groups have committed.
-        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
-            next_position := from_position;
-        elsif held is not null and q.group_limit > 1 then
-            picks := picks || pgqueue._claim_by_limit(
-                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
-        elsif held is not null then
-            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
-            -- later.
-            picks := picks || array(
-                select m.id
-                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
-                    and not exists (
-                        select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
-                        offset 0
-                    )
-                    and not (
-                        q.on_dead = 'hold'
-                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
-                    )
-                limit wanted - cardinality(picks) for update of m skip locked
-            );
-        end if;
-        from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
-            from_position := first_position;
-            below_position := started_from;
-        end if;
-        exit when cardinality(picks) >= wanted or may_hold <= 0 or pgqueue._now() > at + interval '20 ms';
-    end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
-    from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
-    return picks;
-end;
-$$;
-comment on function pgqueue._claim_from_groups(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that have a group, locked. Visits the groups in turn, from where the last claim
-stopped, for at most 20 ms, and locks at most 100 groups.';
 
 create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
 returns bigint[]
@@ -4245,10 +4149,22 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
     due constant bigint := pgqueue._register_value(q.first_due_at);
     is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    -- Neither kind of messages starves the other: each goes first in half of the claims.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
+    first_position constant bigint := 4611686018427387904;
+    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
+    from_position bigint := started_from;
+    below_position bigint := 9223372036854775807;
+    next_position bigint;
+    may_hold int := 100;
+    held bigint[];
+    spent bigint[];
     picks bigint[] := '{}'::bigint[];
 begin
+    if q.paused_at is not null then
+        return picks;
+    end if;
     if due <= now_micros then
         -- Those of blocked groups stay there.
         perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
@@ -4256,12 +4172,85 @@ begin
     if is_tending then
         perform pgqueue._tend_groups(q, at);
     end if;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
     if ungrouped_first then
         picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
     end if;
-    if cardinality(picks) < wanted then
-        picks := picks || pgqueue._claim_from_groups(q, at, wanted - cardinality(picks));
+    while cardinality(picks) < wanted and may_hold > 0 loop
+        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
+        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+        -- transaction has locked waits for its next turn.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            union all
+            select
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+            from walk w
+            cross join lateral (
+                select
+                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                    pgqueue._is_ready(m, at) as is_ready
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                limit 1
+            ) s
+            cross join lateral (
+                select case when s.visible_at <= at or q.group_limit > 1
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                offset 0
+            ) h
+            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+        )
+        select
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
+            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            case
+                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                    then max(w.position) + 1
+            end
+        into held, spent, may_hold, next_position
+        from walk w;
+
+        -- These are new statements: they see what the last holders of the groups have committed.
+        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+            next_position := from_position;
+        elsif held is not null and q.group_limit > 1 then
+            picks := picks || pgqueue._claim_by_limit(
+                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
+        elsif held is not null then
+            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
+            -- later.
+            picks := picks || array(
+                select m.id
+                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not (
+                        q.on_dead = 'hold'
+                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                    )
+                limit wanted - cardinality(picks) for update of m skip locked
+            );
+        end if;
+        from_position := next_position;
+        if from_position is null then
+            exit when below_position = started_from or started_from = first_position;
+            from_position := first_position;
+            below_position := started_from;
+        end if;
+        exit when pgqueue._now() > at + interval '20 ms';
+    end loop;
+    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    if from_position is distinct from started_from then
+        from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
     if cardinality(picks) < wanted and not ungrouped_first then
         picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
@@ -4270,7 +4259,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete.';
+'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
+groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
@@ -4291,9 +4281,6 @@ declare
 begin
     if q.paused_at is not null then
         return picks;
-    end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, wanted);
     end if;
 
     due := pgqueue._register_value(q.first_due_at);
@@ -4403,7 +4390,12 @@ begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;

@@ -19,9 +19,6 @@ begin
     if q.paused_at is not null then
         return picks;
     end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, wanted);
-    end if;
 
     due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
@@ -130,7 +127,12 @@ begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;

@@ -235,7 +235,9 @@ begin
         if queue_name is null then
             perform pgqueue._raise_queue_not_found(queue_name);
         end if;
-        perform pgqueue._check_group_keys(array[group_key]);
+        if char_length(group_key) not between 1 and 255 then
+            perform pgqueue._check_group_keys(array[group_key]);
+        end if;
         headers := pgqueue._with_group(headers, group_key);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
