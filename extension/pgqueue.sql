@@ -4184,7 +4184,10 @@ begin
         into held, spent, may_hold, next_position
         from walk w;
 
-        -- These are new statements: they see what the last holders of the groups have committed.
+        -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
+        if held is not null and pgqueue._has_fixed_snapshot() then
+            perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+        end if;
         if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
             next_position := from_position;
         elsif held is not null and q.group_limit > 1 then

@@ -186,7 +186,10 @@ def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
     return int(statistics.median(touched))
 
 
-def test_claims_read_few_buffers_beside_a_backlog_of_one_group(connection: psycopg.Connection[Any], name: str) -> None:
+@pytest.mark.parametrize("is_analyzed", [False, True])
+def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
+    connection: psycopg.Connection[Any], name: str, is_analyzed: bool
+) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(group_limit=1)
     send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
@@ -194,6 +197,8 @@ def test_claims_read_few_buffers_beside_a_backlog_of_one_group(connection: psyco
     connection.execute(
         send.format("array(select 'group ' || i %% 50 from generate_series(1, %s) as i)").encode(), [name, 1000, 1000]
     )
+    if is_analyzed:
+        connection.execute("analyze pgqueue.messages")
     assert buffers_of_claims(connection, name) < 66  # 33
 
 
