@@ -92,7 +92,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
         *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
-        *("--dedup-window", "2h"),
+        *("--dedup-window", "2h", "--on-dead", "hold"),
     ).records[0]
     expected = {
         "visibility_timeout": 7200,
@@ -107,9 +107,10 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "archive_for": 2592000,
         "expires_after_idle": 7776000,
         "dedup_window": 7200,
+        "on_dead": "hold",
     }
     assert {name: changed[name] for name in expected} == expected
-    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at"}
+    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at", "group_limit"}
     ended = cli(
         *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired")
     ).records[0]
@@ -320,6 +321,18 @@ def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Callable[...
     assert (missed.status, missed.records) == (3, [{"dedup_key": "k", "cancelled": False}])
     assert cli("alter", orders.name, "--dedup-window", "0").status == 0
     assert "keys taken          while the message lives" in cli("show", orders.name).out
+
+
+def test_messages_of_a_group_are_sent_and_limited(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    groups = pgqueue.Queue(orders.connection, f"{orders.name}-groups")
+    assert cli("create", groups.name, "--group-limit", "1", "--on-dead", "hold").status == 0
+    assert re.search(r"groups +1 in flight, hold dead letters\n", cli("show", groups.name).out)
+    assert cli("send", groups.name, "1", "2", "--group-key", "customer-17").status == 0
+    assert [message.payload for message in groups.claim(2)] == [1]
+    assert cli("alter", groups.name, "--group-limit", "2", "--json").records[0]["group_limit"] == 2
+    assert [message.payload for message in groups.claim(2)] == [2]
+    late = cli("alter", orders.name, "--group-limit", "1")
+    assert (late.status, "was created without group_limit" in late.err) == (1, True)
 
 
 def test_options_for_keys_are_checked(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
