@@ -3329,6 +3329,20 @@ scans skip what was removed. Returns true if the record had to wait for a long w
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
+create function pgqueue._are_delays_unsettled()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    )
+$$;
+comment on function pgqueue._are_delays_unsettled() is
+'Whether another running or prepared transaction has written to scheduled_messages.';
+
 create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -3338,6 +3352,9 @@ declare
     picks bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
     next_due bigint;
+    last_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
+    is_unsettled boolean;
 begin
     select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
@@ -3393,6 +3410,25 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
+    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
+    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
+    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
+    -- is visible below, or its transaction is found running.
+    if next_due > pgqueue._to_micros(at) and next_due <> last_due
+        and (last_due < this_second or next_due >= this_second + 1000000)
+    then
+        perform setval(q.first_due_at, next_due);
+        is_unsettled := pgqueue._are_delays_unsettled();
+        select s.due_at into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        order by s.due_at limit 1;
+        next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+        if is_unsettled then
+            next_due := least(next_due, greatest(last_due, this_second + 999999));
+        end if;
+    end if;
     if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, next_due);
     end if;
@@ -3401,7 +3437,8 @@ end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone.';
+requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
+register first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
