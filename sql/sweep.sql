@@ -418,7 +418,7 @@ declare
     started_at timestamptz;
     picks bigint[] := taken;
     stretch int8range;
-    span bigint := 1024;
+    span bigint;
     below_id bigint;
     live bigint[];
     ready bigint[];
@@ -495,9 +495,10 @@ begin
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
             pos := lower(stretch);
+            span := 1024;
             while pos < upper(stretch) loop
                 exit round when cardinality(picks) >= wanted;
-                below_id := least(pos + span, upper(stretch));
+                below_id := pos + least(span, upper(stretch) - pos);
                 select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
                 from (
                     select m.id, m.visible_at from pgqueue.messages m
@@ -507,7 +508,7 @@ begin
                 if cardinality(live) = 1000 then
                     below_id := live[1000] + 1;
                 else
-                    span := least(span * 2, 1099511627776);
+                    span := pgqueue._next_span(span);
                 end if;
                 pos := below_id;
                 if ready is not null then
