@@ -2109,22 +2109,28 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
+    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     picks bigint[];
     n bigint;
     removed bigint;
 begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
-    picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id. Scheduled messages are
+    -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
     delete from pgqueue.scheduled_messages s
-    using pgqueue._lookup_keys(q.name, picks) k
-    where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
+    where s.ctid = any (array(
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id >= first_id order by c.id for update));
     get diagnostics removed = row_count;
     if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
         n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
         -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
         -- snapshot does not show and the result does not count.
-        picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= first_id order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
@@ -4761,7 +4767,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
-    scheduled_picks bigint[];
+    scheduled_picks tid[];
     died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
@@ -4774,8 +4780,9 @@ begin
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
+    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
     scheduled_picks := array(
-        select s.id from pgqueue.scheduled_messages s
+        select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone_messages as (
@@ -4786,8 +4793,7 @@ begin
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        using pgqueue._lookup_keys(q.name, scheduled_picks) k
-        where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
+        where s.ctid = any (scheduled_picks)
         returning pgqueue._as_message(s) as m
     ),
     gone as (
@@ -5226,9 +5232,17 @@ begin
         exit when not estimated;
         fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
-        select m.id into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= lowest_id
-        order by m.id desc limit 1;
+        select m.id into last_id
+        from (
+            select p.r from pgqueue._possible_ranges(q.name, lowest_id, 9223372036854775807) as p (r)
+            order by lower(p.r) desc
+        ) d
+        cross join lateral (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
+            order by c.id desc limit 1
+        ) m
+        limit 1;
         select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
         from pgqueue.sweep_state s where s.queue_name = q.name;
         -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
@@ -5671,29 +5685,59 @@ create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
 as $$
-    -- One index probe per queue name, however many messages there are.
-    with recursive names as (
-        (select 'messages' as table_name, (select min(m.queue_name) from pgqueue.messages m) as queue_name)
+    -- One index probe for each gap between the names of two queues, and one for each name found there. A scan over the
+    -- rows of a queue would read those that were removed.
+    with recursive gaps as (
+        select d.name as above, lead(d.name) over (order by d.name) as below from pgqueue.queues d
         union all
-        select n.table_name, (select min(m.queue_name) from pgqueue.messages m where m.queue_name > n.queue_name)
-        from names n where n.queue_name is not null
+        select ''::text collate "C", min(d.name) from pgqueue.queues d
     ),
-    scheduled as (
-        (select 'scheduled_messages' as table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s) as queue_name)
+    names as (
+        select t.table_name, g.below, g.above as queue_name, false as is_found
+        from gaps g
+        cross join unnest(array['messages', 'scheduled_messages', 'dead_messages']) as t (table_name)
         union all
-        select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
-        from scheduled n where n.queue_name is not null
-    ),
-    dead as (
-        (select 'dead_messages' as table_name, (select min(d.queue_name) from pgqueue.dead_messages d) as queue_name)
-        union all
-        select n.table_name, (select min(d.queue_name) from pgqueue.dead_messages d where d.queue_name > n.queue_name)
-        from dead n where n.queue_name is not null
+        select n.table_name, n.below, f.queue_name, true
+        from names n
+        cross join lateral (
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and m.queue_name < n.below
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and n.below is null
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and c.queue_name < n.below
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and n.below is null
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and d.queue_name < n.below
+                order by d.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and n.below is null
+                order by d.queue_name limit 1
+            )
+        ) f
     )
-    select a.table_name, a.queue_name
-    from (select * from names union all select * from scheduled union all select * from dead) a
-    where a.queue_name is not null
-        and not exists (select from pgqueue.queues q where q.name = a.queue_name)
+    select a.table_name, a.queue_name from names a where a.is_found
 $$;
 comment on function pgqueue._orphaned_messages() is
 'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
@@ -5735,6 +5779,8 @@ create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_d
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     top_id bigint;
@@ -5751,11 +5797,13 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
+    -- Only ids above the sequence are read: a scan from the highest id would read rows that were removed. The sequence
+    -- is read again afterwards, as messages may be sent in between.
+    select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     top_id := greatest(
-        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
-        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
-        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
+        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id > last_id),
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id > last_id),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id > last_id),
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
@@ -5785,7 +5833,9 @@ begin
     select count(*), min(m.id) into twins, top_id
     from pgqueue.messages m
     where m.queue_name = q.name and m.id = any (array(
-        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
+        select c.id from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
+        order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
             format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
@@ -5824,9 +5874,14 @@ begin
     into lapsed, oldest_at, shortest, ahead_until
     from (
         (
-            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-            order by m.id limit 1000
+            select c.*
+            from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
+            cross join lateral (
+                select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit 1000
+            ) c
+            limit 1000
         )
         union all
         (
@@ -5982,9 +6037,10 @@ begin
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, timestamptz ''now'', m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
-            ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
-            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
-            m.queue_name)
+            ' where s.queue_name = %1$L and m.queue_name = s.queue_name and m.id <@ d'
+            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);'
+            ' update pgqueue.sweep_state set first_id = least(first_id, %2$s) where queue_name = %1$L;',
+            m.queue_name, min(m.id))
     from pgqueue._misplaced_messages() m
     group by m.queue_name
     order by m.queue_name;
