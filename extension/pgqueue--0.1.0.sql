@@ -5710,6 +5710,24 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
+create function pgqueue._space_used()
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+        pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
+    from pg_class c
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+exception when lock_not_available then
+    return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
+end;
+$$;
+comment on function pgqueue._space_used() is
+'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
@@ -5983,7 +6001,8 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
+            h.holder, coalesce(h.pinned_for::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -6094,14 +6113,14 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
-misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
-sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
-other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
-paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
-that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
-unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
+one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
+twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
+hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
+dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
+clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
+long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
+(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -10650,16 +10669,42 @@ begin
     if q.name is not null or pg_is_in_recovery() then
         return;
     end if;
+    if pinned >= 50000 then
+        return next row(
+            'info', null, 'compaction',
+            format('the horizon is %s transactions old: ', pinned) || case
+                when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
+                else 'sweeps compact the tables that need it' || coalesce(
+                    (
+                        select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
+                            when 'compacted' then format('compacted from %s to %s, with %s',
+                                pg_size_pretty(c.bytes_before), pg_size_pretty(c.bytes_after), pgqueue._with_number(c.rows_kept, 'living row'))
+                            else c.outcome end)
+                        from pgqueue.compactions c where c.outcome is not null
+                        order by c.tried_at desc limit 1
+                    ), '; none was compacted in the last day')
+            end,
+            'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
+    end if;
     for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
         order by c.tried_at desc limit 1;
-        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        select case
+                when a.pid is null then format('prepared transaction %L of %s has used it for %s', p.gid, p.owner, at - p.prepared)
+                else format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100))
+            end
+        into holder
         from pg_locks l
-        join pg_stat_activity a on a.pid = l.pid
-        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
-        order by a.xact_start limit 1;
+        left join pg_stat_activity a on a.pid = l.pid
+        -- The lock of a prepared transaction has no process. Its own transaction id is locked, too.
+        left join (
+            pg_locks x join pg_prepared_xacts p on p.transaction = x.transactionid
+        ) on l.pid is null and x.virtualtransaction = l.virtualtransaction
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid is distinct from pg_backend_pid()
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        order by coalesce(a.xact_start, p.prepared) limit 1;
         return next row(
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,

@@ -436,16 +436,42 @@ begin
     if q.name is not null or pg_is_in_recovery() then
         return;
     end if;
+    if pinned >= 50000 then
+        return next row(
+            'info', null, 'compaction',
+            format('the horizon is %s transactions old: ', pinned) || case
+                when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
+                else 'sweeps compact the tables that need it' || coalesce(
+                    (
+                        select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
+                            when 'compacted' then format('compacted from %s to %s, with %s',
+                                pg_size_pretty(c.bytes_before), pg_size_pretty(c.bytes_after), pgqueue._with_number(c.rows_kept, 'living row'))
+                            else c.outcome end)
+                        from pgqueue.compactions c where c.outcome is not null
+                        order by c.tried_at desc limit 1
+                    ), '; none was compacted in the last day')
+            end,
+            'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
+    end if;
     for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
         order by c.tried_at desc limit 1;
-        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        select case
+                when a.pid is null then format('prepared transaction %L of %s has used it for %s', p.gid, p.owner, at - p.prepared)
+                else format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100))
+            end
+        into holder
         from pg_locks l
-        join pg_stat_activity a on a.pid = l.pid
-        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
-        order by a.xact_start limit 1;
+        left join pg_stat_activity a on a.pid = l.pid
+        -- The lock of a prepared transaction has no process. Its own transaction id is locked, too.
+        left join (
+            pg_locks x join pg_prepared_xacts p on p.transaction = x.transactionid
+        ) on l.pid is null and x.virtualtransaction = l.virtualtransaction
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid is distinct from pg_backend_pid()
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        order by coalesce(a.xact_start, p.prepared) limit 1;
         return next row(
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,

@@ -41,6 +41,24 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
+create or replace function pgqueue._space_used()
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+        pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
+    from pg_class c
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+exception when lock_not_available then
+    return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
+end;
+$$;
+comment on function pgqueue._space_used() is
+'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+
 create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
@@ -314,7 +332,8 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
+            h.holder, coalesce(h.pinned_for::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -425,11 +444,11 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
-misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
-sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
-other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
-paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
-that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
-unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
+one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
+twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
+hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
+dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, stuck_claims,
+clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
+long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation
+(endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

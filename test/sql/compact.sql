@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(65);
+select plan(67);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -126,6 +126,11 @@ from set_config('test.pinned', '50000', true) a, set_config('pgqueue.compaction'
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
     'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and automatic compaction is off', 'doctor says that automatic compaction is off')
 from set_config('pgqueue.compaction', 'off', true);
+select is((select f.detail from pgqueue.doctor() f where f.finding = 'compaction'),
+    'the horizon is 50000 transactions old: vacuum does not help, and automatic compaction is off', 'doctor says that automatic compaction is off while the horizon is pinned');
+select is_empty($$ select f.detail from pgqueue.doctor() f where f.finding = 'compaction' $$, 'doctor says nothing of compaction while the horizon is not pinned')
+from set_config('test.pinned', '49999', true);
+select pgqueue._is_compaction_on() from set_config('test.pinned', '50000', true) \g /dev/null
 create trigger of_user after insert on pgqueue.dead_messages for each row execute function pg_temp.nothing();
 select alike((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'), '%a trigger of another schema would fire', 'doctor names the obstacle');
 

@@ -1,6 +1,7 @@
 """Compaction by claims, which loses no message in a crash, in a dump, on a standby, or by a prepared transaction."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +136,54 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
     assert one(owner, "select count(*) from pgqueue.messages where claim_token is not null") == 1
     next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_compaction_at'))"
     assert one(owner, f"select {next_at} > clock_timestamp() + interval '30 s'")
+
+
+def test_doctor_names_what_keeps_a_table_from_being_compacted(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    owner.execute("""
+        create or replace function pgqueue._overgrown_tables()
+        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
+        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648::bigint, 1::bigint $$
+    """)
+    queue = pgqueue.Queue(owner, "a")
+
+    def findings() -> dict[str, tuple[str, str]]:
+        """Of an attempt to compact, by their names: detail and repair."""
+        owner.execute("delete from pgqueue.compactions")
+        make_due(owner)
+        queue.claim(1)
+        return {row[0]: row[1:] for row in owner.execute("select finding, detail, repair from pgqueue.doctor()")}
+
+    with server.connect(database) as other:
+        other.execute("begin")
+        pgqueue.Queue(other, "a").enqueue(1)
+        found = findings()
+        table = "pgqueue.messages_shared occupies 48 MB for about 1 living rows, and the last attempt to compact it did"
+        holder = rf"process {other.info.backend_pid} has used it for \S+ with: select .*pgqueue.enqueue"
+        assert re.search(rf"^{table} not get its lock; {holder}", found["uncompacted_table"][0], re.DOTALL)
+        attempt = r"sweeps compact the tables that need it; \S+ ago, they tried pgqueue.messages_shared: busy"
+        assert re.search(rf"^the horizon is 1000000 transactions old: {attempt}$", found["compaction"][0])
+        other.execute("prepare transaction 'holder'")
+    try:
+        detail = findings()["uncompacted_table"][0]
+        assert re.search(r"; prepared transaction 'holder' of postgres has used it for \S+$", detail)
+        # Seen two minutes later, it pins the horizon.
+        owner.execute(
+            "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
+            " as $$ select clock_timestamp() + interval '2 min' $$"
+        )
+        detail, repair = findings()["pinned_horizon"]
+        space = r"the tables of pgqueue occupy \d+ kB and have about \d+ dead rows?"
+        cause = rf"prepared transaction 'holder' of postgres in database {database}, for 00:02:\S+: vacuum cannot"
+        assert re.search(rf"^{cause} remove rows deleted or updated since; {space}$", detail)
+    finally:
+        owner.execute("rollback prepared 'holder'")
+    assert repair == "rollback prepared 'holder';"
+    compacted = r"pgqueue.messages_shared: compacted from \d+ \w+ to \d+ \w+, with 0 living rows$"
+    assert re.search(compacted, findings()["compaction"][0])
 
 
 def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:
