@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(67);
+select plan(68);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -119,6 +119,12 @@ select set_config('test.overgrown', 'yes', true) as set \gset
 select lives_ok($$ select pgqueue._compact_overgrown(now()) $$, 'a request is carried out');
 select isnt(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'the overgrown table has been rewritten');
 select results_eq($$ select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null $$, array['pgqueue.dead_messages compacted'], 'the outcome is recorded');
+
+insert into pgqueue.dead_messages (id, queue_name, payload, reason, died_at, enqueued_at, attempt_count, max_attempts)
+select -n, 'compact', '1', 'rejected', now(), now(), 1, 1 from generate_series(1, 10001) n;
+select pgqueue._compact_overgrown(now()) as tried \gset
+select is(pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_compaction_at')), now() + interval '1 min', 'after an attempt that met too many living rows, the next one is due in a minute');
+delete from pgqueue.dead_messages d where d.id < 0;
 
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
     'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and the next sweeps compact it', 'doctor reports a table that is nearly all dead')

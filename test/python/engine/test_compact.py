@@ -166,6 +166,13 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
         assert re.search(rf"^{table} not get its lock; {holder}", found["uncompacted_table"][0], re.DOTALL)
         attempt = r"sweeps compact the tables that need it; \S+ ago, they tried pgqueue.messages_shared: busy"
         assert re.search(rf"^the horizon is 1000000 transactions old: {attempt}$", found["compaction"][0])
+        # Ten seconds after the attempt, the next one is due.
+        assert one(
+            owner,
+            "select pgqueue._to_micros(c.tried_at + interval '10 s')"
+            " = pg_sequence_last_value('pgqueue.next_compaction_at')"
+            " from pgqueue.compactions c where c.outcome = 'busy'",
+        )
         other.execute("prepare transaction 'holder'")
     try:
         detail = findings()["uncompacted_table"][0]
