@@ -47,10 +47,10 @@ create or replace function pgqueue._pinned_transactions() returns bigint languag
 class Send:
     """A message that a producer sends. `kind` tells the handler what to do with it.
 
-    good: succeed. slow: succeed after a while. long: succeed after more than the visibility timeout. flaky: fail
-    `fails` times. poison: always raise. reject: reject the message. killer: kill the process of the handler. An
-    `outbox` message is sent in the same transaction as a row of table `sent`. A `calm` message is sent when no failures
-    are caused any more.
+    good: succeed. slow: succeed after a while. long: succeed after more than the visibility timeout. patient: succeed
+    after 3 to 5 seconds. flaky: fail `fails` times. poison: always raise. reject: reject the message. killer: kill the
+    process of the handler. An `outbox` message is sent in the same transaction as a row of table `sent`. A `calm`
+    message is sent when no failures are caused any more.
     """
 
     key: int
@@ -302,7 +302,7 @@ def produce(settings: dict[str, Any], commands: ParentCommands) -> None:
         with suppress(psycopg.OperationalError), psycopg.connect(settings["dsn"], autocommit=True) as connection:
             while not commands.stopped.wait(max(0, due - time.monotonic())):
                 due = max(due, time.monotonic() - 1)
-                queue = pgqueue.Queue(connection, chance.choice(list(settings["queues"])))
+                queue = pgqueue.Queue(connection, *chance.choices(list(settings["queues"]), settings["shares"]))
                 number = chance.choice([1, 1, 1, 1, 5, 20])
                 due += number / settings["rate"]
                 send(chance, log, queue, [next(keys) for _ in range(number)], settings["queues"][queue.name])
@@ -316,7 +316,7 @@ def send(
     outbox = not calm and chance.random() < 0.3
     withdrawn = not calm and chance.random() < 0.05
     tasks = []
-    pace: dict[str, list[float]] = {"slow": [0.1, 0.5], "long": [3]}
+    pace: dict[str, list[float]] = {"slow": [0.1, 0.5], "long": [3], "patient": [3, 4, 5]}
     for key in keys:
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         tasks.append({"key": key, "kind": kind, "seconds": chance.choice(pace.get(kind, [0, 0.005, 0.02]))})
@@ -537,6 +537,7 @@ class Plan:
     seconds: float = 16  # of a cycle
     cycles: int = 1
     rate: float = 200  # messages per second of each producer
+    patient: list[str] = field(default_factory=list)  # queues with few messages, whose handlers take 3 to 5 seconds
     producers: int = 2
     # For each process: its flavour (sync, async, naive), and for each consumer a queue and constructor options.
     processes: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = field(default_factory=list)
@@ -549,6 +550,7 @@ class Plan:
     terminate: tuple[float, float] = (0, 0.55)
     pin: tuple[float, float] = (0.25, 0.8)
     late_seconds: float = 3  # some transactions commit so long after they sent their messages
+    late_every: float = 9  # from the start of one of them to that of the next; tables are compacted in between
     restart_at: float | None = 0.45
     # Mostly after `terminate`, which would close the connections of paused processes.
     pause: tuple[float, float] = (0.5, 1)
@@ -592,6 +594,26 @@ def everything(seed: int, handlers: int = 32, **changes: Any) -> Plan:
     processes *= handlers // 32
     plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least], "compact": True}
     return Plan(seed=seed, **(plan | changes))
+
+
+def for_minutes(seed: int, minutes: float, handlers: int = 32) -> Plan:
+    """A plan for some minutes, in cycles of a minute, or of two and a half minutes if there is time for one.
+
+    Each cycle has every kind of failure. A transaction that is open from its start commits before the server crashes.
+    In the longer cycles it commits after a minute, and there is a queue whose receive handlers take seconds.
+    """
+    is_long = minutes >= 2.5
+    cycles = max(1, round(minutes * 60 / (150 if is_long else 60)))
+    seconds = minutes * 60 / cycles
+    plan = everything(
+        seed, handlers, seconds=seconds, cycles=cycles, late_seconds=min(60, 0.4 * seconds), late_every=seconds
+    )
+    if is_long:
+        plan.patient = ["patient"]
+        plan.exactly_once |= {"patient": True}
+        receive = {"mode": "receive", "concurrency": 8, "peek_delay": 0.2}
+        plan.processes += [(flavour, [("patient", receive)]) for flavour in ("sync", "async")]
+    return plan
 
 
 class _Child:
@@ -747,8 +769,10 @@ class Soak:
             role = "produce"
             # Without long messages on exactly-once queues: connections are terminated every second.
             kinds = {True: self.plan.kinds, False: self.plan.kinds | {"long": 0.3}}
+            patient = {queue: {"patient": 1} for queue in self.plan.patient}
             settings |= {
-                "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()},
+                "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()} | patient,
+                "shares": [0.003 if queue in patient else 1 for queue in self.plan.exactly_once],
                 "rate": self.plan.rate,
                 "seed": self.plan.seed * 1000 + number,
                 "first_key": number * 10_000_000,
@@ -788,8 +812,7 @@ class Soak:
                 next_pause = now + self.chance.uniform(0.2, 0.6)
                 self._pause()
             if now >= next_late:
-                # Not all the time, as no table can be compacted meanwhile.
-                next_late = now + 3 * self.plan.late_seconds
+                next_late += self.plan.late_every
                 self._send_late()
             if self._late is not None and now >= self._late.due:
                 self._commit_late(self._late)
