@@ -755,19 +755,17 @@ declare
 begin
     foreach name in array array[
         'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
-        'sink_commits'
+        'sink_commits', 'dedup_keys_0', 'dedup_keys_1', 'dedup_keys_2', 'dedup_keys_3', 'dedup_keys_4', 'dedup_keys_5',
+        'dedup_keys_6', 'dedup_keys_7', 'dedup_keys_8'
     ] loop
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c
             where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
-                and c.relname !~ '^(archived_messages|dedup_keys)_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
                 and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
                     'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
                 )::boolean end
         )$condition$);
-    end loop;
-    for n in 0..8 loop
-        perform pg_extension_config_dump(format('pgqueue.dedup_keys_%s', n), '');
     end loop;
 end;
 $$;
@@ -1420,6 +1418,26 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
+
+create function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$
+    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
+    select exists (
+            select from pg_catalog.pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+                and l.pid is distinct from pg_catalog.pg_backend_pid()
+        )
+        or exists (
+            select from pg_catalog.pg_stat_activity a
+            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+                and a.pid <> pg_catalog.pg_backend_pid()
+        )
+$$;
+comment on function pgqueue._is_dump_running() is
+'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
 -- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or a compaction is
 -- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
 -- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
@@ -2396,6 +2414,7 @@ as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
+    perform pgqueue._require_unrewritten(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. The lock comes first, so that the second statement sees what its holder has done.
     if lock then
@@ -2654,11 +2673,13 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
+    -- So does a dump, which would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);
         if period = pgqueue._dedup_period(class, at)
             and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
+            and not pgqueue._is_dump_running()
         then
             begin
                 execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
@@ -10264,6 +10285,10 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
+    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
+    union all
     -- Rows of these tables are updated once a second.
     select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
@@ -10318,26 +10343,6 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$
-    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
-$$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a compaction could make the dump fail.';
-
 create function pgqueue._is_compaction_on()
 returns boolean
 language sql volatile
@@ -10368,7 +10373,11 @@ as $$
                 and (
                     p.tablename = c.relname and not b.pubtruncate
                     -- A publication that publishes through the parent does not publish the truncation of a partition.
-                    or p.tablename = 'messages' and c.relispartition
+                    or c.relispartition and p.tablename = (
+                        select r.relname from pg_catalog.pg_inherits i
+                        join pg_catalog.pg_class r on r.oid = i.inhparent
+                        where i.inhrelid = c.oid
+                    )
                 )
         ) then 'published'
         when exists (
@@ -10647,8 +10656,8 @@ begin
 end;
 $$;
 comment on function pgqueue.compact_queues() is
-'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
-or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
+1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
 than 500 ms.';
 

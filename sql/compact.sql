@@ -31,6 +31,10 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
+    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
+    union all
     -- Rows of these tables are updated once a second.
     select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
@@ -85,26 +89,6 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create or replace function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$
-    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
-$$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a compaction could make the dump fail.';
-
 create or replace function pgqueue._is_compaction_on()
 returns boolean
 language sql volatile
@@ -135,7 +119,11 @@ as $$
                 and (
                     p.tablename = c.relname and not b.pubtruncate
                     -- A publication that publishes through the parent does not publish the truncation of a partition.
-                    or p.tablename = 'messages' and c.relispartition
+                    or c.relispartition and p.tablename = (
+                        select r.relname from pg_catalog.pg_inherits i
+                        join pg_catalog.pg_class r on r.oid = i.inhparent
+                        where i.inhrelid = c.oid
+                    )
                 )
         ) then 'published'
         when exists (
@@ -414,8 +402,8 @@ begin
 end;
 $$;
 comment on function pgqueue.compact_queues() is
-'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
-or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
+1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
 than 500 ms.';
 

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(68);
+select plan(96);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -32,6 +32,7 @@ select pgqueue.enqueue('compact', '1', delay => '1 h') as later \gset
 select pgqueue.enqueue('compact', '"dead"') as dead \gset
 select count(pgqueue.reject('compact', c.id, c.claim_token, 'why')) as rejected from pgqueue.claim('compact', 2) c \gset
 insert into pgqueue.requeued_messages values ('compact', '-infinity', :sent);
+insert into pgqueue.dedup_keys select n, q.queue_id, 'key', 7, :sent, now() from pgqueue.queues q, generate_series(0, 8) n where q.name = 'compact';
 select pgqueue.stream_open('compact', 's') is not null as opened \gset
 select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
 insert into pgqueue.staged_messages (token, row_number, payloads) values (:'token', 1, array['1', '"two"']::jsonb[]);
@@ -75,6 +76,7 @@ select is((pg_temp.compact('pgqueue.dead_messages')).outcome, 'published', 'a pu
 select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition is not compacted if the truncation is not published');
 alter publication compact_all set (publish = 'insert, update, delete, truncate', publish_via_partition_root = true);
 select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition that is published through its parent is not compacted');
+select is((pg_temp.compact('pgqueue.dedup_keys_0')).outcome, 'published', 'a table of keys that is published through its parent is not compacted');
 drop publication compact_all;
 reset client_min_messages;
 

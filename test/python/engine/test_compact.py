@@ -96,6 +96,43 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
         assert one(owner, outcome) == "pgqueue.messages_shared compacted"
 
 
+def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(
+        "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
+    )
+    owner.execute("select pgqueue.alter_queue('a', dedup_window => '0')")
+    queue = pgqueue.Queue(owner, "a")
+    size = "select sum(pg_total_relation_size(t.relation)) from pgqueue._compactable_tables() t"
+    size += " where t.row_type = 'pgqueue.dedup_keys'::regtype"
+    empty = one(owner, size)
+    with server.connect(database) as pin:
+        pin.execute("begin isolation level repeatable read")
+        pin.execute("select pg_current_xact_id()")
+        owner.execute("""
+            do $$ begin
+                for n in 1..3500 loop
+                    perform pgqueue.enqueue('a', '1', dedup_key => 'key');
+                    perform pgqueue.receive('a');
+                    commit;
+                end loop;
+            end $$
+        """)
+        first = queue.enqueue(1, dedup_key="key")
+        assert one(owner, size) > empty + 400_000
+
+        def is_compacted() -> bool:
+            owner.execute("select pg_stat_force_next_flush()")
+            make_due(owner)
+            queue.claim()
+            return bool(one(owner, size) < empty + 100_000)
+
+        wait_for(is_compacted)
+        assert queue.enqueue(2, dedup_key="key") == first
+
+
 @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
 def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_commit(
     site: tuple[Server, str], owner: psycopg.Connection[Any], constraints: str
