@@ -115,6 +115,7 @@ class History:
 
 
 STOP_SECONDS = 30
+KEY = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::bigint"
 DOOMED = frozenset({"poison", "reject", "killer"})
 FINAL_HEADERS = ("failed_queue", "exception_type", "exception_message", "stack_trace", "failed_at", "attempts")
 
@@ -559,6 +560,7 @@ class Plan:
     drain_seconds: float = 120  # timeout without any progress
     calm_messages: int = 60
     compact: bool = False  # compact a table every second
+    dump_every: float | None = None  # a dump is restored and checked about every so many seconds
 
 
 @dataclass
@@ -606,7 +608,13 @@ def for_minutes(seed: int, minutes: float, handlers: int = 32) -> Plan:
     cycles = max(1, round(minutes * 60 / (150 if is_long else 60)))
     seconds = minutes * 60 / cycles
     plan = everything(
-        seed, handlers, seconds=seconds, cycles=cycles, late_seconds=min(60, 0.4 * seconds), late_every=seconds
+        seed,
+        handlers,
+        seconds=seconds,
+        cycles=cycles,
+        late_seconds=min(60, 0.4 * seconds),
+        late_every=seconds,
+        dump_every=5,
     )
     if is_long:
         plan.patient = ["patient"]
@@ -713,6 +721,7 @@ class Soak:
         self._leaving = False  # whether consumers stop, too
         self._pin: psycopg.Connection[Any] | None = None
         self._late: _Late | None = None
+        self._dump: threading.Thread | None = None
         self.server = EmbeddedServer(
             settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
         )
@@ -798,6 +807,7 @@ class Soak:
         start = time.monotonic()
         next_kill = next_terminate = start + 1
         next_pause = next_late = start
+        next_dump = start + self.chance.uniform(0, self.plan.dump_every or 0)
         restarts = [] if self.plan.restart_at is None else [n + self.plan.restart_at for n in range(self.plan.cycles)]
         while (cycle := (time.monotonic() - start) / self.plan.seconds) < self.plan.cycles:
             part, now = cycle % 1, time.monotonic()
@@ -816,6 +826,10 @@ class Soak:
                 self._send_late()
             if self._late is not None and now >= self._late.due:
                 self._commit_late(self._late)
+            if self.plan.dump_every and now >= next_dump and not (self._dump and self._dump.is_alive()):
+                next_dump = now + self.chance.uniform(0.5, 1.5) * self.plan.dump_every
+                self._dump = threading.Thread(target=self._check_dump)
+                self._dump.start()
             if _within(part, self.plan.pin) and self._pin is None:
                 self._pin = psycopg.connect(self.server.dsn, application_name="soak pin")
                 self._pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -830,6 +844,8 @@ class Soak:
         self._unpin()
         if self._late is not None:
             self._commit_late(self._late)
+        if self._dump is not None:
+            self._dump.join()
 
     def _supervise(self, calm: bool = False) -> None:
         """Handle ended processes, resume paused ones, and start those that are due."""
@@ -925,7 +941,8 @@ class Soak:
         spared = [connection.info.backend_pid for connection in own if connection is not None]
         row = self.connection.execute(
             f"select count(*) filter (where {counted}) from pg_stat_activity a"
-            " where a.backend_type = 'client backend' and a.pid <> all(%s)",
+            " where a.backend_type = 'client backend' and a.pid <> all(%s)"
+            " and a.application_name not in ('pg_dump', 'psql', 'soak dump')",
             (spared,),
         ).fetchone()
         return row[0] if row else 0
@@ -936,6 +953,7 @@ class Soak:
 
     def _restart(self) -> None:
         """Let the server crash and recover from WAL."""
+        self._did("restarts")
         self._unpin()
         self.connection.close()
         if self.chance.random() < 0.5:
@@ -944,7 +962,59 @@ class Soak:
         else:
             self.server.restart(immediate=True)
         self._connect()
-        self._did("restarts")
+
+    def _check_dump(self) -> None:
+        """Dump the database and restore it: no message is missing that was there from before the dump until after it.
+
+        A dump may ask to be repeated, as a compaction can come between its snapshot and its locks. A crash of the
+        server ends it.
+        """
+        restarts = self.figures["restarts"]
+        sent, withdrawn = self._keys_of("confirmed"), self._keys_of("withdrawn")
+        dump = self._run_tool("pg_dump", "--dbname", self.server.dsn)
+        started = self._keys_of("start")
+        failure, kept = dump.stderr, set()
+        if dump.returncode == 0:
+            name = f"restored_{next(self._names)}"
+            dsn = make_conninfo(self.server.dsn, dbname=name)
+            application = {"application_name": "soak dump", "autocommit": True}
+            with suppress(psycopg.OperationalError):
+                with psycopg.connect(self.server.dsn, **application) as connection:
+                    connection.execute(f"create database {name}".encode())
+                psql = ["psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1", "--dbname", dsn]
+                failure = self._run_tool(*psql, given=dump.stdout).stderr
+                with psycopg.connect(dsn, **application) as connection:
+                    for table in ("messages", "scheduled_messages", "dead_messages"):
+                        statement = f"select queue_name, {KEY} from pgqueue.{table}"
+                        kept.update(connection.execute(statement.encode()).fetchall())
+                with psycopg.connect(self.server.dsn, **application) as connection:
+                    connection.execute(f"drop database {name}".encode())
+        if self.figures["restarts"] > restarts:
+            self._did("dumps that a crash ended")
+        elif dump.returncode != 0 and "repeat the dump" in failure:
+            self._did("dumps to repeat")
+        elif failure:
+            self._violated("a dump failed", failure[-3000:])
+        else:
+            self._did("dumps")
+            self.figures["messages checked in dumps"] += len(sent - started)
+            for queue, key in sent - started - kept:
+                self.violations.append((queue, Violation("missing in a dump", key)))
+            for queue, key in withdrawn & kept:
+                self.violations.append((queue, Violation("never committed, and in a dump", key)))
+
+    def _run_tool(self, tool: str, *arguments: str, given: str | None = None) -> "subprocess.CompletedProcess[str]":
+        command = [str(self.server.bindir / tool), *arguments]
+        return subprocess.run(command, input=given, capture_output=True, text=True)
+
+    def _keys_of(self, wanted: str) -> set[tuple[str, int]]:
+        """The queues and keys of all lines of a kind that the histories have now."""
+        found: set[tuple[str, int]] = set()
+        for path in self.home.glob("*.jsonl"):
+            for what, queue, *rest in Log.read(path):
+                if what == wanted:
+                    found.update((queue, key) for key in (rest[0] if isinstance(rest[0], list) else rest[:1]))
+        return found
 
     def _unpin(self) -> None:
         if self._pin is not None:
@@ -1043,19 +1113,18 @@ class Soak:
         def rows(statement: str) -> Iterable[tuple[Any, ...]]:
             return self.connection.execute(statement, {"queue": queue}).fetchall()
 
-        key = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::bigint"
         h.sent.update(row[0] for row in rows("select key from sent where queue = %(queue)s"))
         h.effects += [Effect(*row) for row in rows("select key, attempt, token from effects where queue = %(queue)s")]
         h.counted = sum(row[0] for row in rows("select n from counters where queue = %(queue)s"))
         h.dead += [
             Dead(*row)
             for row in rows(
-                f"select {key}, reason, attempt_count, max_attempts, last_error, headers"
+                f"select {KEY}, reason, attempt_count, max_attempts, last_error, headers"
                 " from pgqueue.dead_messages where queue_name = %(queue)s"
             )
         ]
         for table in ("messages", "scheduled_messages"):
-            h.left += [row[0] for row in rows(f"select {key} from pgqueue.{table} where queue_name = %(queue)s")]
+            h.left += [row[0] for row in rows(f"select {KEY} from pgqueue.{table} where queue_name = %(queue)s")]
         (stats,) = pgqueue.Queues(self.connection).stats(queue)
         left = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
         wrong = left != len(h.left) and "ready_messages" not in stats.estimates
@@ -1087,6 +1156,8 @@ class Soak:
 
     def _close(self) -> None:
         self._unpin()
+        if self._dump is not None:
+            self._dump.join()
         if self._late is not None:
             self._late.queue.connection.close()
         for child in [*self._consumers, *self._producers]:
