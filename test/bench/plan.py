@@ -54,6 +54,7 @@ class Part:
     trials: Sequence[Any] = ("",)
     seconds: float = 0
     verb: str = "cycle"  # of a part about pressure
+    beside: bool = False  # the clean cycle takes turns with that under pressure, in another database
     overhead: float = 0.5  # approximate seconds of a step for filling queues and starting clients
 
     @property
@@ -71,7 +72,7 @@ class Part:
     def steps(self) -> int:
         """The number of steps if every system can do all work."""
         once = sum(len(cell.systems) for cell in self.cells) or len(self.contestants) * len(self.trials)
-        return self.rounds * once
+        return self.rounds * once * (1 + self.beside)
 
     @property
     def expected(self) -> float:
