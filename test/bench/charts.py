@@ -29,6 +29,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "pressure": _pressures,
         "pinned": _pressures,
         "mixed": _pressures,
+        "groups_pinned": _pressures,
         "cost": _costs,
         "horizon": _horizons,
     }
