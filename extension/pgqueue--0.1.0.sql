@@ -4302,8 +4302,8 @@ begin
             picks := picks || pgqueue._claim_by_limit(
                 q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
         elsif held is not null then
-            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
-            -- later.
+            -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
+            -- id can be in flight if this message came later.
             picks := picks || array(
                 select m.id
                 from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
@@ -4313,6 +4313,15 @@ begin
                         where pgqueue._is_in_partition_of(c.queue_name, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
                             and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id < m.id
+                            and c.id >= coalesce(
+                                (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
                         offset 0
                     )
                     and not (

@@ -581,6 +581,8 @@ def test_a_duration_out_of_range_raises_invalid_argument(
             given |= {"topic": "a.b", "payload": 1}
         case "enqueue_batch":
             given["payloads"] = [1]
+        case "claim_any":
+            given["queue_names"] = [queue.name]
         case "extend" | "nack":
             queue.enqueue(1)
             (message,) = queue.claim()
