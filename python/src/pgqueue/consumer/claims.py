@@ -65,6 +65,7 @@ class Claims:
         self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
+        self.on_settled: Callable[[], None] | None = None  # called after each message that was settled
 
     # Claiming
 
@@ -275,6 +276,8 @@ class Claims:
         if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
             result.message.become(result.state)
         self._runtime.report_result(result)
+        if self.on_settled is not None:
+            self.on_settled()
 
     def _answered(self, result: Result, is_kept: bool) -> None:
         """Note the answer to a settlement, which tells whether the claim was kept."""

@@ -342,6 +342,7 @@ class Poller:
         (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
         self._info_at = time.monotonic()
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
+        self._claims.on_settled = self._place_freed if info.max_in_flight is not None else None
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
@@ -396,6 +397,11 @@ class Poller:
                 return count, True
         await self._runtime.wait_until(self._is_called, schedule.next_look_at)
         return 0, False
+
+    def _place_freed(self) -> None:
+        """Look again: a message left a queue with `max_in_flight`. The database notifies nobody of this."""
+        self._schedule.notified()
+        self._runtime.signal()
 
     def _is_called(self) -> bool:
         return self._schedule.is_notified or self._runtime.is_stopping
