@@ -4356,8 +4356,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.max_in_flight is not null then
-        -- Without this index, a count of the messages in flight would read the backlog.
-        execute format('create index %I on %s (id) where attempt_count > 0',
+        -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
+        -- _ends_in_flight, for which the primary key cannot serve.
+        execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
             format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
     end if;
     perform pgqueue._sync_limits(q);
@@ -4431,16 +4432,30 @@ as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.ra
 comment on function pgqueue._micros_of_tokens(pgqueue.queues, bigint) is
 'The time that it takes until there are so many more tokens, rounded up.';
 
-create function pgqueue._is_in_flight(m pgqueue.messages, at timestamptz)
-returns boolean
-language sql immutable parallel safe
+create function pgqueue._ends_in_flight(q pgqueue.queues, at timestamptz)
+returns timestamptz[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
+declare
+    ends timestamptz[];
+begin
+    -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
+    -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
-    select m.attempt_count > 0 and m.visible_at > at
-        and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count)
+    lock table only pgqueue.messages in access share mode;
+    execute format(
+        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
+        pgqueue._partition_of(q))
+    into ends using pgqueue._first_id_of(q.name), at;
+    return ends;
+end;
 $$;
-comment on function pgqueue._is_in_flight(pgqueue.messages, timestamptz) is
-'Whether a consumer has claimed a message and the claim has not ended. Inlined.';
+comment on function pgqueue._ends_in_flight(pgqueue.queues, timestamptz) is
+'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
 
 create function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
 returns int
@@ -4454,15 +4469,7 @@ begin
         wanted := least(wanted, pgqueue._tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - (
-            select count(*)
-            from (
-                select from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name) and m.id >= pgqueue._first_id_of(q.name)
-                    and pgqueue._is_in_flight(m, at)
-                limit q.max_in_flight
-            ) w
-        ));
+        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._ends_in_flight(q, at)));
     end if;
     return wanted;
 end;
@@ -4476,13 +4483,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return (
-        select m.visible_at from pgqueue.messages m
-        where q.max_in_flight is not null
-            and pgqueue._is_in_partition_of(m.queue_name, q.name) and m.id >= pgqueue._first_id_of(q.name)
-            and pgqueue._is_in_flight(m, at)
-        order by m.visible_at desc offset q.max_in_flight - 1 limit 1
-    );
+    if q.max_in_flight is null then
+        return null;
+    end if;
+    return (select e from unnest(pgqueue._ends_in_flight(q, at)) as e order by e desc offset q.max_in_flight - 1 limit 1);
 end;
 $$;
 comment on function pgqueue._full_until(pgqueue.queues, timestamptz) is

@@ -14,7 +14,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import LONG, SECOND, THREADS, Form, Step, beside, each, each_plain, prepare, waits
+from consumers import LONG, SECOND, THREADS, Form, Step, beside, each, each_lease, each_plain, prepare, waits
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
@@ -723,7 +723,7 @@ def test_a_consumer_sleeps_while_a_rate_limit_holds(
     assert run.returned == [1]
 
 
-@each
+@each_lease
 def test_a_consumer_uses_a_place_that_it_has_freed(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:

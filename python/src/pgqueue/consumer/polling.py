@@ -15,6 +15,7 @@ from psycopg import AsyncConnection
 
 from .. import _calls
 from .._wording import counted
+from ..errors import InvalidArgument
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
@@ -255,7 +256,7 @@ class Poller:
         self._info_at = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Consume until stopped. Raises what connecting raises at the start, and `QueueNotFound`."""
+        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`."""
         runtime = self._runtime
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -340,6 +341,11 @@ class Poller:
         call = _calls.get_queue(settings.queue_name)
         info: Any
         (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
+        if is_first and settings.mode == "receive" and info.max_in_flight is not None:
+            # A claim would keep all others waiting until its handler has finished.
+            raise InvalidArgument(
+                f"invalid mode: 'receive'; must be 'lease' for queue {info.name!r}, which has max_in_flight"
+            )
         self._info_at = time.monotonic()
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
         self._claims.on_settled = self._place_freed if info.max_in_flight is not None else None
