@@ -754,9 +754,9 @@ comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
 
-create sequence pgqueue.next_compaction_at;
-comment on sequence pgqueue.next_compaction_at is
-'Register: when a sweep next asks whether a table has to be compacted, in microseconds since 1970. A hint, shared by all
+create sequence pgqueue.next_maintenance_at;
+comment on sequence pgqueue.next_maintenance_at is
+'Register: when a sweep next calls the maintenance, in microseconds since 1970. A hint, shared by all
 queues.';
 
 create unlogged table pgqueue.compactions (
@@ -1402,6 +1402,26 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
+
+create function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$
+    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
+    select exists (
+            select from pg_catalog.pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+                and l.pid is distinct from pg_catalog.pg_backend_pid()
+        )
+        or exists (
+            select from pg_catalog.pg_stat_activity a
+            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+                and a.pid <> pg_catalog.pg_backend_pid()
+        )
+$$;
+comment on function pgqueue._is_dump_running() is
+'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
 -- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
 -- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
 -- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
@@ -1460,7 +1480,7 @@ comment on function pgqueue._do_housekeeping(timestamptz) is
 call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
 A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
 
-create function pgqueue._call_for_compaction(at timestamptz)
+create function pgqueue._do_maintenance(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1468,16 +1488,16 @@ as $$
 declare
     handler regproc;
 begin
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
+    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '1 s'));
     for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
-comment on function pgqueue._call_for_compaction(timestamptz) is
+comment on function pgqueue._do_maintenance(timestamptz) is
 'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
 sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
-called later sets pgqueue.next_compaction_at.';
+called later sets pgqueue.next_maintenance_at.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -2177,22 +2197,28 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
+    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     picks bigint[];
     n bigint;
     removed bigint;
 begin
-    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
-    picks := array(select s.id from pgqueue.scheduled_messages s where s.queue_name = q.name order by s.id for update);
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id. Scheduled messages are
+    -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
     delete from pgqueue.scheduled_messages s
-    using pgqueue._lookup_keys(q.name, picks) k
-    where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id);
+    where s.ctid = any (array(
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id >= first_id order by c.id for update));
     get diagnostics removed = row_count;
     if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
         n := pgqueue._truncate_or_drop_partition(q, dropping);
     else
         -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
         -- snapshot does not show and the result does not count.
-        picks := array(select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+        picks := array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= first_id order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, picks) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
@@ -2429,6 +2455,7 @@ as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
+    perform pgqueue._require_unrewritten(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
@@ -2688,11 +2715,13 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
+    -- So does a dump, which would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);
         if period = pgqueue._dedup_period(class, at)
             and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
+            and not pgqueue._is_dump_running()
         then
             begin
                 execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
@@ -2938,8 +2967,15 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+    -- One expression, as each further one would have to be prepared in every transaction.
+    if not pgqueue._lock_queue(queue_name) or group_key is not null then
+        if queue_name is null then
+            perform pgqueue._raise_queue_not_found(queue_name);
+        end if;
+        if char_length(group_key) not between 1 and 255 then
+            perform pgqueue._check_group_keys(array[group_key]);
+        end if;
+        headers := pgqueue._with_group(headers, group_key);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
@@ -2948,21 +2984,14 @@ begin
         q.name, at, at,
         -- It counts here because the conditions below may refuse the message.
         case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
-        enqueue.message_id, enqueue.payload, pgqueue._with_group(enqueue.headers, enqueue.group_key)
+        enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and (enqueue.group_key is null or char_length(enqueue.group_key) between 1 and 255)
-        and pgqueue._is_plain(
-            q, at, enqueue.payload, enqueue.delay, pgqueue._with_group(enqueue.headers, enqueue.group_key),
-            enqueue.expires_in, enqueue.body)
+        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
-    end if;
-    if group_key is not null then
-        perform pgqueue._check_group_keys(array[group_key]);
-        headers := pgqueue._with_group(headers, group_key);
     end if;
     if dedup_key is not null then
         return pgqueue._enqueue_once(
@@ -3258,6 +3287,16 @@ $$;
 comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
 'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
 
+create function pgqueue._next_span(span bigint)
+returns bigint
+language sql immutable parallel safe
+-- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
+-- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
+as $$ select least(span + case when span < 131072 then span else span / 8 end, 1152921504606846976) $$;
+comment on function pgqueue._next_span(bigint) is
+'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
+steps. Inlined.';
+
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql volatile
@@ -3267,38 +3306,42 @@ declare
     -- Plain SQL may set a due time that lies a few seconds back.
     settled_at constant timestamptz := s.settled_at - interval '5 s';
     old_rows tid[];
+    span bigint := 4096;
+    below_id bigint;
+    found_id bigint;
 begin
     -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
-    -- as messages move between them. Each is read up to the first id that was found before.
+    -- as messages move between them.
     if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
     then
-        select greatest(c.id, s.first_id) into s.first_id
-        from (
-            select coalesce(
+        while s.first_id <= s.settled_id loop
+            below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
+            select min(f.id) into found_id
+            from (
                 (
                     select m.id from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id <= s.settled_id
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < below_id
                     order by m.id limit 1
-                ), s.settled_id + 1) as id
-        ) a
-        cross join lateral (
-            select coalesce(
+                )
+                union all
                 (
-                    select m.id from pgqueue.scheduled_messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < a.id
-                    order by m.id limit 1
-                ), a.id) as id
-        ) b
-        cross join lateral (
-            select coalesce(
+                    select c.id from pgqueue.scheduled_messages c
+                    where c.queue_name = q.name and c.id >= s.first_id and c.id < below_id
+                    order by c.id limit 1
+                )
+                union all
                 (
-                    select m.id from pgqueue.dead_messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < b.id
-                    order by m.id limit 1
-                ), b.id) as id
-        ) c;
+                    select d.id from pgqueue.dead_messages d
+                    where d.queue_name = q.name and d.id >= s.first_id and d.id < below_id
+                    order by d.id limit 1
+                )
+            ) f;
+            s.first_id := coalesce(found_id, below_id);
+            exit when found_id is not null or pgqueue._now() > at + interval '50 ms';
+            span := pgqueue._next_span(span);
+        end loop;
     end if;
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
@@ -3360,7 +3403,7 @@ declare
     stretch int8range;
     from_id bigint;
     below_id bigint;
-    span bigint := 4096;
+    span bigint;
     live bigint[];
 begin
     -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
@@ -3405,9 +3448,10 @@ begin
         ) as r
     loop
         from_id := lower(stretch);
+        span := 4096;
         while from_id < upper(stretch) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := least(from_id + span, upper(stretch));
+            below_id := from_id + least(span, upper(stretch) - from_id);
             live := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
@@ -3419,8 +3463,7 @@ begin
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            -- The cap prevents an overflow of bigint after many doublings.
-            span := least(span * 2, 1099511627776);
+            span := pgqueue._next_span(span);
         end loop;
     end loop;
 
@@ -3444,6 +3487,20 @@ scans skip what was removed. Returns true if the record had to wait for a long w
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
+create function pgqueue._are_delays_unsettled()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    )
+$$;
+comment on function pgqueue._are_delays_unsettled() is
+'Whether another running or prepared transaction has written to scheduled_messages.';
+
 create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -3453,6 +3510,9 @@ declare
     picks bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
     next_due bigint;
+    last_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
+    is_unsettled boolean;
 begin
     select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
@@ -3508,6 +3568,25 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
+    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
+    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
+    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
+    -- is visible below, or its transaction is found running.
+    if next_due > pgqueue._to_micros(at) and next_due <> last_due
+        and (last_due < this_second or next_due >= this_second + 1000000)
+    then
+        perform setval(q.first_due_at, next_due);
+        is_unsettled := pgqueue._are_delays_unsettled();
+        select s.due_at into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        order by s.due_at limit 1;
+        next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+        if is_unsettled then
+            next_due := least(next_due, greatest(last_due, this_second + 999999));
+        end if;
+    end if;
     if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, next_due);
     end if;
@@ -3516,7 +3595,8 @@ end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone.';
+requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
+register first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
@@ -3820,9 +3900,9 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
     then
-        perform pgqueue._call_for_compaction(at);
+        perform pgqueue._do_maintenance(at);
     end if;
 end;
 $$;
@@ -3845,7 +3925,7 @@ declare
     started_at timestamptz;
     picks bigint[] := taken;
     stretch int8range;
-    span bigint := 1024;
+    span bigint;
     below_id bigint;
     live bigint[];
     ready bigint[];
@@ -3912,9 +3992,10 @@ begin
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
             pos := lower(stretch);
+            span := 1024;
             while pos < upper(stretch) loop
                 exit round when cardinality(picks) >= wanted;
-                below_id := least(pos + span, upper(stretch));
+                below_id := pos + least(span, upper(stretch) - pos);
                 select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
                 from (
                     select m.id, m.visible_at from pgqueue.messages m
@@ -3924,7 +4005,7 @@ begin
                 if cardinality(live) = 1000 then
                     below_id := live[1000] + 1;
                 else
-                    span := least(span * 2, 1099511627776);
+                    span := pgqueue._next_span(span);
                 end if;
                 pos := below_id;
                 if ready is not null then
@@ -4001,18 +4082,21 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- The body of _group_position. A role that writes by plain SQL may not call that function.
+    position constant text :=
+        'coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902) + 4611686018427387904, id)';
 begin
     if q.group_limit is null then
         return;
     end if;
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id)',
-        format('messages_%s_group', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id)', format('messages_%s_group', q.queue_id), pgqueue._partition_of(q), position);
     -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
     -- a backlog of its group would read the backlog.
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id) where attempt_count > 0',
-        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id) where attempt_count > 0',
+        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q), position);
 end;
 $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
@@ -4052,7 +4136,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'The part of _claim_from_groups for a group_limit above one.';
+'The part of _claim_candidates_grouped for a group_limit above one.';
 
 create function pgqueue._is_held(queue_name text, place bigint)
 returns boolean
@@ -4066,104 +4150,6 @@ as $$
 $$;
 comment on function pgqueue._is_held(text, bigint) is
 'Whether a group has a dead letter.';
-
-create function pgqueue._claim_from_groups(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    first_position constant bigint := 4611686018427387904;
-    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
-    from_position bigint := started_from;
-    below_position bigint := 9223372036854775807;
-    next_position bigint;
-    may_hold int := 100;
-    held bigint[];
-    spent bigint[];
-    picks bigint[] := '{}'::bigint[];
-begin
-    loop
-        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
-        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
-        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
-        -- transaction has locked waits for its next turn.
-        with recursive walk as (
-            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
-            union all
-            select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
-            from walk w
-            cross join lateral (
-                select
-                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
-                    pgqueue._is_ready(m, at) as is_ready
-                from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                    and pgqueue._group_position(m.headers, m.id) > w.position
-                    and pgqueue._group_position(m.headers, m.id) < below_position
-                limit 1
-            ) s
-            cross join lateral (
-                select case when s.visible_at <= at or q.group_limit > 1
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
-                offset 0
-            ) h
-            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
-        )
-        select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
-            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
-            case
-                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
-                    then max(w.position) + 1
-            end
-        into held, spent, may_hold, next_position
-        from walk w;
-
-        -- These are new statements: they see what the last holders of the groups have committed.
-        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
-            next_position := from_position;
-        elsif held is not null and q.group_limit > 1 then
-            picks := picks || pgqueue._claim_by_limit(
-                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
-        elsif held is not null then
-            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
-            -- later.
-            picks := picks || array(
-                select m.id
-                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
-                    and not exists (
-                        select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
-                        offset 0
-                    )
-                    and not (
-                        q.on_dead = 'hold'
-                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
-                    )
-                limit wanted - cardinality(picks) for update of m skip locked
-            );
-        end if;
-        from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
-            from_position := first_position;
-            below_position := started_from;
-        end if;
-        exit when cardinality(picks) >= wanted or may_hold <= 0 or pgqueue._now() > at + interval '20 ms';
-    end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
-    from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
-    return picks;
-end;
-$$;
-comment on function pgqueue._claim_from_groups(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that have a group, locked. Visits the groups in turn, from where the last claim
-stopped, for at most 20 ms, and locks at most 100 groups.';
 
 create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
 returns bigint[]
@@ -4257,10 +4243,22 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
     due constant bigint := pgqueue._register_value(q.first_due_at);
     is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    -- Neither kind of messages starves the other: each goes first in half of the claims.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
+    first_position constant bigint := 4611686018427387904;
+    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
+    from_position bigint := started_from;
+    below_position bigint := 9223372036854775807;
+    next_position bigint;
+    may_hold int := 100;
+    held bigint[];
+    spent bigint[];
     picks bigint[] := '{}'::bigint[];
 begin
+    if q.paused_at is not null then
+        return picks;
+    end if;
     if due <= now_micros then
         -- Those of blocked groups stay there.
         perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
@@ -4268,12 +4266,88 @@ begin
     if is_tending then
         perform pgqueue._tend_groups(q, at);
     end if;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
     if ungrouped_first then
         picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
     end if;
-    if cardinality(picks) < wanted then
-        picks := picks || pgqueue._claim_from_groups(q, at, wanted - cardinality(picks));
+    while cardinality(picks) < wanted and may_hold > 0 loop
+        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
+        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+        -- transaction has locked waits for its next turn.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            union all
+            select
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+            from walk w
+            cross join lateral (
+                select
+                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                    pgqueue._is_ready(m, at) as is_ready
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                limit 1
+            ) s
+            cross join lateral (
+                select case when s.visible_at <= at or q.group_limit > 1
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                offset 0
+            ) h
+            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+        )
+        select
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
+            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            case
+                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                    then max(w.position) + 1
+            end
+        into held, spent, may_hold, next_position
+        from walk w;
+
+        -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
+        if held is not null and pgqueue._has_fixed_snapshot() then
+            perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+        end if;
+        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+            next_position := from_position;
+        elsif held is not null and q.group_limit > 1 then
+            picks := picks || pgqueue._claim_by_limit(
+                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
+        elsif held is not null then
+            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
+            -- later.
+            picks := picks || array(
+                select m.id
+                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not (
+                        q.on_dead = 'hold'
+                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                    )
+                limit wanted - cardinality(picks) for update of m skip locked
+            );
+        end if;
+        from_position := next_position;
+        if from_position is null then
+            exit when below_position = started_from or started_from = first_position;
+            from_position := first_position;
+            below_position := started_from;
+        end if;
+        exit when pgqueue._now() > at + interval '20 ms';
+    end loop;
+    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    if from_position is distinct from started_from then
+        from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
     if cardinality(picks) < wanted and not ungrouped_first then
         picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
@@ -4282,7 +4356,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete.';
+'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
+groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
 -- Limits of a queue. With max_in_flight a claim counts the messages in flight from their rows, under a lock that it
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
@@ -4550,9 +4625,6 @@ begin
     if q.paused_at is not null then
         return picks;
     end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, wanted);
-    end if;
 
     due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
@@ -4633,7 +4705,11 @@ begin
     if allowed <= 0 then
         return '{}'::bigint[];
     end if;
-    picks := pgqueue._claim_candidates(q, at, allowed);
+    if q.group_limit is null then
+        picks := pgqueue._claim_candidates(q, at, allowed);
+    else
+        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+    end if;
     if q.rate_limit is null or picks = '{}' then
         return picks;
     end if;
@@ -4699,14 +4775,19 @@ begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
     end if;
-    if q.max_in_flight is null and q.rate_limit is null then
-        return pgqueue._claim_candidates(q, at, max_messages);
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        return pgqueue._claim_candidates_limited(q, at, max_messages);
     end if;
-    return pgqueue._claim_candidates_limited(q, at, max_messages);
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
+    return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
@@ -5502,7 +5583,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
-    scheduled_picks bigint[];
+    scheduled_picks tid[];
     died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
@@ -5515,8 +5596,9 @@ begin
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
+    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
     scheduled_picks := array(
-        select s.id from pgqueue.scheduled_messages s
+        select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone_messages as (
@@ -5527,8 +5609,7 @@ begin
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        using pgqueue._lookup_keys(q.name, scheduled_picks) k
-        where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
+        where s.ctid = any (scheduled_picks)
         returning pgqueue._as_message(s) as m
     ),
     gone as (
@@ -5925,9 +6006,17 @@ begin
         exit when not estimated;
         fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
-        select m.id into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= lowest_id
-        order by m.id desc limit 1;
+        select m.id into last_id
+        from (
+            select p.r from pgqueue._possible_ranges(q.name, lowest_id, 9223372036854775807) as p (r)
+            order by lower(p.r) desc
+        ) d
+        cross join lateral (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
+            order by c.id desc limit 1
+        ) m
+        limit 1;
         select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
         from pgqueue.sweep_state s where s.queue_name = q.name;
         -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
@@ -6372,33 +6461,81 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
+create function pgqueue._space_used()
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+        pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
+    from pg_class c
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+exception when lock_not_available then
+    return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
+end;
+$$;
+comment on function pgqueue._space_used() is
+'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
 as $$
-    -- One index probe per queue name, however many messages there are.
-    with recursive names as (
-        (select 'messages' as table_name, (select min(m.queue_name) from pgqueue.messages m) as queue_name)
+    -- One index probe for each gap between the names of two queues, and one for each name found there. A scan over the
+    -- rows of a queue would read those that were removed.
+    with recursive gaps as (
+        select d.name as above, lead(d.name) over (order by d.name) as below from pgqueue.queues d
         union all
-        select n.table_name, (select min(m.queue_name) from pgqueue.messages m where m.queue_name > n.queue_name)
-        from names n where n.queue_name is not null
+        select ''::text collate "C", min(d.name) from pgqueue.queues d
     ),
-    scheduled as (
-        (select 'scheduled_messages' as table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s) as queue_name)
+    names as (
+        select t.table_name, g.below, g.above as queue_name, false as is_found
+        from gaps g
+        cross join unnest(array['messages', 'scheduled_messages', 'dead_messages']) as t (table_name)
         union all
-        select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
-        from scheduled n where n.queue_name is not null
-    ),
-    dead as (
-        (select 'dead_messages' as table_name, (select min(d.queue_name) from pgqueue.dead_messages d) as queue_name)
-        union all
-        select n.table_name, (select min(d.queue_name) from pgqueue.dead_messages d where d.queue_name > n.queue_name)
-        from dead n where n.queue_name is not null
+        select n.table_name, n.below, f.queue_name, true
+        from names n
+        cross join lateral (
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and m.queue_name < n.below
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and n.below is null
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and c.queue_name < n.below
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and n.below is null
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and d.queue_name < n.below
+                order by d.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and n.below is null
+                order by d.queue_name limit 1
+            )
+        ) f
     )
-    select a.table_name, a.queue_name
-    from (select * from names union all select * from scheduled union all select * from dead) a
-    where a.queue_name is not null
-        and not exists (select from pgqueue.queues q where q.name = a.queue_name)
+    select a.table_name, a.queue_name from names a where a.is_found
 $$;
 comment on function pgqueue._orphaned_messages() is
 'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
@@ -6440,6 +6577,8 @@ create function pgqueue._queue_findings(q pgqueue.queues, at timestamptz, peek_d
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     top_id bigint;
@@ -6456,11 +6595,13 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
+    -- Only ids above the sequence are read: a scan from the highest id would read rows that were removed. The sequence
+    -- is read again afterwards, as messages may be sent in between.
+    select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     top_id := greatest(
-        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
-        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
-        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
+        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id > last_id),
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id > last_id),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id > last_id),
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
@@ -6490,7 +6631,9 @@ begin
     select count(*), min(m.id) into twins, top_id
     from pgqueue.messages m
     where m.queue_name = q.name and m.id = any (array(
-        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
+        select c.id from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
+        order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
             format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
@@ -6529,9 +6672,14 @@ begin
     into lapsed, oldest_at, shortest, ahead_until
     from (
         (
-            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-            order by m.id limit 1000
+            select c.*
+            from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
+            cross join lateral (
+                select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit 1000
+            ) c
+            limit 1000
         )
         union all
         (
@@ -6604,7 +6752,8 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
+            h.holder, coalesce(h.pinned_for::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -6687,9 +6836,10 @@ begin
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, timestamptz ''now'', m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
-            ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
-            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
-            m.queue_name)
+            ' where s.queue_name = %1$L and m.queue_name = s.queue_name and m.id <@ d'
+            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);'
+            ' update pgqueue.sweep_state set first_id = least(first_id, %2$s) where queue_name = %1$L;',
+            m.queue_name, min(m.id))
     from pgqueue._misplaced_messages() m
     group by m.queue_name
     order by m.queue_name;
@@ -6714,14 +6864,15 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
-misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
-sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
-other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
-paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
-that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
-unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
+one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
+twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
+hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
+dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group (waits for a
+dead letter), stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every
+peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
+subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is
+from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -10039,9 +10190,9 @@ begin
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
         -- The same as in a sweep, which this queue may never have.
-        if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+        if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
         then
-            perform pgqueue._call_for_compaction(at);
+            perform pgqueue._do_maintenance(at);
         end if;
     end if;
     return t.head;
@@ -10970,6 +11121,10 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
+    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
+    union all
     -- Rows of these tables are updated once a second.
     select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
@@ -11024,26 +11179,6 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$
-    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
-$$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a compaction could make the dump fail.';
-
 create function pgqueue._is_compaction_on()
 returns boolean
 language sql volatile
@@ -11074,7 +11209,11 @@ as $$
                 and (
                     p.tablename = c.relname and not b.pubtruncate
                     -- A publication that publishes through the parent does not publish the truncation of a partition.
-                    or p.tablename = 'messages' and c.relispartition
+                    or c.relispartition and p.tablename = (
+                        select r.relname from pg_catalog.pg_inherits i
+                        join pg_catalog.pg_class r on r.oid = i.inhparent
+                        where i.inhrelid = c.oid
+                    )
                 )
         ) then 'published'
         when exists (
@@ -11233,7 +11372,7 @@ begin
         return;
     end if;
     if pgqueue._is_dump_running() then
-        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+        perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
     for candidate in
@@ -11249,7 +11388,7 @@ begin
         next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
     end loop;
     if next_at > at + interval '1 s' then
-        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(next_at));
+        perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(next_at));
     end if;
 end;
 $$;
@@ -11279,7 +11418,7 @@ begin
     return null;
 exception when query_canceled or others then
     -- The compaction was undone, for example by a cancel. It must not fail the transaction of a claim.
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '60 s'));
+    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '60 s'));
     return null;
 end;
 $$;
@@ -11354,8 +11493,8 @@ begin
 end;
 $$;
 comment on function pgqueue.compact_queues() is
-'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
-or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
+1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
 than 500 ms.';
 
@@ -11376,16 +11515,42 @@ begin
     if q.name is not null or pg_is_in_recovery() then
         return;
     end if;
+    if pinned >= 50000 then
+        return next row(
+            'info', null, 'compaction',
+            format('the horizon is %s transactions old: ', pinned) || case
+                when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
+                else 'sweeps compact the tables that need it' || coalesce(
+                    (
+                        select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
+                            when 'compacted' then format('compacted from %s to %s, with %s',
+                                pg_size_pretty(c.bytes_before), pg_size_pretty(c.bytes_after), pgqueue._with_number(c.rows_kept, 'living row'))
+                            else c.outcome end)
+                        from pgqueue.compactions c where c.outcome is not null
+                        order by c.tried_at desc limit 1
+                    ), '; none was compacted in the last day')
+            end,
+            'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
+    end if;
     for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
         order by c.tried_at desc limit 1;
-        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        select case
+                when a.pid is null then format('prepared transaction %L of %s has used it for %s', p.gid, p.owner, at - p.prepared)
+                else format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100))
+            end
+        into holder
         from pg_locks l
-        join pg_stat_activity a on a.pid = l.pid
-        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
-        order by a.xact_start limit 1;
+        left join pg_stat_activity a on a.pid = l.pid
+        -- The lock of a prepared transaction has no process. Its own transaction id is locked, too.
+        left join (
+            pg_locks x join pg_prepared_xacts p on p.transaction = x.transactionid
+        ) on l.pid is null and x.virtualtransaction = l.virtualtransaction
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid is distinct from pg_backend_pid()
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        order by coalesce(a.xact_start, p.prepared) limit 1;
         return next row(
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,

@@ -19,9 +19,6 @@ begin
     if q.paused_at is not null then
         return picks;
     end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, wanted);
-    end if;
 
     due := pgqueue._register_value(q.first_due_at);
     if due <= now_micros then
@@ -102,7 +99,11 @@ begin
     if allowed <= 0 then
         return '{}'::bigint[];
     end if;
-    picks := pgqueue._claim_candidates(q, at, allowed);
+    if q.group_limit is null then
+        picks := pgqueue._claim_candidates(q, at, allowed);
+    else
+        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+    end if;
     if q.rate_limit is null or picks = '{}' then
         return picks;
     end if;
@@ -168,14 +169,19 @@ begin
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
     end if;
-    if q.max_in_flight is null and q.rate_limit is null then
-        return pgqueue._claim_candidates(q, at, max_messages);
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        return pgqueue._claim_candidates_limited(q, at, max_messages);
     end if;
-    return pgqueue._claim_candidates_limited(q, at, max_messages);
+    if q.group_limit is not null then
+        return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
+    return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is

@@ -31,6 +31,10 @@ as $$
         'pgqueue.staged_messages', 'pgqueue.sink_commits'
     ]) as t
     union all
+    -- A key that is used again and again updates its row each time, and each use reads the dead ones before.
+    select i.inhrelid::regclass, 'pgqueue.dedup_keys'::regtype, 262144
+    from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.dedup_keys'::regclass
+    union all
     -- Rows of these tables are updated once a second.
     select t::regclass, t::regtype, 1048576 from unnest(array['pgqueue.sweep_state', 'pgqueue.streams']) as t
     union all
@@ -85,26 +89,6 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create or replace function pgqueue._is_dump_running()
-returns boolean
-language sql volatile
-as $$
-    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
-$$;
-comment on function pgqueue._is_dump_running() is
-'Whether another session of this database is dumping it: a compaction could make the dump fail.';
-
 create or replace function pgqueue._is_compaction_on()
 returns boolean
 language sql volatile
@@ -135,7 +119,11 @@ as $$
                 and (
                     p.tablename = c.relname and not b.pubtruncate
                     -- A publication that publishes through the parent does not publish the truncation of a partition.
-                    or p.tablename = 'messages' and c.relispartition
+                    or c.relispartition and p.tablename = (
+                        select r.relname from pg_catalog.pg_inherits i
+                        join pg_catalog.pg_class r on r.oid = i.inhparent
+                        where i.inhrelid = c.oid
+                    )
                 )
         ) then 'published'
         when exists (
@@ -294,7 +282,7 @@ begin
         return;
     end if;
     if pgqueue._is_dump_running() then
-        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '10 s'));
+        perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
     for candidate in
@@ -310,7 +298,7 @@ begin
         next_at := greatest(next_at, at + case done.outcome when 'backlog' then interval '60 s' else interval '10 s' end);
     end loop;
     if next_at > at + interval '1 s' then
-        perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(next_at));
+        perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(next_at));
     end if;
 end;
 $$;
@@ -340,7 +328,7 @@ begin
     return null;
 exception when query_canceled or others then
     -- The compaction was undone, for example by a cancel. It must not fail the transaction of a claim.
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '60 s'));
+    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '60 s'));
     return null;
 end;
 $$;
@@ -415,8 +403,8 @@ begin
 end;
 $$;
 comment on function pgqueue.compact_queues() is
-'Compacts all tables of messages, scheduled messages, dead letters, staged messages and internal state that occupy 1 MB
-or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
+'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
+1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
 ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
 than 500 ms.';
 
@@ -437,16 +425,42 @@ begin
     if q.name is not null or pg_is_in_recovery() then
         return;
     end if;
+    if pinned >= 50000 then
+        return next row(
+            'info', null, 'compaction',
+            format('the horizon is %s transactions old: ', pinned) || case
+                when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
+                else 'sweeps compact the tables that need it' || coalesce(
+                    (
+                        select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
+                            when 'compacted' then format('compacted from %s to %s, with %s',
+                                pg_size_pretty(c.bytes_before), pg_size_pretty(c.bytes_after), pgqueue._with_number(c.rows_kept, 'living row'))
+                            else c.outcome end)
+                        from pgqueue.compactions c where c.outcome is not null
+                        order by c.tried_at desc limit 1
+                    ), '; none was compacted in the last day')
+            end,
+            'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
+    end if;
     for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
         order by c.tried_at desc limit 1;
-        select format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100)) into holder
+        select case
+                when a.pid is null then format('prepared transaction %L of %s has used it for %s', p.gid, p.owner, at - p.prepared)
+                else format('process %s has used it for %s with: %s', a.pid, at - a.xact_start, left(a.query, 100))
+            end
+        into holder
         from pg_locks l
-        join pg_stat_activity a on a.pid = l.pid
-        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid <> pg_backend_pid()
-        order by a.xact_start limit 1;
+        left join pg_stat_activity a on a.pid = l.pid
+        -- The lock of a prepared transaction has no process. Its own transaction id is locked, too.
+        left join (
+            pg_locks x join pg_prepared_xacts p on p.transaction = x.transactionid
+        ) on l.pid is null and x.virtualtransaction = l.virtualtransaction
+        where l.relation = t.relation and l.locktype = 'relation' and l.granted and l.pid is distinct from pg_backend_pid()
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        order by coalesce(a.xact_start, p.prepared) limit 1;
         return next row(
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,

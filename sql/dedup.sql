@@ -63,6 +63,7 @@ as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
+    perform pgqueue._require_unrewritten(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
@@ -322,11 +323,13 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
+    -- So does a dump, which would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);
         if period = pgqueue._dedup_period(class, at)
             and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
+            and not pgqueue._is_dump_running()
         then
             begin
                 execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);

@@ -41,33 +41,81 @@ $$;
 comment on function pgqueue._horizon_holders() is
 'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
 
+create or replace function pgqueue._space_used()
+returns text
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+begin
+    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+        pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
+    from pg_class c
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+exception when lock_not_available then
+    return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
+end;
+$$;
+comment on function pgqueue._space_used() is
+'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+
 create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
 language sql stable
 as $$
-    -- One index probe per queue name, however many messages there are.
-    with recursive names as (
-        (select 'messages' as table_name, (select min(m.queue_name) from pgqueue.messages m) as queue_name)
+    -- One index probe for each gap between the names of two queues, and one for each name found there. A scan over the
+    -- rows of a queue would read those that were removed.
+    with recursive gaps as (
+        select d.name as above, lead(d.name) over (order by d.name) as below from pgqueue.queues d
         union all
-        select n.table_name, (select min(m.queue_name) from pgqueue.messages m where m.queue_name > n.queue_name)
-        from names n where n.queue_name is not null
+        select ''::text collate "C", min(d.name) from pgqueue.queues d
     ),
-    scheduled as (
-        (select 'scheduled_messages' as table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s) as queue_name)
+    names as (
+        select t.table_name, g.below, g.above as queue_name, false as is_found
+        from gaps g
+        cross join unnest(array['messages', 'scheduled_messages', 'dead_messages']) as t (table_name)
         union all
-        select n.table_name, (select min(s.queue_name) from pgqueue.scheduled_messages s where s.queue_name > n.queue_name)
-        from scheduled n where n.queue_name is not null
-    ),
-    dead as (
-        (select 'dead_messages' as table_name, (select min(d.queue_name) from pgqueue.dead_messages d) as queue_name)
-        union all
-        select n.table_name, (select min(d.queue_name) from pgqueue.dead_messages d where d.queue_name > n.queue_name)
-        from dead n where n.queue_name is not null
+        select n.table_name, n.below, f.queue_name, true
+        from names n
+        cross join lateral (
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and m.queue_name < n.below
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select m.queue_name from pgqueue.messages m
+                where n.table_name = 'messages' and m.queue_name > n.queue_name and n.below is null
+                order by m.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and c.queue_name < n.below
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select c.queue_name from pgqueue.scheduled_messages c
+                where n.table_name = 'scheduled_messages' and c.queue_name > n.queue_name and n.below is null
+                order by c.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and d.queue_name < n.below
+                order by d.queue_name limit 1
+            )
+            union all
+            (
+                select d.queue_name from pgqueue.dead_messages d
+                where n.table_name = 'dead_messages' and d.queue_name > n.queue_name and n.below is null
+                order by d.queue_name limit 1
+            )
+        ) f
     )
-    select a.table_name, a.queue_name
-    from (select * from names union all select * from scheduled union all select * from dead) a
-    where a.queue_name is not null
-        and not exists (select from pgqueue.queues q where q.name = a.queue_name)
+    select a.table_name, a.queue_name from names a where a.is_found
 $$;
 comment on function pgqueue._orphaned_messages() is
 'Tables and queue names for which there are messages but no queue: inserted by plain SQL or, for dead letters, left by
@@ -109,6 +157,8 @@ create or replace function pgqueue._queue_findings(q pgqueue.queues, at timestam
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     top_id bigint;
@@ -125,11 +175,13 @@ declare
     since timestamptz;
     s pgqueue.queue_stats;
 begin
-    -- The ids are read before the sequence: a message sent in between cannot have an id above the value read.
+    -- Only ids above the sequence are read: a scan from the highest id would read rows that were removed. The sequence
+    -- is read again afterwards, as messages may be sent in between.
+    select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     top_id := greatest(
-        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name),
-        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name),
-        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name),
+        (select max(m.id) from pgqueue.messages m where m.queue_name = q.name and m.id > last_id),
+        (select max(c.id) from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id > last_id),
+        (select max(d.id) from pgqueue.dead_messages d where d.queue_name = q.name and d.id > last_id),
         (select w.settled_id from pgqueue.sweep_state w where w.queue_name = q.name));
     select t.last_value - (not t.is_called)::int into last_id from pgqueue.message_id t;
     if top_id > last_id then
@@ -159,7 +211,9 @@ begin
     select count(*), min(m.id) into twins, top_id
     from pgqueue.messages m
     where m.queue_name = q.name and m.id = any (array(
-        select c.id from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.due_at, c.id limit 1000));
+        select c.id from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
+        order by c.due_at, c.id limit 1000));
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
             format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
@@ -198,9 +252,14 @@ begin
     into lapsed, oldest_at, shortest, ahead_until
     from (
         (
-            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name)
-            order by m.id limit 1000
+            select c.*
+            from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
+            cross join lateral (
+                select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                order by m.id limit 1000
+            ) c
+            limit 1000
         )
         union all
         (
@@ -273,7 +332,8 @@ begin
     return query
     select
         'warning', null::text, 'pinned_horizon',
-        format('%s, for %s: vacuum cannot remove rows deleted or updated since', h.holder, coalesce(h.pinned_for::text, 'an unknown time')),
+        format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
+            h.holder, coalesce(h.pinned_for::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
@@ -356,9 +416,10 @@ begin
         format(
             'insert into pgqueue.requeued_messages (queue_name, check_at, id) select m.queue_name, timestamptz ''now'', m.id'
             ' from pgqueue.sweep_state s, unnest(s.vacant_ids) d, pgqueue.messages m'
-            ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id <@ d'
-            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);',
-            m.queue_name)
+            ' where s.queue_name = %1$L and m.queue_name = s.queue_name and m.id <@ d'
+            ' and not exists (select from pgqueue.requeued_messages r where r.queue_name = m.queue_name and r.id = m.id);'
+            ' update pgqueue.sweep_state set first_id = least(first_id, %2$s) where queue_name = %1$L;',
+            m.queue_name, min(m.id))
     from pgqueue._misplaced_messages() m
     group by m.queue_name
     order by m.queue_name;
@@ -383,11 +444,12 @@ $$;
 comment on function pgqueue.doctor(interval) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
 that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), uncompacted_table (nearly all of it is dead rows), stopped_schedule,
-misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled messages),
-sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the transactions of
-other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging, missing_counter,
-paused_queue, dead_messages, stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers
-that poll every peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
-unless peek_delay is from 0 to 10 years.';
+undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
+one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
+twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
+hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
+dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group (waits for a
+dead letter), stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every
+peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
+subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is
+from 0 to 10 years.';

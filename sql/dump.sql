@@ -6,7 +6,7 @@ select pg_extension_config_dump('pgqueue.messages', '');
 select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
 select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
-select pg_extension_config_dump('pgqueue.next_compaction_at', '');
+select pg_extension_config_dump('pgqueue.next_maintenance_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');
@@ -27,19 +27,17 @@ declare
 begin
     foreach name in array array[
         'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
-        'sink_commits'
+        'sink_commits', 'dedup_keys_0', 'dedup_keys_1', 'dedup_keys_2', 'dedup_keys_3', 'dedup_keys_4', 'dedup_keys_5',
+        'dedup_keys_6', 'dedup_keys_7', 'dedup_keys_8'
     ] loop
         perform pg_extension_config_dump(format('pgqueue.%I', name), $condition$where not exists (
             select from pg_catalog.pg_class c
             where c.relnamespace = 'pgqueue'::pg_catalog.regnamespace and c.relkind = 'r'
-                and c.relname !~ '^(archived_messages|dedup_keys)_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+                and c.relname !~ '^archived_messages_' and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
                 and case when pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode then (
                     'repeat the dump, because pgqueue.' || c.relname || ' was compacted after the dump took its snapshot'
                 )::boolean end
         )$condition$);
-    end loop;
-    for n in 0..8 loop
-        perform pg_extension_config_dump(format('pgqueue.dedup_keys_%s', n), '');
     end loop;
 end;
 $$;

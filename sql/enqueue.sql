@@ -230,8 +230,15 @@ declare
     at constant timestamptz := pgqueue._now();
     new_id bigint;
 begin
-    if not pgqueue._lock_queue(queue_name) then
-        perform pgqueue._raise_queue_not_found(queue_name);
+    -- One expression, as each further one would have to be prepared in every transaction.
+    if not pgqueue._lock_queue(queue_name) or group_key is not null then
+        if queue_name is null then
+            perform pgqueue._raise_queue_not_found(queue_name);
+        end if;
+        if char_length(group_key) not between 1 and 255 then
+            perform pgqueue._check_group_keys(array[group_key]);
+        end if;
+        headers := pgqueue._with_group(headers, group_key);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
@@ -240,21 +247,14 @@ begin
         q.name, at, at,
         -- It counts here because the conditions below may refuse the message.
         case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
-        enqueue.message_id, enqueue.payload, pgqueue._with_group(enqueue.headers, enqueue.group_key)
+        enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and (enqueue.group_key is null or char_length(enqueue.group_key) between 1 and 255)
-        and pgqueue._is_plain(
-            q, at, enqueue.payload, enqueue.delay, pgqueue._with_group(enqueue.headers, enqueue.group_key),
-            enqueue.expires_in, enqueue.body)
+        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
-    end if;
-    if group_key is not null then
-        perform pgqueue._check_group_keys(array[group_key]);
-        headers := pgqueue._with_group(headers, group_key);
     end if;
     if dedup_key is not null then
         return pgqueue._enqueue_once(

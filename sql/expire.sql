@@ -11,7 +11,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     picks bigint[];
-    scheduled_picks bigint[];
+    scheduled_picks tid[];
     died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
@@ -24,8 +24,9 @@ begin
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
+    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
     scheduled_picks := array(
-        select s.id from pgqueue.scheduled_messages s
+        select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
         order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
     with gone_messages as (
@@ -36,8 +37,7 @@ begin
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        using pgqueue._lookup_keys(q.name, scheduled_picks) k
-        where pgqueue._matches_key(s.queue_name, s.id, q.name, k.names, k.ids, k.id)
+        where s.ctid = any (scheduled_picks)
         returning pgqueue._as_message(s) as m
     ),
     gone as (

@@ -28,18 +28,21 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- The body of _group_position. A role that writes by plain SQL may not call that function.
+    position constant text :=
+        'coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902) + 4611686018427387904, id)';
 begin
     if q.group_limit is null then
         return;
     end if;
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id)',
-        format('messages_%s_group', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id)', format('messages_%s_group', q.queue_id), pgqueue._partition_of(q), position);
     -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
     -- a backlog of its group would read the backlog.
     execute format(
-        'create index %I on %s (pgqueue._group_position(headers, id), id) where attempt_count > 0',
-        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q));
+        'create index %I on %s (%s, id) where attempt_count > 0',
+        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q), position);
 end;
 $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
@@ -79,7 +82,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
-'The part of _claim_from_groups for a group_limit above one.';
+'The part of _claim_candidates_grouped for a group_limit above one.';
 
 create or replace function pgqueue._is_held(queue_name text, place bigint)
 returns boolean
@@ -93,104 +96,6 @@ as $$
 $$;
 comment on function pgqueue._is_held(text, bigint) is
 'Whether a group has a dead letter.';
-
-create or replace function pgqueue._claim_from_groups(q pgqueue.queues, at timestamptz, wanted int)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    first_position constant bigint := 4611686018427387904;
-    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
-    from_position bigint := started_from;
-    below_position bigint := 9223372036854775807;
-    next_position bigint;
-    may_hold int := 100;
-    held bigint[];
-    spent bigint[];
-    picks bigint[] := '{}'::bigint[];
-begin
-    loop
-        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
-        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
-        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
-        -- transaction has locked waits for its next turn.
-        with recursive walk as (
-            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
-            union all
-            select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
-            from walk w
-            cross join lateral (
-                select
-                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
-                    pgqueue._is_ready(m, at) as is_ready
-                from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                    and pgqueue._group_position(m.headers, m.id) > w.position
-                    and pgqueue._group_position(m.headers, m.id) < below_position
-                limit 1
-            ) s
-            cross join lateral (
-                select case when s.visible_at <= at or q.group_limit > 1
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
-                offset 0
-            ) h
-            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
-        )
-        select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
-            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
-            case
-                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
-                    then max(w.position) + 1
-            end
-        into held, spent, may_hold, next_position
-        from walk w;
-
-        -- These are new statements: they see what the last holders of the groups have committed.
-        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
-            next_position := from_position;
-        elsif held is not null and q.group_limit > 1 then
-            picks := picks || pgqueue._claim_by_limit(
-                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
-        elsif held is not null then
-            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
-            -- later.
-            picks := picks || array(
-                select m.id
-                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
-                    and not exists (
-                        select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
-                        offset 0
-                    )
-                    and not (
-                        q.on_dead = 'hold'
-                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
-                    )
-                limit wanted - cardinality(picks) for update of m skip locked
-            );
-        end if;
-        from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
-            from_position := first_position;
-            below_position := started_from;
-        end if;
-        exit when cardinality(picks) >= wanted or may_hold <= 0 or pgqueue._now() > at + interval '20 ms';
-    end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
-    from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
-    return picks;
-end;
-$$;
-comment on function pgqueue._claim_from_groups(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted messages that have a group, locked. Visits the groups in turn, from where the last claim
-stopped, for at most 20 ms, and locks at most 100 groups.';
 
 create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
 returns bigint[]
@@ -284,10 +189,22 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
     due constant bigint := pgqueue._register_value(q.first_due_at);
     is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    -- Neither kind of messages starves the other: each goes first in half of the claims.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
+    first_position constant bigint := 4611686018427387904;
+    started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
+    from_position bigint := started_from;
+    below_position bigint := 9223372036854775807;
+    next_position bigint;
+    may_hold int := 100;
+    held bigint[];
+    spent bigint[];
     picks bigint[] := '{}'::bigint[];
 begin
+    if q.paused_at is not null then
+        return picks;
+    end if;
     if due <= now_micros then
         -- Those of blocked groups stay there.
         perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
@@ -295,12 +212,88 @@ begin
     if is_tending then
         perform pgqueue._tend_groups(q, at);
     end if;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
     if ungrouped_first then
         picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
     end if;
-    if cardinality(picks) < wanted then
-        picks := picks || pgqueue._claim_from_groups(q, at, wanted - cardinality(picks));
+    while cardinality(picks) < wanted and may_hold > 0 loop
+        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
+        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+        -- transaction has locked waits for its next turn.
+        with recursive walk as (
+            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            union all
+            select
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+            from walk w
+            cross join lateral (
+                select
+                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                    pgqueue._is_ready(m, at) as is_ready
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._group_position(m.headers, m.id) > w.position
+                    and pgqueue._group_position(m.headers, m.id) < below_position
+                limit 1
+            ) s
+            cross join lateral (
+                select case when s.visible_at <= at or q.group_limit > 1
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                offset 0
+            ) h
+            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+        )
+        select
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
+            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            case
+                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                    then max(w.position) + 1
+            end
+        into held, spent, may_hold, next_position
+        from walk w;
+
+        -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
+        if held is not null and pgqueue._has_fixed_snapshot() then
+            perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+        end if;
+        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+            next_position := from_position;
+        elsif held is not null and q.group_limit > 1 then
+            picks := picks || pgqueue._claim_by_limit(
+                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
+        elsif held is not null then
+            -- The messages in flight are the first ones of their group, except where a message with a lower id has come
+            -- later.
+            picks := picks || array(
+                select m.id
+                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                    and not exists (
+                        select from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                        offset 0
+                    )
+                    and not (
+                        q.on_dead = 'hold'
+                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                    )
+                limit wanted - cardinality(picks) for update of m skip locked
+            );
+        end if;
+        from_position := next_position;
+        if from_position is null then
+            exit when below_position = started_from or started_from = first_position;
+            from_position := first_position;
+            below_position := started_from;
+        end if;
+        exit when pgqueue._now() > at + interval '20 ms';
+    end loop;
+    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    if from_position is distinct from started_from then
+        from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
     if cardinality(picks) < wanted and not ungrouped_first then
         picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
@@ -309,4 +302,5 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
-'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete.';
+'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
+groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';

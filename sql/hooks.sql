@@ -56,7 +56,7 @@ comment on function pgqueue._do_housekeeping(timestamptz) is
 call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
 A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
 
-create or replace function pgqueue._call_for_compaction(at timestamptz)
+create or replace function pgqueue._do_maintenance(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -64,16 +64,16 @@ as $$
 declare
     handler regproc;
 begin
-    perform setval('pgqueue.next_compaction_at', pgqueue._to_micros(at + interval '1 s'));
+    perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '1 s'));
     for handler in select h from pgqueue._handlers('_on_maintenance_due_') as h loop
         execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
-comment on function pgqueue._call_for_compaction(timestamptz) is
+comment on function pgqueue._do_maintenance(timestamptz) is
 'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
 sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
-called later sets pgqueue.next_compaction_at.';
+called later sets pgqueue.next_maintenance_at.';
 
 create or replace function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding

@@ -134,6 +134,16 @@ $$;
 comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
 'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
 
+create or replace function pgqueue._next_span(span bigint)
+returns bigint
+language sql immutable parallel safe
+-- A wide step can take long, as each id in it can have dead rows. So steps grow slowly from 131,072 ids on. A gap of
+-- 10^18 ids still takes less than three hundred steps. The cap prevents an overflow.
+as $$ select least(span + case when span < 131072 then span else span / 8 end, 1152921504606846976) $$;
+comment on function pgqueue._next_span(bigint) is
+'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
+steps. Inlined.';
+
 create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql volatile
@@ -143,38 +153,42 @@ declare
     -- Plain SQL may set a due time that lies a few seconds back.
     settled_at constant timestamptz := s.settled_at - interval '5 s';
     old_rows tid[];
+    span bigint := 4096;
+    below_id bigint;
+    found_id bigint;
 begin
     -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
-    -- as messages move between them. Each is read up to the first id that was found before.
+    -- as messages move between them.
     if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
     then
-        select greatest(c.id, s.first_id) into s.first_id
-        from (
-            select coalesce(
+        while s.first_id <= s.settled_id loop
+            below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
+            select min(f.id) into found_id
+            from (
                 (
                     select m.id from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id <= s.settled_id
+                    where m.queue_name = q.name and m.id >= s.first_id and m.id < below_id
                     order by m.id limit 1
-                ), s.settled_id + 1) as id
-        ) a
-        cross join lateral (
-            select coalesce(
+                )
+                union all
                 (
-                    select m.id from pgqueue.scheduled_messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < a.id
-                    order by m.id limit 1
-                ), a.id) as id
-        ) b
-        cross join lateral (
-            select coalesce(
+                    select c.id from pgqueue.scheduled_messages c
+                    where c.queue_name = q.name and c.id >= s.first_id and c.id < below_id
+                    order by c.id limit 1
+                )
+                union all
                 (
-                    select m.id from pgqueue.dead_messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < b.id
-                    order by m.id limit 1
-                ), b.id) as id
-        ) c;
+                    select d.id from pgqueue.dead_messages d
+                    where d.queue_name = q.name and d.id >= s.first_id and d.id < below_id
+                    order by d.id limit 1
+                )
+            ) f;
+            s.first_id := coalesce(found_id, below_id);
+            exit when found_id is not null or pgqueue._now() > at + interval '50 ms';
+            span := pgqueue._next_span(span);
+        end loop;
     end if;
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
@@ -236,7 +250,7 @@ declare
     stretch int8range;
     from_id bigint;
     below_id bigint;
-    span bigint := 4096;
+    span bigint;
     live bigint[];
 begin
     -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
@@ -281,9 +295,10 @@ begin
         ) as r
     loop
         from_id := lower(stretch);
+        span := 4096;
         while from_id < upper(stretch) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := least(from_id + span, upper(stretch));
+            below_id := from_id + least(span, upper(stretch) - from_id);
             live := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
@@ -295,8 +310,7 @@ begin
                 - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
             );
             from_id := below_id;
-            -- The cap prevents an overflow of bigint after many doublings.
-            span := least(span * 2, 1099511627776);
+            span := pgqueue._next_span(span);
         end loop;
     end loop;
 

@@ -183,3 +183,23 @@ $$;
 comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
+
+create or replace function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$
+    -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
+    select exists (
+            select from pg_catalog.pg_locks l
+            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+                and l.pid is distinct from pg_catalog.pg_backend_pid()
+        )
+        or exists (
+            select from pg_catalog.pg_stat_activity a
+            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+                and a.pid <> pg_catalog.pg_backend_pid()
+        )
+$$;
+comment on function pgqueue._is_dump_running() is
+'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';

@@ -82,9 +82,17 @@ begin
         exit when not estimated;
         fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
-        select m.id into last_id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= lowest_id
-        order by m.id desc limit 1;
+        select m.id into last_id
+        from (
+            select p.r from pgqueue._possible_ranges(q.name, lowest_id, 9223372036854775807) as p (r)
+            order by lower(p.r) desc
+        ) d
+        cross join lateral (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id >= lower(d.r) and c.id < upper(d.r)
+            order by c.id desc limit 1
+        ) m
+        limit 1;
         select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
         from pgqueue.sweep_state s where s.queue_name = q.name;
         -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.

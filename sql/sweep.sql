@@ -2,6 +2,20 @@
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
+create or replace function pgqueue._are_delays_unsettled()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    )
+$$;
+comment on function pgqueue._are_delays_unsettled() is
+'Whether another running or prepared transaction has written to scheduled_messages.';
+
 create or replace function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -11,6 +25,9 @@ declare
     picks bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
     next_due bigint;
+    last_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
+    is_unsettled boolean;
 begin
     select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
@@ -66,6 +83,25 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
+    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
+    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
+    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
+    -- is visible below, or its transaction is found running.
+    if next_due > pgqueue._to_micros(at) and next_due <> last_due
+        and (last_due < this_second or next_due >= this_second + 1000000)
+    then
+        perform setval(q.first_due_at, next_due);
+        is_unsettled := pgqueue._are_delays_unsettled();
+        select s.due_at into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        order by s.due_at limit 1;
+        next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+        if is_unsettled then
+            next_due := least(next_due, greatest(last_due, this_second + 999999));
+        end if;
+    end if;
     if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, next_due);
     end if;
@@ -74,7 +110,8 @@ end;
 $$;
 comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone.';
+requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
+register first_due_at so that a message whose transaction commits later is found, too.';
 
 create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
@@ -378,9 +415,9 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
     then
-        perform pgqueue._call_for_compaction(at);
+        perform pgqueue._do_maintenance(at);
     end if;
 end;
 $$;
@@ -403,7 +440,7 @@ declare
     started_at timestamptz;
     picks bigint[] := taken;
     stretch int8range;
-    span bigint := 1024;
+    span bigint;
     below_id bigint;
     live bigint[];
     ready bigint[];
@@ -470,9 +507,10 @@ begin
         end if;
         for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
             pos := lower(stretch);
+            span := 1024;
             while pos < upper(stretch) loop
                 exit round when cardinality(picks) >= wanted;
-                below_id := least(pos + span, upper(stretch));
+                below_id := pos + least(span, upper(stretch) - pos);
                 select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
                 from (
                     select m.id, m.visible_at from pgqueue.messages m
@@ -482,7 +520,7 @@ begin
                 if cardinality(live) = 1000 then
                     below_id := live[1000] + 1;
                 else
-                    span := least(span * 2, 1099511627776);
+                    span := pgqueue._next_span(span);
                 end if;
                 pos := below_id;
                 if ready is not null then

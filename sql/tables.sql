@@ -511,9 +511,9 @@ comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
 
-create sequence pgqueue.next_compaction_at;
-comment on sequence pgqueue.next_compaction_at is
-'Register: when a sweep next asks whether a table has to be compacted, in microseconds since 1970. A hint, shared by all
+create sequence pgqueue.next_maintenance_at;
+comment on sequence pgqueue.next_maintenance_at is
+'Register: when a sweep next calls the maintenance, in microseconds since 1970. A hint, shared by all
 queues.';
 
 create unlogged table pgqueue.compactions (

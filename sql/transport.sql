@@ -412,9 +412,9 @@ begin
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
         -- The same as in a sweep, which this queue may never have.
-        if coalesce(pg_sequence_last_value('pgqueue.next_compaction_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+        if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
         then
-            perform pgqueue._call_for_compaction(at);
+            perform pgqueue._do_maintenance(at);
         end if;
     end if;
     return t.head;

@@ -47,10 +47,10 @@ create or replace function pgqueue._pinned_transactions() returns bigint languag
 class Send:
     """A message that a producer sends. `kind` tells the handler what to do with it.
 
-    good: succeed. slow: succeed after a while. long: succeed after more than the visibility timeout. flaky: fail
-    `fails` times. poison: always raise. reject: reject the message. killer: kill the process of the handler. An
-    `outbox` message is sent in the same transaction as a row of table `sent`. A `calm` message is sent when no failures
-    are caused any more.
+    good: succeed. slow: succeed after a while. long: succeed after more than the visibility timeout. patient: succeed
+    after 3 to 5 seconds. flaky: fail `fails` times. poison: always raise. reject: reject the message. killer: kill the
+    process of the handler. An `outbox` message is sent in the same transaction as a row of table `sent`. A `calm`
+    message is sent when no failures are caused any more.
     """
 
     key: int
@@ -115,6 +115,7 @@ class History:
 
 
 STOP_SECONDS = 30
+KEY = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::bigint"
 DOOMED = frozenset({"poison", "reject", "killer"})
 FINAL_HEADERS = ("failed_queue", "exception_type", "exception_message", "stack_trace", "failed_at", "attempts")
 
@@ -302,7 +303,7 @@ def produce(settings: dict[str, Any], commands: ParentCommands) -> None:
         with suppress(psycopg.OperationalError), psycopg.connect(settings["dsn"], autocommit=True) as connection:
             while not commands.stopped.wait(max(0, due - time.monotonic())):
                 due = max(due, time.monotonic() - 1)
-                queue = pgqueue.Queue(connection, chance.choice(list(settings["queues"])))
+                queue = pgqueue.Queue(connection, *chance.choices(list(settings["queues"]), settings["shares"]))
                 number = chance.choice([1, 1, 1, 1, 5, 20])
                 due += number / settings["rate"]
                 send(chance, log, queue, [next(keys) for _ in range(number)], settings["queues"][queue.name])
@@ -316,7 +317,7 @@ def send(
     outbox = not calm and chance.random() < 0.3
     withdrawn = not calm and chance.random() < 0.05
     tasks = []
-    pace: dict[str, list[float]] = {"slow": [0.1, 0.5], "long": [3]}
+    pace: dict[str, list[float]] = {"slow": [0.1, 0.5], "long": [3], "patient": [3, 4, 5]}
     for key in keys:
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         tasks.append({"key": key, "kind": kind, "seconds": chance.choice(pace.get(kind, [0, 0.005, 0.02]))})
@@ -537,6 +538,7 @@ class Plan:
     seconds: float = 16  # of a cycle
     cycles: int = 1
     rate: float = 200  # messages per second of each producer
+    patient: list[str] = field(default_factory=list)  # queues with few messages, whose handlers take 3 to 5 seconds
     producers: int = 2
     # For each process: its flavour (sync, async, naive), and for each consumer a queue and constructor options.
     processes: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = field(default_factory=list)
@@ -549,6 +551,7 @@ class Plan:
     terminate: tuple[float, float] = (0, 0.55)
     pin: tuple[float, float] = (0.25, 0.8)
     late_seconds: float = 3  # some transactions commit so long after they sent their messages
+    late_every: float = 9  # from the start of one of them to that of the next; tables are compacted in between
     restart_at: float | None = 0.45
     # Mostly after `terminate`, which would close the connections of paused processes.
     pause: tuple[float, float] = (0.5, 1)
@@ -557,6 +560,7 @@ class Plan:
     drain_seconds: float = 120  # timeout without any progress
     calm_messages: int = 60
     compact: bool = False  # compact a table every second
+    dump_every: float | None = None  # a dump is restored and checked about every so many seconds
 
 
 @dataclass
@@ -592,6 +596,32 @@ def everything(seed: int, handlers: int = 32, **changes: Any) -> Plan:
     processes *= handlers // 32
     plan = {"processes": processes, "exactly_once": {once: True, least: False}, "killers": [least], "compact": True}
     return Plan(seed=seed, **(plan | changes))
+
+
+def for_minutes(seed: int, minutes: float, handlers: int = 32) -> Plan:
+    """A plan for some minutes, in cycles of a minute, or of two and a half minutes if there is time for one.
+
+    Each cycle has every kind of failure. A transaction that is open from its start commits before the server crashes.
+    In the longer cycles it commits after a minute, and there is a queue whose receive handlers take seconds.
+    """
+    is_long = minutes >= 2.5
+    cycles = max(1, round(minutes * 60 / (150 if is_long else 60)))
+    seconds = minutes * 60 / cycles
+    plan = everything(
+        seed,
+        handlers,
+        seconds=seconds,
+        cycles=cycles,
+        late_seconds=min(60, 0.4 * seconds),
+        late_every=seconds,
+        dump_every=5,
+    )
+    if is_long:
+        plan.patient = ["patient"]
+        plan.exactly_once |= {"patient": True}
+        receive = {"mode": "receive", "concurrency": 8, "peek_delay": 0.2}
+        plan.processes += [(flavour, [("patient", receive)]) for flavour in ("sync", "async")]
+    return plan
 
 
 class _Child:
@@ -691,6 +721,7 @@ class Soak:
         self._leaving = False  # whether consumers stop, too
         self._pin: psycopg.Connection[Any] | None = None
         self._late: _Late | None = None
+        self._dump: threading.Thread | None = None
         self.server = EmbeddedServer(
             settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
         )
@@ -747,8 +778,10 @@ class Soak:
             role = "produce"
             # Without long messages on exactly-once queues: connections are terminated every second.
             kinds = {True: self.plan.kinds, False: self.plan.kinds | {"long": 0.3}}
+            patient = {queue: {"patient": 1} for queue in self.plan.patient}
             settings |= {
-                "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()},
+                "queues": {queue: kinds[once] for queue, once in self.plan.exactly_once.items()} | patient,
+                "shares": [0.003 if queue in patient else 1 for queue in self.plan.exactly_once],
                 "rate": self.plan.rate,
                 "seed": self.plan.seed * 1000 + number,
                 "first_key": number * 10_000_000,
@@ -774,6 +807,7 @@ class Soak:
         start = time.monotonic()
         next_kill = next_terminate = start + 1
         next_pause = next_late = start
+        next_dump = start + self.chance.uniform(0, self.plan.dump_every or 0)
         restarts = [] if self.plan.restart_at is None else [n + self.plan.restart_at for n in range(self.plan.cycles)]
         while (cycle := (time.monotonic() - start) / self.plan.seconds) < self.plan.cycles:
             part, now = cycle % 1, time.monotonic()
@@ -788,11 +822,14 @@ class Soak:
                 next_pause = now + self.chance.uniform(0.2, 0.6)
                 self._pause()
             if now >= next_late:
-                # Not all the time, as no table can be compacted meanwhile.
-                next_late = now + 3 * self.plan.late_seconds
+                next_late += self.plan.late_every
                 self._send_late()
             if self._late is not None and now >= self._late.due:
                 self._commit_late(self._late)
+            if self.plan.dump_every and now >= next_dump and not (self._dump and self._dump.is_alive()):
+                next_dump = now + self.chance.uniform(0.5, 1.5) * self.plan.dump_every
+                self._dump = threading.Thread(target=self._check_dump)
+                self._dump.start()
             if _within(part, self.plan.pin) and self._pin is None:
                 self._pin = psycopg.connect(self.server.dsn, application_name="soak pin")
                 self._pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -807,6 +844,8 @@ class Soak:
         self._unpin()
         if self._late is not None:
             self._commit_late(self._late)
+        if self._dump is not None:
+            self._dump.join()
 
     def _supervise(self, calm: bool = False) -> None:
         """Handle ended processes, resume paused ones, and start those that are due."""
@@ -902,7 +941,8 @@ class Soak:
         spared = [connection.info.backend_pid for connection in own if connection is not None]
         row = self.connection.execute(
             f"select count(*) filter (where {counted}) from pg_stat_activity a"
-            " where a.backend_type = 'client backend' and a.pid <> all(%s)",
+            " where a.backend_type = 'client backend' and a.pid <> all(%s)"
+            " and a.application_name not in ('pg_dump', 'psql', 'soak dump')",
             (spared,),
         ).fetchone()
         return row[0] if row else 0
@@ -913,6 +953,7 @@ class Soak:
 
     def _restart(self) -> None:
         """Let the server crash and recover from WAL."""
+        self._did("restarts")
         self._unpin()
         self.connection.close()
         if self.chance.random() < 0.5:
@@ -921,7 +962,59 @@ class Soak:
         else:
             self.server.restart(immediate=True)
         self._connect()
-        self._did("restarts")
+
+    def _check_dump(self) -> None:
+        """Dump the database and restore it: no message is missing that was there from before the dump until after it.
+
+        A dump may ask to be repeated, as a compaction can come between its snapshot and its locks. A crash of the
+        server ends it.
+        """
+        restarts = self.figures["restarts"]
+        sent, withdrawn = self._keys_of("confirmed"), self._keys_of("withdrawn")
+        dump = self._run_tool("pg_dump", "--dbname", self.server.dsn)
+        started = self._keys_of("start")
+        failure, kept = dump.stderr, set()
+        if dump.returncode == 0:
+            name = f"restored_{next(self._names)}"
+            dsn = make_conninfo(self.server.dsn, dbname=name)
+            application = {"application_name": "soak dump", "autocommit": True}
+            with suppress(psycopg.OperationalError):
+                with psycopg.connect(self.server.dsn, **application) as connection:
+                    connection.execute(f"create database {name}".encode())
+                psql = ["psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1", "--dbname", dsn]
+                failure = self._run_tool(*psql, given=dump.stdout).stderr
+                with psycopg.connect(dsn, **application) as connection:
+                    for table in ("messages", "scheduled_messages", "dead_messages"):
+                        statement = f"select queue_name, {KEY} from pgqueue.{table}"
+                        kept.update(connection.execute(statement.encode()).fetchall())
+                with psycopg.connect(self.server.dsn, **application) as connection:
+                    connection.execute(f"drop database {name}".encode())
+        if self.figures["restarts"] > restarts:
+            self._did("dumps that a crash ended")
+        elif dump.returncode != 0 and "repeat the dump" in failure:
+            self._did("dumps to repeat")
+        elif failure:
+            self._violated("a dump failed", failure[-3000:])
+        else:
+            self._did("dumps")
+            self.figures["messages checked in dumps"] += len(sent - started)
+            for queue, key in sent - started - kept:
+                self.violations.append((queue, Violation("missing in a dump", key)))
+            for queue, key in withdrawn & kept:
+                self.violations.append((queue, Violation("never committed, and in a dump", key)))
+
+    def _run_tool(self, tool: str, *arguments: str, given: str | None = None) -> "subprocess.CompletedProcess[str]":
+        command = [str(self.server.bindir / tool), *arguments]
+        return subprocess.run(command, input=given, capture_output=True, text=True)
+
+    def _keys_of(self, wanted: str) -> set[tuple[str, int]]:
+        """The queues and keys of all lines of a kind that the histories have now."""
+        found: set[tuple[str, int]] = set()
+        for path in self.home.glob("*.jsonl"):
+            for what, queue, *rest in Log.read(path):
+                if what == wanted:
+                    found.update((queue, key) for key in (rest[0] if isinstance(rest[0], list) else rest[:1]))
+        return found
 
     def _unpin(self) -> None:
         if self._pin is not None:
@@ -1020,19 +1113,18 @@ class Soak:
         def rows(statement: str) -> Iterable[tuple[Any, ...]]:
             return self.connection.execute(statement, {"queue": queue}).fetchall()
 
-        key = "coalesce(payload->>'key', convert_from(body, 'UTF8')::jsonb->>'key')::bigint"
         h.sent.update(row[0] for row in rows("select key from sent where queue = %(queue)s"))
         h.effects += [Effect(*row) for row in rows("select key, attempt, token from effects where queue = %(queue)s")]
         h.counted = sum(row[0] for row in rows("select n from counters where queue = %(queue)s"))
         h.dead += [
             Dead(*row)
             for row in rows(
-                f"select {key}, reason, attempt_count, max_attempts, last_error, headers"
+                f"select {KEY}, reason, attempt_count, max_attempts, last_error, headers"
                 " from pgqueue.dead_messages where queue_name = %(queue)s"
             )
         ]
         for table in ("messages", "scheduled_messages"):
-            h.left += [row[0] for row in rows(f"select {key} from pgqueue.{table} where queue_name = %(queue)s")]
+            h.left += [row[0] for row in rows(f"select {KEY} from pgqueue.{table} where queue_name = %(queue)s")]
         (stats,) = pgqueue.Queues(self.connection).stats(queue)
         left = stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
         wrong = left != len(h.left) and "ready_messages" not in stats.estimates
@@ -1064,6 +1156,8 @@ class Soak:
 
     def _close(self) -> None:
         self._unpin()
+        if self._dump is not None:
+            self._dump.join()
         if self._late is not None:
             self._late.queue.connection.close()
         for child in [*self._consumers, *self._producers]:

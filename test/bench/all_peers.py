@@ -1,12 +1,12 @@
 """All peers by name. Not in package `peers`, so that a child process imports only the peer that it drives."""
 
 from peers.base import Peer
-from peers.node_peers import GraphileWorker, PgBoss
-from peers.pgmq import Pgmq
+from peers.node_peers import GraphileWorker, PgBoss, StrictPgBoss
+from peers.pgmq import GroupedPgmq, Pgmq
 from peers.pgq import Pgq
-from peers.pgqueue import Pgqueue, PgqueueClient
+from peers.pgqueue import GroupedPgqueue, GroupedPgqueueClient, Pgqueue, PgqueueClient
 from peers.pgqueuer import Pgqueuer
-from peers.procrastinate import Procrastinate
+from peers.procrastinate import LockedProcrastinate, Procrastinate
 from peers.rabbitmq import RabbitMq
 from peers.raw import Raw
 from peers.redis_streams import RedisStreams
@@ -27,5 +27,10 @@ ALL: dict[str, type[Peer]] = {
         Pgq,
         RedisStreams,
         RabbitMq,
+        GroupedPgqueue,
+        GroupedPgmq,
+        GroupedPgqueueClient,
+        LockedProcrastinate,
+        StrictPgBoss,
     )
 }

@@ -29,6 +29,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "pressure": _pressures,
         "pinned": _pressures,
         "mixed": _pressures,
+        "groups_pinned": _pressures,
         "cost": _costs,
         "horizon": _horizons,
     }
@@ -127,8 +128,10 @@ def _pressures(plt: Any, part: Part) -> Any:
         for cell in (cell for cell in part["cells"] if cell["pressure"] == name):
             look: dict[str, Any] = {"color": COLOURS[systems.index(cell["system"])], "linewidth": 1.6, "marker": "."}
             look["linestyle"] = "-" if cell["postgresql"] == 18 else "--"
-            for what, where in (("clean", None), ("under", f"{cell['system']}, PostgreSQL {cell['postgresql']}")):
-                middles = _middles(cell[what], before=what == "clean")
+            system, beside = f"{cell['system']}, PostgreSQL {cell['postgresql']}", cell.get("beside", False)
+            for what, where in (("clean", f"{system}, clean" if beside else None), ("under", system)):
+                middles = _middles(cell[what], before=what == "clean" and not beside)
+                look["alpha"] = 0.5 if what == "clean" and beside else 1
                 row[0].plot(middles, cell[what]["stretches"], **look, label=where)
                 row[1].plot(middles, [size / 1e6 for size in cell[what]["stretch_bytes"]], **look)
         row[0].set_title(name, loc="left", fontsize=9)

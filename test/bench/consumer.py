@@ -381,14 +381,11 @@ def throughput(server: EmbeddedServer, options: argparse.Namespace, console: Con
 
 
 def soaked(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run the soak in cycles of a minute, each with every kind of failure. The histories stay in a printed path."""
+    """Run the soak in cycles, each with every kind of failure. The histories stay in a printed path."""
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
-    cycles = max(1, round(options.minutes))
-    seconds = options.minutes * 60 / cycles
     home = Path(tempfile.mkdtemp(prefix="pgqueue-soak-"))
     console.print(f"[dim]soak of {options.minutes:g} minutes, seed {seed}, histories in {home}")
-    plan = soak.everything(seed, options.handlers, seconds=seconds, cycles=cycles, late_seconds=min(60, seconds / 2))
-    outcome = soak.run(plan, home)
+    outcome = soak.run(soak.for_minutes(seed, options.minutes, options.handlers), home)
     violations = [f"{queue}: {one.kind}: message {one.key}: {one.detail}" for queue, one in outcome.violations]
     for line in violations[:100]:
         console.print(f"[red]{line}")

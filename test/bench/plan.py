@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peers.base import DEEP, DEEPER, IN_FLIGHT, MANY_QUEUES, SCHEDULED, Work
+from peers.base import DEEP, DEEPER, IN_FLIGHT, MANY_QUEUES, ONE_IN_FRONT, SCHEDULED, Work
 
 SQL = ("pgqueue", "pgmq", "raw statements")
 LIBRARIES = ("pgqueue (Python)", "procrastinate", "pgqueuer", "pg-boss", "graphile-worker")
 BROKERS = ("pgqueue (Python)", "Redis streams", "RabbitMQ quorum queues")
 PAIR = ("pgqueue", "pgmq")
+GROUPED = ("pgqueue, group_limit 1", "pgmq, read_grouped_head")
+GROUPED_LIBRARIES = ("pgqueue (Python), group_limit 1", "pg-boss, key_strict_fifo", "procrastinate, lock")
 # For parts pressure and cost: each system with the PostgreSQL version that it runs on.
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
 PINNED = ("pgqueue", 18), ("pgmq", 18), ("PgQ", 15)
@@ -54,6 +56,7 @@ class Part:
     trials: Sequence[Any] = ("",)
     seconds: float = 0
     verb: str = "cycle"  # of a part about pressure
+    beside: bool = False  # the clean cycle takes turns with that under pressure, in another database
     overhead: float = 0.5  # approximate seconds of a step for filling queues and starting clients
 
     @property
@@ -71,7 +74,7 @@ class Part:
     def steps(self) -> int:
         """The number of steps if every system can do all work."""
         once = sum(len(cell.systems) for cell in self.cells) or len(self.contestants) * len(self.trials)
-        return self.rounds * once
+        return self.rounds * once * (1 + self.beside)
 
     @property
     def expected(self) -> float:
@@ -96,6 +99,7 @@ def parts(full: bool) -> dict[str, Part]:
     def in_sql(each: Work) -> Sequence[str]:
         return (*SQL, "transport's delete") if (each.verb, each.batch) == ("take", 1) else SQL
 
+    grouped = [replace(work("cycle"), clients=clients, seconds=5.0 if full else 2.0) for clients in (4, 64)]
     verbs = [work(verb, batch) for verb, batch in EVERY] + [work("exchange"), work("cycle")]
     durable = verbs if full else [work("enqueue"), work("take"), work("exchange")]
     scaled = ("enqueue", "take", "cycle") if full else ("cycle",)
@@ -188,6 +192,39 @@ def parts(full: bool) -> dict[str, Part]:
             seconds=30 if full else 5,
             verb="mixed",
             overhead=7 if full else 1.4,
+        ),
+        "groups": Part(
+            "Full cycle in 1,000 groups, and of pgqueue without groups, 100 bytes",
+            [
+                cell
+                for each in grouped
+                for cell in (
+                    Cell(each, [GROUPED[0], "pgqueue", GROUPED[1]]),
+                    Cell(replace(each, condition=ONE_IN_FRONT), GROUPED),
+                )
+            ],
+            rounds,
+            overhead=2.5,
+        ),
+        "groups_libraries": Part(
+            "Libraries, by their own clients: full cycle in 1,000 groups, 100 bytes",
+            [
+                Cell(grouped[0], GROUPED_LIBRARIES),
+                # A fetch of procrastinate takes tens of seconds behind that group.
+                *[Cell(replace(each, condition=ONE_IN_FRONT), GROUPED_LIBRARIES[:2]) for each in grouped[:1] * full],
+                Cell(grouped[1], GROUPED_LIBRARIES),
+            ],
+            rounds,
+            overhead=5 if full else 1,
+        ),
+        "groups_pinned": Part(
+            "Groups under pressure: enqueue, claim 1, ack in 1,000 groups, 4 clients, 100 bytes,"
+            " synchronous_commit = off",
+            rounds=20 if full else 5,
+            contestants=[(name, 18) for name in GROUPED],
+            trials=[SNAPSHOT],
+            seconds=30 if full else 4,
+            beside=True,
         ),
         "cost": Part(
             "What a message costs the server, 4 clients, 100 bytes, synchronous_commit = off",

@@ -19,31 +19,44 @@ import psycopg
 from peers.base import PGBENCH, Sample, SqlPeer, Work
 from plan import HARDER, IDLE_XID, SNAPSHOT, Part
 from psycopg import IsolationLevel
+from psycopg.conninfo import make_conninfo
 from runner import MIN_DEPTH, Tell, Testbed
 
 SIZES = "select sum(pg_total_relation_size(relid))::bigint, sum(n_dead_tup)::bigint from pg_stat_user_tables"
 CLEAN = 1 / 5  # duration of the clean cycle before, as a fraction of that under pressure
 # A context with the activity of a pressure during a turn of its system.
 Acting = Callable[[], AbstractContextManager[object]]
+Pressure = Callable[[SqlPeer], AbstractContextManager[Acting]]
 
 
 def run_pressure(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any]]:
-    """Return a record for each pressure and system. The clean cycle is measured directly before."""
+    """Return a record for each pressure and system.
+
+    The clean cycle is measured directly before, or in the same turns in another database. A snapshot in one database
+    pins nothing in another; a transaction with an id would.
+    """
     here = [
         (system, major, peer)
         for system, major in part.contestants
         if isinstance(peer := testbed.peer(system, major), SqlPeer)
     ]
     peers = [peer for *_, peer in here]
-    for peer in peers:
+    twins = [twin(peer) for peer in peers] if part.beside else []
+    for peer in peers + twins:
         peer.use("off")
         peer.execute("create table if not exists bystander as select n, 0 as value from generate_series(1, 100) n")
     turns = max(1, round(CLEAN * part.rounds))
     seconds = CLEAN * part.rounds * part.seconds / turns
     records = []
     for name in part.trials:
-        cleans = in_turns(peers, undisturbed, turns, seconds, part.verb, lambda _: tell("clean", 0))
-        unders = in_turns(peers, PRESSURES[name], part.rounds, part.seconds, part.verb, partial(tell, name))
+        if part.beside:
+            every = [each for pair in zip(peers, twins, strict=True) for each in pair]
+            pressure = partial(except_on, twins, PRESSURES[name])
+            found = in_turns(every, pressure, part.rounds, part.seconds, part.verb, partial(tell, name))
+            unders, cleans = found[::2], found[1::2]
+        else:
+            cleans = in_turns(peers, undisturbed, turns, seconds, part.verb, lambda _: tell("clean", 0))
+            unders = in_turns(peers, PRESSURES[name], part.rounds, part.seconds, part.verb, partial(tell, name))
         records += [
             {
                 "pressure": name,
@@ -52,12 +65,21 @@ def run_pressure(testbed: Testbed, part: Part, tell: Tell) -> list[dict[str, Any
                 "client": peer.client,
                 "postgresql": major,
                 "seconds": part.rounds * part.seconds,
+                "beside": part.beside,
                 "clean": clean,
                 "under": under,
             }
             for (system, major, peer), clean, under in zip(here, cleans, unders, strict=True)
         ]
     return records
+
+
+def twin(peer: SqlPeer) -> SqlPeer:
+    """Set up the same system in another database."""
+    other = type(peer)(peer.server)
+    other.dsn = make_conninfo(peer.dsn, dbname=f"{peer.database}_beside")
+    other.setup()
+    return other
 
 
 @dataclass
@@ -107,7 +129,7 @@ class Watched:
 
 def in_turns(
     peers: Sequence[SqlPeer],
-    pressure: Callable[[SqlPeer], AbstractContextManager[Acting]],
+    pressure: Pressure,
     rounds: int,
     seconds: float,
     verb: str,
@@ -206,6 +228,11 @@ def undisturbed(peer: SqlPeer) -> Iterator[Acting]:  # noqa: ARG001
     yield nullcontext
 
 
+def except_on(spared: Sequence[SqlPeer], pressure: Pressure, peer: SqlPeer) -> AbstractContextManager[Acting]:
+    """The pressure on a peer that is not spared."""
+    return undisturbed(peer) if peer in spared else pressure(peer)
+
+
 @contextmanager
 def snapshot(peer: SqlPeer) -> Iterator[Acting]:
     """A read-only transaction that holds a snapshot and is idle."""
@@ -260,7 +287,7 @@ def slot(peer: SqlPeer) -> Iterator[Acting]:
         peer.execute(f"select pg_drop_replication_slot('abandoned_{peer.database}')")
 
 
-PRESSURES: dict[str, Callable[[SqlPeer], AbstractContextManager[Acting]]] = {
+PRESSURES: dict[str, Pressure] = {
     IDLE_XID: idle_xid,
     SNAPSHOT: snapshot,
     **dict(zip(HARDER, (readers, dump, slot), strict=True)),

@@ -88,15 +88,18 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
     rows = []
     several = len({cell["postgresql"] for cell in part["cells"]}) > 1
     for cell in part["cells"]:
-        clean, under = cell["clean"], cell["under"]
-        last = under["stretches"][-max(1, len(under["stretches"]) // 3) :]
+        clean, under, beside = cell["clean"], cell["under"], cell.get("beside", False)
+        number = max(1, len(under["stretches"]) // 3)
+        last = under["stretches"][-number:]
+        # Where both took turns, the turns of the last third are compared.
+        without = statistics.mean(clean["stretches"][-number:]) if beside else clean["rate"]
         rows.append(
             [
                 cell["pressure"],
                 cell["system"] + (f", PostgreSQL {cell['postgresql']}" if several else ""),
                 f"{clean['rate']:,.0f}",
-                f"{under['rate']:,.0f}",
-                f"{statistics.mean(last) / clean['rate']:.0%}" if last and clean["rate"] else "",
+                f"{under['rate']:,.0f}" + (f" ({under['rate'] / clean['rate']:.0%})" if beside else ""),
+                f"{statistics.mean(last) / without:.0%}" if last and without else "",
                 f"{clean['p99_ms']:.1f} → {under['p99_ms']:.1f}",
                 f"{clean['p999_ms']:.1f} → {under['p999_ms']:.1f}",
                 f"{clean['most_dead_rows']:,} → {under['most_dead_rows']:,}",
@@ -107,8 +110,12 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
         )
     seconds, under = part["cells"][0]["seconds"], part["cells"][0]["under"]
     lasts = under["stretch_seconds"] * len(under["stretches"])
-    shared = f", in turns within {lasts:.0f} s of it, behind a fifth" if lasts > seconds else ", behind a third"
-    more = f" Each for {seconds:g} s{shared} of that without it. The bystander updates one row 20 times a second."
+    if part["cells"][0].get("beside"):
+        shared = f", in turns within {lasts:.0f} s of it, clean in another database"
+    else:
+        shared = f", in turns within {lasts:.0f} s of it, behind a fifth" if lasts > seconds else ", behind a third"
+        shared += " of that without it"
+    more = f" Each for {seconds:g} s{shared}. The bystander updates one row 20 times a second."
     if any(cell["system"] == "PgQ" for cell in part["cells"]):
         more += (
             " Of PgQ it is events, inserted by three clients and finished in batches by the fourth; p99 is that of"

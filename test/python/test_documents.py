@@ -216,9 +216,12 @@ def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(pasted: tuple[
         assert len(connection.execute(claim.encode()).fetchall()) == 10
 
 
-def test_topics_schedules_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
-    publish, schedule, expose = blocks("README.md", "sql")[1:]
+def test_topics_groups_schedules_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
+    publish, group, schedule, expose = blocks("README.md", "sql")[1:]
     assert psql(pasted[0], publish.code).splitlines()[-1] == "2"
+    *_, withdrawal, claimed = psql(pasted[0], group.code).splitlines()
+    assert withdrawal.isdigit()
+    assert claimed == '{"deposit": 100}'
     first, listed = psql(pasted[0], schedule.code).splitlines()
     assert listed == f"nightly|{first}"
     assert psql(pasted[0], expose.code + 'select count(*) from "Billing";').splitlines() == ['"public"."Billing"', "2"]

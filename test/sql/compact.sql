@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(65);
+select plan(96);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -32,6 +32,7 @@ select pgqueue.enqueue('compact', '1', delay => '1 h') as later \gset
 select pgqueue.enqueue('compact', '"dead"') as dead \gset
 select count(pgqueue.reject('compact', c.id, c.claim_token, 'why')) as rejected from pgqueue.claim('compact', 2) c \gset
 insert into pgqueue.requeued_messages values ('compact', '-infinity', :sent);
+insert into pgqueue.dedup_keys select n, q.queue_id, 'key', 7, :sent, now() from pgqueue.queues q, generate_series(0, 8) n where q.name = 'compact';
 select pgqueue.stream_open('compact', 's') is not null as opened \gset
 select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
 insert into pgqueue.staged_messages (token, row_number, payloads) values (:'token', 1, array['1', '"two"']::jsonb[]);
@@ -75,6 +76,7 @@ select is((pg_temp.compact('pgqueue.dead_messages')).outcome, 'published', 'a pu
 select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition is not compacted if the truncation is not published');
 alter publication compact_all set (publish = 'insert, update, delete, truncate', publish_via_partition_root = true);
 select is((pg_temp.compact('pgqueue.messages_shared')).outcome, 'published', 'a partition that is published through its parent is not compacted');
+select is((pg_temp.compact('pgqueue.dedup_keys_0')).outcome, 'published', 'a table of keys that is published through its parent is not compacted');
 drop publication compact_all;
 reset client_min_messages;
 
@@ -96,7 +98,7 @@ create function pg_temp.requests(overgrown text, pinned int, compaction text) re
 begin
     perform set_config('test.overgrown', overgrown, true), set_config('test.pinned', pinned::text, true), set_config('pgqueue.compaction', compaction, true);
     delete from pgqueue.compactions;
-    perform setval('pgqueue.next_compaction_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
+    perform setval('pgqueue.next_maintenance_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
     perform pgqueue.claim('compact');
     perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
     perform pgqueue.claim('compact');
@@ -120,12 +122,23 @@ select lives_ok($$ select pgqueue._compact_overgrown(now()) $$, 'a request is ca
 select isnt(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'the overgrown table has been rewritten');
 select results_eq($$ select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null $$, array['pgqueue.dead_messages compacted'], 'the outcome is recorded');
 
+insert into pgqueue.dead_messages (id, queue_name, payload, reason, died_at, enqueued_at, attempt_count, max_attempts)
+select -n, 'compact', '1', 'rejected', now(), now(), 1, 1 from generate_series(1, 10001) n;
+select pgqueue._compact_overgrown(now()) as tried \gset
+select is(pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_maintenance_at')), now() + interval '1 min', 'after an attempt that met too many living rows, the next one is due in a minute');
+delete from pgqueue.dead_messages d where d.id < 0;
+
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
     'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and the next sweeps compact it', 'doctor reports a table that is nearly all dead')
 from set_config('test.pinned', '50000', true) a, set_config('pgqueue.compaction', 'on', true) b;
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
     'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and automatic compaction is off', 'doctor says that automatic compaction is off')
 from set_config('pgqueue.compaction', 'off', true);
+select is((select f.detail from pgqueue.doctor() f where f.finding = 'compaction'),
+    'the horizon is 50000 transactions old: vacuum does not help, and automatic compaction is off', 'doctor says that automatic compaction is off while the horizon is pinned');
+select is_empty($$ select f.detail from pgqueue.doctor() f where f.finding = 'compaction' $$, 'doctor says nothing of compaction while the horizon is not pinned')
+from set_config('test.pinned', '49999', true);
+select pgqueue._is_compaction_on() from set_config('test.pinned', '50000', true) \g /dev/null
 create trigger of_user after insert on pgqueue.dead_messages for each row execute function pg_temp.nothing();
 select alike((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'), '%a trigger of another schema would fire', 'doctor names the obstacle');
 

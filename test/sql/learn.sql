@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(68);
+select plan(73);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
@@ -191,6 +191,68 @@ select * from pg_temp.learns('dedicated', true);
 
 select is(pgqueue._due_from_now(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
 select is(pgqueue._due_from_now(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
+
+-- A statement cannot look at the clock, so sweeps and records read ids in short steps. Here a page takes 50 us: a sweep
+-- has time for 200 pages, a record for 800.
+select pgqueue.create_queue('steps', '1 h', dedicated => true) as partition \gset
+select format('pgqueue.messages_%s', q.queue_id) as partition from pgqueue.queues q where q.name = 'steps' \gset
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe as $$
+    select current_setting('test.now')::timestamptz
+        + coalesce(pg_stat_get_xact_blocks_fetched(current_setting('test.partition', true)::regclass), 0) * interval '50 us'
+$$;
+create temporary table kept (id bigint);
+create function pg_temp.pages(statement text) returns bigint language plpgsql
+-- The settings of claim.
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+as $$
+declare
+    before constant bigint := pg_stat_get_xact_blocks_fetched(current_setting('test.partition')::regclass);
+begin
+    execute statement;
+    return pg_stat_get_xact_blocks_fetched(current_setting('test.partition')::regclass) - before;
+end;
+$$;
+do $$
+declare
+    n bigint;
+begin
+    -- Twenty messages with a recorded id behind each, and then removed messages. Of these only the last are recorded,
+    -- as a sweep always reads them.
+    for i in 1..20 loop
+        insert into kept select pgqueue.enqueue('steps', '1');
+        n := pgqueue.enqueue('steps', '1');
+    end loop;
+    perform pgqueue.enqueue_batch('steps', array_fill('1'::jsonb, array[60000]));
+    perform pgqueue.claim('steps', 10000) from generate_series(1, 7);
+    delete from pgqueue.messages m where m.queue_name = 'steps' and m.id not in (select k.id from kept k);
+    update pgqueue.sweep_state s
+    set vacant_ids = (
+            select range_agg(int8range(k.id + 1, k.id + 2))
+                + int8multirange(int8range(null, min(k.id)), int8range(max(k.id) + 56000, max(k.id) + 60002))
+            from kept k),
+        settled_id = pg_sequence_last_value('pgqueue.message_id'), first_id = (select min(k.id) from kept k),
+        recorded_at = pgqueue._now()
+    where s.queue_name = 'steps';
+end $$;
+select set_config('test.partition', :'partition', true) \gset
+select cmp_ok(pg_temp.pages($$ select pgqueue._sweep(q, '{}', pgqueue._now(), 1, pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
+    '<', 700::bigint, 'a sweep ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
+select cmp_ok(pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
+    '<', 2500::bigint, 'a record ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
+delete from pgqueue.messages m where m.queue_name = 'steps';
+select cmp_ok(pg_temp.pages($$ select pgqueue._record_first_keys(q, s, pgqueue._now()) from pgqueue.queues q, pgqueue.sweep_state s where q.name = 'steps' and s.queue_name = 'steps' $$),
+    '<', 2500::bigint, 'the search for the first id ends soon after its time is up');
+select pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$)
+from generate_series(1, 20) \g /dev/null
+select is((select s.first_id from pgqueue.sweep_state s where s.queue_name = 'steps'), (select s.settled_id + 1 from pgqueue.sweep_state s where s.queue_name = 'steps'),
+    'several records find the first id');
+-- The steps get longer, so that a gap of any width takes few of them.
+insert into pgqueue.messages (id, queue_name, payload, max_attempts, visible_at)
+overriding system value
+values (1000000000000000000, 'steps', '1', 5, pgqueue._now() + interval '1 h');
+select setval(q.fresh_from_id, 1000000000000000001), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = 'steps' \g /dev/null
+select pg_temp.pass('2 h') \gset
+select is((select c.id from pgqueue.claim('steps') c), 1000000000000000000, 'a claim finds a message behind a gap of 10^18 ids');
 
 select * from finish();
 rollback;

@@ -102,6 +102,10 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
                 " values (nextval('pgqueue.message_id'), %s, now(), 1, 7, '1', '{\"state\": \"dead\"}')",
                 (queue,),
             )
+    if not older:
+        connection.execute("select pgqueue.create_queue('grouped', group_limit => 1)")
+        connection.execute("select pgqueue.enqueue('grouped', '1', group_key => 'a') from generate_series(1, 2)")
+        connection.execute("select pgqueue.claim('grouped', 2)")
     connection.execute("select pgqueue.create_queue('exposed', archive_for => '30 days')")
     connection.execute("select pgqueue.subscribe('doors.#', 'exposed')")
     connection.execute("select pgqueue.expose_transport('exposed', table_name => 'A \"table\"')")
@@ -202,6 +206,12 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert call("purge_expired") == 0
         assert call("purge_queue") == 4
         assert call("drop_queue") == 1
+    for queue in connection.execute("select name from pgqueue.list_queues() where group_limit = 1").fetchall():
+        claimed = connection.execute("select id, claim_token from pgqueue.claim(%s, 2)", queue).fetchall()
+        assert len(claimed) == 1
+        assert connection.execute("select pgqueue.ack(%s, %s, %s)", (*queue, *claimed[0])).fetchone() == (True,)
+        assert connection.execute("select count(*) from pgqueue.claim(%s, 2)", queue).fetchone() == (1,)
+        connection.execute("select pgqueue.drop_queue(%s)", queue)
     # A commit from before the upgrade or restore is still recorded.
     again = connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     assert again.fetchone() == (False,)

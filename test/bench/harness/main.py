@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import psycopg
 from protocol import Handle, Payload, System, main
+from psycopg import sql
 from psycopg_pool import AsyncConnectionPool
 
 import pgqueue
@@ -27,6 +28,9 @@ class Pgqueue(System):
         with psycopg.connect(self.settings.url, autocommit=True) as connection:
             with suppress(psycopg.errors.DuplicateSchema):
                 pgqueue.install(connection)
+            # An installation by plain SQL does not compact by itself, as it cannot detect an incomplete dump.
+            database = sql.Identifier(connection.info.dbname)
+            connection.execute(sql.SQL("alter database {} set pgqueue.compaction = 'on'").format(database))
             for name in self.queues:
                 pgqueue.Queue(connection, name).create_queue(if_not_exists=True)
             self.version = pgqueue.Queues(connection).version()

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import UUID
@@ -25,6 +25,8 @@ QUEUE = "orders"
 QUEUES = 1000
 DEEP, IN_FLIGHT, SCHEDULED, MANY_QUEUES = "1M deep", "100k in flight", "1M scheduled", "1,000 queues"
 DEEPER = "10M deep"
+GROUPS = 1000
+ONE_IN_FRONT = "1M of one group in front"
 PGBENCH = EmbeddedServer().bindir / "pgbench"  # of the newest major, whatever the server
 # What pgbench says where a claim came back empty: no row, or none to make an array or a batch of.
 DRY = 'expected one row, got 0|malformed array literal: ""|invalid input syntax for type bigint: ""'
@@ -222,6 +224,41 @@ class SqlPeer(Peer):
         for statement in self.conditions[condition]:
             self.execute(statement)
         self.settle()
+
+
+class GroupedPeer(Peer):
+    """A peer whose messages belong to groups, each handled in order.
+
+    A claim may find no group that is free. The messages of a run are therefore those that have left the queue. Messages
+    of group "hot", which a condition puts in front, do not count.
+    """
+
+    emptied_by: ClassVar[Sequence[str]]
+    filled_by: ClassVar[str]  # inserts %(messages)s messages, of which the first %(hot)s are of group "hot"
+    counted_by: ClassVar[str]  # counts the messages of the other groups
+
+    def fill(self, messages: int, size: int) -> None:
+        self.fill_groups(0, messages, size)
+
+    def worsen(self, condition: str, size: int) -> None:
+        self.fill_groups({ONE_IN_FRONT: 1_000_000}[condition], GROUPS, size)
+
+    def fill_groups(self, hot: int, messages: int, size: int) -> None:
+        """Fill the queue with messages of the groups in turn, behind those of group "hot"."""
+        self.execute(*self.emptied_by)
+        self.execute(self.filled_by, payload=payload(size), hot=hot, messages=hot + messages)
+        self.settle()
+
+    def waiting(self) -> int:
+        """The number of messages in the queue, except those of group "hot"."""
+        ((found,),) = self.execute(self.counted_by)
+        return int(found)
+
+    def run(self, work: Work) -> Sample:
+        before = self.waiting()
+        sample = super().run(work)
+        sent = len(sample.latencies)
+        return replace(sample, messages=sample.messages * (sent + before - self.waiting()) / sent)
 
 
 def pgbench(dsn: str, script: str, work: Work, *, warm: int = 0, unclocked: int = -1) -> Sample:

@@ -19,6 +19,8 @@ Handle = Callable[[int], None]  # what a handler does first: say which message i
 class Session:
     """A connection of a library of Python, and what a client does on it."""
 
+    may_find_none = False  # whether a take that found nothing is no error
+
     @classmethod
     async def open(cls, dsn: str) -> "Session":
         raise NotImplementedError
@@ -136,7 +138,7 @@ async def _client(session: Session, work: Work, until: float) -> list[float]:
             await session.enqueue(bodies)
         if work.verb == "copy":
             await session.copy(bodies)
-        if work.verb in ("take", "cycle") and await session.take(work.batch) == 0:
+        if work.verb in ("take", "cycle") and await session.take(work.batch) == 0 and not session.may_find_none:
             raise Dry
         if work.verb == "exchange" and await session.exchange(work.batch) == 0:
             raise Dry

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from psycopg.conninfo import conninfo_to_dict
 
-from .base import QUEUE, WORKERS, Missing, Peer, Sample, Work, payload
+from .base import GROUPS, QUEUE, WORKERS, GroupedPeer, Missing, Peer, Sample, Work, payload
 from .library import CONCURRENCY, joined
 
 HOME = Path(__file__).resolve().parents[3] / ".cache/bench/node"  # where fetch.py puts Node and the packages
@@ -17,13 +17,15 @@ HOME = Path(__file__).resolve().parents[3] / ".cache/bench/node"  # where fetch.
 class NodePeer(Peer):
     """A peer that is a library of Node."""
 
+    package: ClassVar[str]
+    settings: ClassVar[dict[str, Any]] = {}  # of the program, besides
     works: ClassVar[set[tuple[str, int]]]
     emptied: ClassVar[str]
     ready: ClassVar[str]
     worker: ClassVar[str]  # how its worker waits for messages
 
     def setup(self) -> None:
-        package = HOME / f"node_modules/{self.name}/package.json"
+        package = HOME / f"node_modules/{self.package}/package.json"
         if not package.exists():
             raise Missing("it comes from npm, by test/bench/fetch.py")
         shutil.copy(Path(__file__).parent / "node/worker.mjs", HOME)  # beside the packages that it imports
@@ -77,7 +79,7 @@ class NodePeer(Peer):
         """A process that does this work, or waits for a line to begin with it."""
         words = conninfo_to_dict(self.dsn)
         url = f"postgres://{words['user']}@/{words['dbname']}?host={words['host']}&port={words['port']}"
-        peer = {"name": self.name, "dsn": url, "queue": QUEUE}
+        peer = {"name": self.package, "dsn": url, "queue": QUEUE, **self.settings}
         return subprocess.Popen(
             [HOME / "bin/node", HOME / "worker.mjs", json.dumps(peer), json.dumps(work)],
             stdin=subprocess.PIPE,
@@ -97,7 +99,7 @@ class NodePeer(Peer):
 
 
 class PgBoss(NodePeer):
-    name = "pg-boss"
+    name = package = "pg-boss"
     client = "its own, Node"
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100), ("cycle", 1)}
     emptied = "truncate pgboss.job"
@@ -105,8 +107,21 @@ class PgBoss(NodePeer):
     worker = f"listens (it must be told to), polls every 30 s besides; {CONCURRENCY} workers"
 
 
+class StrictPgBoss(GroupedPeer, PgBoss):
+    name = "pg-boss, key_strict_fifo"
+    settings: ClassVar = {"policy": "key_strict_fifo", "groups": GROUPS}
+    works: ClassVar = {("cycle", 1)}
+    emptied_by = (PgBoss.emptied,)
+    filled_by = (  # the other columns have the defaults that `send` gives them
+        "insert into pgboss.job (name, policy, data, created_on, singleton_key)"
+        f" select '{QUEUE}', 'key_strict_fifo', %(payload)s::jsonb, clock_timestamp(),"
+        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end from generate_series(1, %(messages)s) n"
+    )
+    counted_by = "select count(*) from pgboss.job where state < 'completed' and singleton_key <> 'hot'"
+
+
 class GraphileWorker(NodePeer):
-    name = "graphile-worker"
+    name = package = "graphile-worker"
     client = "its own, Node"
     works: ClassVar = {("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)}
     emptied = "truncate graphile_worker._private_jobs"

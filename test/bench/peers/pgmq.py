@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import ClassVar
 
-from .base import IN_FLIGHT, MANY_QUEUES, QUEUE, QUEUES, SCHEDULED, Missing, SqlPeer, payload
+from .base import GROUPS, IN_FLIGHT, MANY_QUEUES, QUEUE, QUEUES, SCHEDULED, GroupedPeer, Missing, SqlPeer, payload
 
 
 class Pgmq(SqlPeer):
@@ -62,3 +62,25 @@ class Pgmq(SqlPeer):
             messages=messages,
         )
         self.settle()
+
+
+class GroupedPgmq(GroupedPeer, Pgmq):
+    name = "pgmq, read_grouped_head"
+    emptied_by = (f"truncate {Pgmq.table}",)
+    filled_by = (
+        f"insert into {Pgmq.table} (vt, message, headers)"
+        " select clock_timestamp(), %(payload)s::jsonb, jsonb_build_object('x-pgmq-group',"
+        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end) from generate_series(1, %(messages)s) n"
+    )
+    counted_by = f"select count(*) from {Pgmq.table} where headers ->> 'x-pgmq-group' <> 'hot'"
+    scripts: ClassVar = {
+        ("enqueue", 1): rf"""
+            \set g random(0, {GROUPS - 1})
+            select pgmq.send('{QUEUE}', :payload::jsonb, jsonb_build_object('x-pgmq-group', 'g' || :g::text));
+        """,
+        ("take", 1): rf"""
+            select coalesce(max(msg_id), 0) as mid, max(message::text) as body
+            from pgmq.read_grouped_head('{QUEUE}', 60, 1) \gset
+            select pgmq.delete('{QUEUE}', :mid::bigint) where :mid > 0;
+        """,
+    }

@@ -1,5 +1,6 @@
 """pgqueue: its functions by pgbench, and its client of Python, which is what other libraries are compared with."""
 
+import random
 from typing import Any, ClassVar, Self
 
 import psycopg
@@ -7,7 +8,7 @@ from psycopg.types.json import Jsonb
 
 import pgqueue
 
-from .base import IN_FLIGHT, MANY_QUEUES, QUEUE, QUEUES, SCHEDULED, SqlPeer, payload
+from .base import GROUPS, IN_FLIGHT, MANY_QUEUES, QUEUE, QUEUES, SCHEDULED, GroupedPeer, SqlPeer, payload
 from .library import LibraryPeer, Session, loads
 
 
@@ -106,6 +107,39 @@ class Pgqueue(SqlPeer):
         refill(self, messages, size)
 
 
+class GroupedQueue(GroupedPeer):
+    """A queue of pgqueue with groups."""
+
+    emptied_by = (
+        "truncate pgqueue.messages, pgqueue.scheduled_messages",
+        f"select pgqueue.drop_queue('{QUEUE}')",
+        f"select pgqueue.create_queue('{QUEUE}', group_limit => 1)",
+    )
+    filled_by = (
+        "insert into pgqueue.messages (queue_name, max_attempts, payload, headers)"
+        f" select '{QUEUE}', 5, %(payload)s::jsonb, jsonb_build_object('pgqueue.group',"
+        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end) from generate_series(1, %(messages)s) n"
+    )
+    counted_by = "select count(*) from pgqueue.messages where headers ->> 'pgqueue.group' <> 'hot'"
+
+
+class GroupedPgqueue(GroupedQueue, Pgqueue):
+    name = "pgqueue, group_limit 1"
+    scripts: ClassVar = {
+        ("enqueue", 1): rf"""
+            \set g random(0, {GROUPS - 1})
+            select pgqueue.enqueue('{QUEUE}', :payload::jsonb, group_key => 'g' || :g::text);
+        """,
+        ("take", 1): rf"""
+            select
+                coalesce(max(id), 0) as mid, coalesce(max(claim_token::text), :tok::text) as tok,
+                max(payload::text) as body
+            from pgqueue.claim('{QUEUE}') \gset
+            select pgqueue.ack('{QUEUE}', :mid, :tok::uuid) where :mid > 0;
+        """,
+    }
+
+
 class ClientSession(Session):
     """A connection of the client."""
 
@@ -152,3 +186,18 @@ class PgqueueClient(LibraryPeer):
 
     def left(self) -> int:
         return len(self.execute("select 1 from pgqueue.messages limit 1"))
+
+
+class GroupedClientSession(ClientSession):
+    """A connection of the client to a queue with groups."""
+
+    may_find_none = True
+
+    async def enqueue(self, bodies: list[str]) -> None:
+        await self.queue.enqueue(loads(bodies[0]), group_key=f"g{random.randrange(GROUPS)}")
+
+
+class GroupedPgqueueClient(GroupedQueue, PgqueueClient):
+    name = "pgqueue (Python), group_limit 1"
+    session = GroupedClientSession
+    works: ClassVar = {("cycle", 1)}

@@ -3,6 +3,7 @@
 A job is fetched alone: it has no counterpart of a claim of many.
 """
 
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Self
 import procrastinate
 from procrastinate.jobs import Status
 
-from .base import QUEUE
+from .base import GROUPS, QUEUE, GroupedPeer
 from .library import CONCURRENCY, Handle, LibraryPeer, Session, loads, until_told
 
 
@@ -80,3 +81,33 @@ class Procrastinate(LibraryPeer):
 
     def left(self) -> int:
         return len(self.execute("select 1 from procrastinate_jobs where status = 'todo' limit 1"))
+
+
+class LockedJobSession(JobSession):
+    """An app whose jobs have one of many locks each."""
+
+    may_find_none = True
+
+    async def enqueue(self, bodies: list[str]) -> None:
+        lock = f"g{random.randrange(GROUPS)}"
+        task = self.app.configure_task("bench.task", queue=QUEUE, lock=lock, allow_unknown=True)
+        await task.defer_async(**loads(bodies[0]))
+
+    async def take(self, number: int) -> int:
+        try:
+            return await super().take(number)
+        except procrastinate.exceptions.UniqueViolation:  # another connection has fetched a job with this lock
+            return 0
+
+
+class LockedProcrastinate(GroupedPeer, Procrastinate):
+    name = "procrastinate, lock"
+    session = LockedJobSession
+    works: ClassVar = {("cycle", 1)}
+    emptied_by = ("truncate procrastinate_jobs cascade",)
+    filled_by = (
+        "insert into procrastinate_jobs (queue_name, task_name, args, lock)"
+        f" select '{QUEUE}', 'bench.task', %(payload)s::jsonb,"
+        f" case when n <= %(hot)s then 'hot' else 'g' || n %% {GROUPS} end from generate_series(1, %(messages)s) n"
+    )
+    counted_by = "select count(*) from procrastinate_jobs where lock <> 'hot'"

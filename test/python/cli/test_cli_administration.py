@@ -337,6 +337,18 @@ def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Callable[...
     assert "keys taken          while the message lives" in cli("show", orders.name).out
 
 
+def test_messages_of_a_group_are_sent_and_limited(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    groups = pgqueue.Queue(orders.connection, f"{orders.name}-groups")
+    assert cli("create", groups.name, "--group-limit", "1", "--on-dead", "hold").status == 0
+    assert re.search(r"groups +1 in flight, hold dead letters\n", cli("show", groups.name).out)
+    assert cli("send", groups.name, "1", "2", "--group-key", "customer-17").status == 0
+    assert [message.payload for message in groups.claim(2)] == [1]
+    assert cli("alter", groups.name, "--group-limit", "2", "--json").records[0]["group_limit"] == 2
+    assert [message.payload for message in groups.claim(2)] == [2]
+    late = cli("alter", orders.name, "--group-limit", "1")
+    assert (late.status, "was created without group_limit" in late.err) == (1, True)
+
+
 def test_options_for_keys_are_checked(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     several = cli("send", orders.name, "1", "2", "--dedup-key", "k")
     assert (several.status, "only with one payload" in several.err) == (2, True)

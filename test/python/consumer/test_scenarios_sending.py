@@ -415,6 +415,18 @@ def test_an_estimate_that_is_too_high_costs_at_most_two_empty_receives(
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
+@each
+def test_a_settled_message_makes_the_consumer_look_for_the_next_of_its_group(
+    form: Form, database: str, connection: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgqueue.consumer.polling._SHORTEST_WAIT", LONG.total_seconds())
+    queue = prepare(connection, name, group_limit=1)
+    queue.enqueue_batch(list(range(12)), group_keys=["a"] * 12)
+    with form.consuming(database, name, concurrency=4, peek_delay=LONG, listen=False) as run:
+        wait_for(lambda: is_empty(connection, name))
+    assert run.returned == list(range(12))
+
+
 @each_mode
 def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied: str) -> None:
     with connect(spied) as connection:

@@ -1,6 +1,7 @@
 """Compaction by claims, which loses no message in a crash, in a dump, on a standby, or by a prepared transaction."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def one(connection: psycopg.Connection[Any], query: str) -> Any:
 def make_due(connection: psycopg.Connection[Any]) -> None:
     """Make the next claim sweep, and the sweep ask for a compaction."""
     connection.execute(
-        "select setval('pgqueue.next_compaction_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q"
+        "select setval('pgqueue.next_maintenance_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q"
     )
 
 
@@ -93,6 +94,43 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
         assert ids[0] == kept.id
         outcome = "select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null"
         assert one(owner, outcome) == "pgqueue.messages_shared compacted"
+
+
+def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(
+        "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
+    )
+    owner.execute("select pgqueue.alter_queue('a', dedup_window => '0')")
+    queue = pgqueue.Queue(owner, "a")
+    size = "select sum(pg_total_relation_size(t.relation)) from pgqueue._compactable_tables() t"
+    size += " where t.row_type = 'pgqueue.dedup_keys'::regtype"
+    empty = one(owner, size)
+    with server.connect(database) as pin:
+        pin.execute("begin isolation level repeatable read")
+        pin.execute("select pg_current_xact_id()")
+        owner.execute("""
+            do $$ begin
+                for n in 1..3500 loop
+                    perform pgqueue.enqueue('a', '1', dedup_key => 'key');
+                    perform pgqueue.receive('a');
+                    commit;
+                end loop;
+            end $$
+        """)
+        first = queue.enqueue(1, dedup_key="key")
+        assert one(owner, size) > empty + 400_000
+
+        def is_compacted() -> bool:
+            owner.execute("select pg_stat_force_next_flush()")
+            make_due(owner)
+            queue.claim()
+            return bool(one(owner, size) < empty + 100_000)
+
+        wait_for(is_compacted)
+        assert queue.enqueue(2, dedup_key="key") == first
 
 
 @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
@@ -133,8 +171,63 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
         wait_for(lambda: other.execute(cancelled).fetchone())
         assert len(claiming.result()) == 1
     assert one(owner, "select count(*) from pgqueue.messages where claim_token is not null") == 1
-    next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_compaction_at'))"
+    next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_maintenance_at'))"
     assert one(owner, f"select {next_at} > clock_timestamp() + interval '30 s'")
+
+
+def test_doctor_names_what_keeps_a_table_from_being_compacted(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    owner.execute(FORCED_COMPACTION)
+    owner.execute("""
+        create or replace function pgqueue._overgrown_tables()
+        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
+        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648::bigint, 1::bigint $$
+    """)
+    queue = pgqueue.Queue(owner, "a")
+
+    def findings() -> dict[str, tuple[str, str]]:
+        """Of an attempt to compact, by their names: detail and repair."""
+        owner.execute("delete from pgqueue.compactions")
+        make_due(owner)
+        queue.claim(1)
+        return {row[0]: row[1:] for row in owner.execute("select finding, detail, repair from pgqueue.doctor()")}
+
+    with server.connect(database) as other:
+        other.execute("begin")
+        pgqueue.Queue(other, "a").enqueue(1)
+        found = findings()
+        table = "pgqueue.messages_shared occupies 48 MB for about 1 living rows, and the last attempt to compact it did"
+        holder = rf"process {other.info.backend_pid} has used it for \S+ with: select .*pgqueue.enqueue"
+        assert re.search(rf"^{table} not get its lock; {holder}", found["uncompacted_table"][0], re.DOTALL)
+        attempt = r"sweeps compact the tables that need it; \S+ ago, they tried pgqueue.messages_shared: busy"
+        assert re.search(rf"^the horizon is 1000000 transactions old: {attempt}$", found["compaction"][0])
+        # Ten seconds after the attempt, the next one is due.
+        assert one(
+            owner,
+            "select pgqueue._to_micros(c.tried_at + interval '10 s')"
+            " = pg_sequence_last_value('pgqueue.next_maintenance_at')"
+            " from pgqueue.compactions c where c.outcome = 'busy'",
+        )
+        other.execute("prepare transaction 'holder'")
+    try:
+        detail = findings()["uncompacted_table"][0]
+        assert re.search(r"; prepared transaction 'holder' of postgres has used it for \S+$", detail)
+        # Seen two minutes later, it pins the horizon.
+        owner.execute(
+            "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
+            " as $$ select clock_timestamp() + interval '2 min' $$"
+        )
+        detail, repair = findings()["pinned_horizon"]
+        space = r"the tables of pgqueue occupy \d+ kB and have about \d+ dead rows?"
+        cause = rf"prepared transaction 'holder' of postgres in database {database}, for 00:02:\S+: vacuum cannot"
+        assert re.search(rf"^{cause} remove rows deleted or updated since; {space}$", detail)
+    finally:
+        owner.execute("rollback prepared 'holder'")
+    assert repair == "rollback prepared 'holder';"
+    compacted = r"pgqueue.messages_shared: compacted from \d+ \w+ to \d+ \w+, with 0 living rows$"
+    assert re.search(compacted, findings()["compaction"][0])
 
 
 def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:
@@ -337,7 +430,7 @@ def test_a_dump_beside_compactions_contains_every_message(
         compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
         for _ in range(2):
             before = one(owner, compactions)
-            owner.execute("select setval('pgqueue.next_compaction_at', 1)")
+            owner.execute("select setval('pgqueue.next_maintenance_at', 1)")
             wait_for(lambda: one(owner, compactions) > before)  # noqa: B023
             sent = set(traffic.sent)
             # A dump that begins while a compaction commits asks to be repeated. The next compactions wait for the dump.

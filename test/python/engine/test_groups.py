@@ -167,7 +167,10 @@ def test_order_and_limit_hold_although_sessions_die(
     assert history.violations == []
 
 
-def test_claims_read_few_buffers_beside_a_backlog_of_one_group(connection: psycopg.Connection[Any], name: str) -> None:
+@pytest.mark.parametrize("is_analyzed", [False, True])
+def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
+    connection: psycopg.Connection[Any], name: str, is_analyzed: bool
+) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(group_limit=1)
     send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
@@ -175,6 +178,8 @@ def test_claims_read_few_buffers_beside_a_backlog_of_one_group(connection: psyco
     connection.execute(
         send.format("array(select 'group ' || i %% 50 from generate_series(1, %s) as i)").encode(), [name, 1000, 1000]
     )
+    if is_analyzed:
+        connection.execute("analyze pgqueue.messages")
     assert buffers_of_claims(connection, name) < 66  # 33
 
 
@@ -192,3 +197,30 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
             queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
         queue.enqueue_batch(keys, group_keys=keys)
         assert buffers_of_claims(connection, name) < 190  # 95
+
+
+def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(group_limit=1)
+    with connect(database) as own:  # a session in which the owner has not prepared the expressions of the indexes
+        own.execute("create role pgqueue_test_groups")
+        try:
+            own.execute("select pgqueue.grant_access('pgqueue_test_groups', 'raw')")
+            own.execute("set role pgqueue_test_groups")
+            insert = "insert into pgqueue.messages (queue_name, payload, headers) values (%s, %s, %s)"
+            for number in "1", "2":
+                own.execute(insert, [name, number, '{"pgqueue.group": "a"}'])
+            own.execute(
+                "update pgqueue.messages set attempt_count = 1, visible_at = now() + interval '1 min'"
+                " where queue_name = %s and payload = '1'",
+                [name],
+            )
+            assert list(pgqueue.Queue(connection, name).claim(2)) == []
+            own.execute("delete from pgqueue.messages where queue_name = %s and payload = '1'", [name])
+            (message,) = pgqueue.Queue(connection, name).claim(2)
+            assert message.payload == 2
+        finally:
+            own.execute("reset role")
+            own.execute("drop owned by pgqueue_test_groups")
+            own.execute("drop role pgqueue_test_groups")

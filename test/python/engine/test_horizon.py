@@ -136,6 +136,12 @@ def test_the_adapter_describes_itself_before_its_first_sample(start: Callable[..
     assert adapter.terminate() == 0
 
 
+def test_the_sessions_of_an_adapter_request_compactions(start: Callable[..., Adapter]) -> None:
+    adapter = start()
+    with psycopg.connect(adapter.dsn) as connection:
+        assert connection.execute("select pgqueue._is_compaction_on()").fetchone() == (True,)
+
+
 def test_every_tick_has_all_required_metrics(start: Callable[..., Adapter]) -> None:
     adapter = start()
     wait_for(lambda: len(adapter.values("queue_depth")) > 3)

@@ -274,6 +274,33 @@ def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue:
             )
 
 
+@pytest.mark.parametrize("send", ["nack", "delay"])
+def test_a_due_message_that_is_committed_late_is_found_without_a_sweep(dsn: str, late_queue: str, send: str) -> None:
+    with connect(dsn) as connection, psycopg.connect(dsn) as writer:
+        number = by_enqueue(connection, late_queue)[0]
+        token = claim(connection, late_queue, 1)[0][1]
+        if send == "nack":
+            writer.execute("select pgqueue.nack(%s, %s, %s, '0')", (late_queue, number, token))
+        else:
+            row = writer.execute("select pgqueue.enqueue(%s, '1', delay => '1 us')", (late_queue,)).fetchone()
+            assert row is not None
+            number = row[0]
+
+        def claimed() -> int:
+            """The id of a message, claimed while enough messages are ready and no sweep is due."""
+            connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
+            connection.execute(
+                "select setval(q.next_sweep_at, pgqueue._to_micros(clock_timestamp() + '14 s'))"
+                " from pgqueue.queues q where q.name = %s",
+                (late_queue,),
+            )
+            return int(claim(connection, late_queue, 1)[0][0])
+
+        assert number != claimed()
+        writer.commit()
+        wait_for(lambda: claimed() == number)
+
+
 STEPS = [
     "send",
     "send_delayed",

@@ -105,6 +105,9 @@ def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
         "pgqueue.redrive('orders')",
         "pgqueue.purge_expired('orders')",
         "pgqueue.purge_dead_messages('orders')",
+        "pgqueue.purge_queue('orders')",
+        "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'orders'",
+        "pgqueue._orphaned_messages()",
     ],
 )
 def test_other_calls_read_few_buffers(churned: psycopg.Connection[Any], call: str) -> None:
@@ -116,3 +119,31 @@ def test_a_claim_among_new_messages_reads_few_buffers(churned: psycopg.Connectio
     for _ in range(20):
         churned.execute("select pgqueue.enqueue('orders', '1')")
     assert max(buffers(churned, "pgqueue.claim('orders')") for _ in range(20)) <= 200
+
+
+def test_stats_and_doctor_do_not_read_what_was_sent_later_than_a_backlog_and_has_left(
+    churned: psycopg.Connection[Any],
+) -> None:
+    churned.execute("select pgqueue.create_queue('deep', visibility_timeout => '12 h')")
+    churned.execute("select pgqueue.enqueue_batch('deep', array_fill('1'::jsonb, array[400]))")
+    churned.execute("select pgqueue.claim('deep', 400)")
+    churned.execute("select pgqueue.enqueue_batch('deep', array_fill('1'::jsonb, array[10000]))")
+    churned.execute("select pgqueue.ack('deep', c.id, c.claim_token) from pgqueue.claim('deep', 10000) c")
+
+    def is_learned() -> bool:
+        churned.execute("""
+            select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))
+            from pgqueue.queues q where q.name = 'deep'
+        """)
+        known = "select s.vacant_ids @> pg_sequence_last_value('pgqueue.message_id')"
+        row = churned.execute(f"{known} from pgqueue.sweep_state s where s.queue_name = 'deep'".encode()).fetchone()
+        assert row is not None
+        return bool(row[0])
+
+    wait_for(is_learned)
+    for call in (
+        "pgqueue.stats('deep')",
+        "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'",
+    ):
+        churned.execute(f"select * from {call}".encode())
+        assert buffers(churned, call) <= 600

@@ -374,6 +374,25 @@ def test_every_message_is_processed_or_becomes_a_dead_letter(seed: int, tmp_path
     assert figures["unexpected dead"] == 0
 
 
+def test_dumps_beside_failures_and_compactions_contain_every_message(seed: int, tmp_path: Path) -> None:
+    figures = proven(soak.everything(seed, seconds=6, dump_every=0.5, restart_at=None), tmp_path)
+    assert figures["dumps"] >= 1
+    assert figures["messages checked in dumps"] > 0
+
+
+@pytest.mark.parametrize(("minutes", "seconds", "late"), [(0.5, 30, 12), (2, 60, 24), (2.5, 150, 60), (10, 150, 60)])
+def test_in_each_cycle_of_a_soak_a_late_commit_comes_before_the_crash(
+    minutes: float, seconds: float, late: float
+) -> None:
+    plan = soak.for_minutes(1, minutes, 64)
+    assert (plan.seconds, plan.cycles * plan.seconds) == (seconds, minutes * 60)
+    assert plan.late_seconds == late
+    assert plan.late_every == seconds
+    assert plan.restart_at is not None
+    assert late < plan.restart_at * seconds
+    assert ("patient" in plan.exactly_once) == (minutes >= 2.5)
+
+
 @pytest.mark.parametrize("mode", ["transactional", "receive"])
 def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, seed: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "receive"} if mode == "receive" else {"transactional": True}

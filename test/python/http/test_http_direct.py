@@ -218,6 +218,15 @@ def test_a_message_with_a_key_is_sent_once(queue: DirectQueue) -> None:
     assert [(each["id"], each["payload"]) for each in queue.claim(max_messages=100)] == [(first, 4), (other, 3)]
 
 
+def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Connection[Any]) -> None:
+    queue = DirectQueue(web, new_name())
+    sql.execute("select pgqueue.create_queue(%s, group_limit => 1)", (queue.name,))
+    messages = [{"payload": number, "group_key": "customer-17"} for number in range(2)]
+    assert queue.post("enqueue", {"messages": messages}).status_code == 201
+    claimed = queue.claim(max_messages=2)
+    assert [(each["payload"], each["headers"]) for each in claimed] == [(0, {"pgqueue.group": "customer-17"})]
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -228,6 +237,7 @@ def test_a_message_with_a_key_is_sent_once(queue: DirectQueue) -> None:
         ({"body": "A\nAA"}, "body"),
         ({"body": "AA==AA=="}, "body"),
         ({"payload": 1, "dedup_key": ""}, "dedup_key"),
+        ({"payload": 1, "group_key": ""}, "group_key"),
         ({"payload": 1, "dedup_key": "x" * 256}, "dedup_key"),
         ({"payload": 1, "dedup_key": "k", "on_duplicate": "skip"}, "on_duplicate"),
         ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),

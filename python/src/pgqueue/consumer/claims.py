@@ -65,7 +65,8 @@ class Claims:
         self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
-        self.on_settled: Callable[[], None] | None = None  # called after each message that was settled
+        self.has_limit = False  # whether messages of the queue can wait for one that is settled
+        self.has_freed_place = False
 
     # Claiming
 
@@ -276,8 +277,9 @@ class Claims:
         if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
             result.message.become(result.state)
         self._runtime.report_result(result)
-        if self.on_settled is not None:
-            self.on_settled()
+        if self.has_limit:
+            self.has_freed_place = True
+            self._runtime.signal()
 
     def _answered(self, result: Result, is_kept: bool) -> None:
         """Note the answer to a settlement, which tells whether the claim was kept."""

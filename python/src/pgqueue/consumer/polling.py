@@ -347,8 +347,8 @@ class Poller:
                 f"invalid mode: 'receive'; must be 'lease' for queue {info.name!r}, which has max_in_flight"
             )
         self._info_at = time.monotonic()
+        self._claims.has_limit = info.group_limit is not None or info.max_in_flight is not None
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
-        self._claims.on_settled = self._place_freed if info.max_in_flight is not None else None
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
@@ -364,6 +364,9 @@ class Poller:
         if time.monotonic() - self._info_at > _INFO_SECONDS:
             await self._look_at_queue()
         schedule, is_listening = self._schedule, self._listener.is_listening
+        if self._claims.has_freed_place:
+            self._claims.has_freed_place = False
+            schedule.notified()
         if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
             return await self._wait(free_slots)
         schedule.is_notified = self._saw_all = False
@@ -404,13 +407,8 @@ class Poller:
         await self._runtime.wait_until(self._is_called, schedule.next_look_at)
         return 0, False
 
-    def _place_freed(self) -> None:
-        """Look again: a message left a queue with `max_in_flight`. The database notifies nobody of this."""
-        self._schedule.notified()
-        self._runtime.signal()
-
     def _is_called(self) -> bool:
-        return self._schedule.is_notified or self._runtime.is_stopping
+        return self._schedule.is_notified or self._claims.has_freed_place or self._runtime.is_stopping
 
     async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
         most = self._most(free_slots)

@@ -17,9 +17,9 @@ const peers = {
     boss.on('error', (error) => { throw error })
     await boss.start()
     return {
-      setup: () => boss.createQueue(peer.queue),
+      setup: () => boss.createQueue(peer.queue, peer.policy ? { policy: peer.policy } : {}),
       enqueue: (data) => data.length === 1
-        ? boss.send(peer.queue, data[0])
+        ? boss.send(peer.queue, data[0], peer.groups ? { singletonKey: `g${random(peer.groups)}` } : {})
         : boss.insert(peer.queue, data.map((each) => ({ data: each }))),
       take: async (number) => {
         const jobs = await boss.fetch(peer.queue, { batchSize: number })
@@ -68,6 +68,7 @@ const peers = {
   }
 }
 
+const random = (number) => Math.floor(Math.random() * number)
 const monotonic = () => Number(process.hrtime.bigint()) / 1e9
 const begun = []
 const note = (payload) => { begun.push([payload.number, monotonic()]) }
@@ -78,7 +79,7 @@ async function client (until) {
   const latencies = []
   for (let began; (began = performance.now()) < until;) {
     if (work.verb !== 'take') await session.enqueue(data)
-    if (work.verb !== 'enqueue' && await session.take(work.batch) === 0) throw new Error('dry')
+    if (work.verb !== 'enqueue' && await session.take(work.batch) === 0 && !peer.groups) throw new Error('dry')
     latencies.push(performance.now() - began)
   }
   return latencies
