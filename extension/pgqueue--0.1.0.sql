@@ -27,7 +27,10 @@ create type pgqueue.queue as (
     expires_after_idle interval,
     dedup_window interval,
     group_limit int,
-    on_dead text
+    on_dead text,
+    max_in_flight int,
+    rate_limit int,
+    rate_period interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -255,6 +258,9 @@ create table pgqueue.queues (
     dedup_window interval not null default '5 min',
     group_limit int,
     on_dead text not null default 'skip',
+    max_in_flight int,
+    rate_limit int,
+    rate_period interval not null default '1 s',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -274,7 +280,10 @@ create table pgqueue.queues (
     constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
     constraint queues_group_limit_is_bounded
     check (group_limit is null or group_limit between 1 and 1000 and dedicated),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold'))
+    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
+    constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
+    constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
+    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day')
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -288,6 +297,10 @@ comment on column pgqueue.queues.group_limit is
 'How many messages of a group may be in flight at a time; null: the queue has no groups.';
 comment on column pgqueue.queues.on_dead is
 'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
+comment on column pgqueue.queues.max_in_flight is
+'How many messages may be in flight at a time; null: any number.';
+comment on column pgqueue.queues.rate_limit is
+'How many messages claims and receives may take in each rate_period; null: any number.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -1758,7 +1771,7 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -1839,6 +1852,15 @@ begin
     if q.on_dead is null or q.on_dead not in ('skip', 'hold') then
         perform pgqueue._raise_invalid('on_dead', q.on_dead, 'skip or hold');
     end if;
+    if q.max_in_flight not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text, 'an integer from 1 to 10000, or null for no limit');
+    end if;
+    if q.rate_limit not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('rate_limit', q.rate_limit::text, 'an integer from 1 to 1000000, or null for no limit');
+    end if;
+    if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
+        perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -1867,7 +1889,10 @@ create function pgqueue.create_queue(
     expires_after_idle interval default null,
     dedup_window interval default '5 min',
     group_limit int default null,
-    on_dead text default 'skip'
+    on_dead text default 'skip',
+    max_in_flight int default null,
+    rate_limit int default null,
+    rate_period interval default '1 s'
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -1902,9 +1927,12 @@ begin
     q.dedup_window := dedup_window;
     q.group_limit := group_limit;
     q.on_dead := on_dead;
+    q.max_in_flight := max_in_flight;
+    q.rate_limit := rate_limit;
+    q.rate_period := rate_period;
     perform pgqueue._check_settings(q);
-    -- A queue with groups has indexes of its own.
-    dedicated := dedicated or group_limit is not null;
+    -- A queue with groups or max_in_flight has indexes of its own.
+    dedicated := dedicated or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -1945,7 +1973,8 @@ begin
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle, dedup_window, group_limit, on_dead
+        expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
+        rate_period
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -1958,7 +1987,8 @@ begin
         pgqueue._create_register(q.queue_id, 'first_due_at'),
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
-        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead
+        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -1971,7 +2001,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval, interval, int, text
+    boolean, interval, interval, interval, int, text, int, int, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -1989,8 +2019,11 @@ enqueue adds no second message with the same dedup_key; 0 means as long as the f
 With group_limit (1 to 1000) at most so many messages with the same group_key are in flight at a time, in the order of
 their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of
 its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold the
-group waits until the dead letter is redriven or purged. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
-transaction keeps a dedicated table from being attached.';
+group waits until the dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the
+queue are in flight at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims
+and receives take so many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims
+have left. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2051,7 +2084,10 @@ create function pgqueue.alter_queue(
     expires_after_idle interval default null,
     dedup_window interval default null,
     group_limit int default null,
-    on_dead text default null
+    on_dead text default null,
+    max_in_flight int default null,
+    rate_limit int default null,
+    rate_period interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2081,6 +2117,9 @@ begin
     end if;
     q.group_limit := coalesce(alter_queue.group_limit, q.group_limit);
     q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
+    q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
+    q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
+    q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -2088,7 +2127,8 @@ begin
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
-        group_limit = q.group_limit, on_dead = q.on_dead, updated_at = pgqueue._now()
+        group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
+        rate_limit = q.rate_limit, rate_period = q.rate_period, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -2101,15 +2141,17 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval, interval, int, text
+    interval, interval, int, text, int, int, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. Raises 22023, PQ001, and PQ004 if
-archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
+to the next claims; a queue that was created without group_limit cannot get one. The
+same holds for max_in_flight. A new rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit
+0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
+a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name text)
 returns bigint
@@ -4352,6 +4394,252 @@ $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
 groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
+-- Limits of a queue. With max_in_flight a claim counts the messages in flight from their rows, under a lock that it
+-- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
+-- tokens are counted in a register, under a lock that no transaction keeps.
+
+create function pgqueue._rate_register(q pgqueue.queues)
+returns regclass
+language sql stable
+as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
+comment on function pgqueue._rate_register(pgqueue.queues) is
+'The register of a queue with rate_limit: the time up to which its tokens are used, in microseconds since 1970.';
+
+create function pgqueue._sync_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is not null and not exists (
+        select from pg_catalog.pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('messages_%s_attempted', q.queue_id)
+    ) then
+        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text,
+            format('null: queue %L was created without max_in_flight', q.name));
+    end if;
+    -- The register stays when the limit ends: a claim that runs at the same time may still use it.
+    if q.rate_limit is not null and not exists (
+        select from pg_catalog.pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('queue_%s_rate_used_until', q.queue_id)
+    ) then
+        perform setval(pgqueue._create_register(q.queue_id, 'rate_used_until'), 1);
+    end if;
+end;
+$$;
+comment on function pgqueue._sync_limits(pgqueue.queues) is
+'Creates the register of a queue with rate_limit if it is missing. Raises 22023 if the queue has no index for
+max_in_flight.';
+
+create function pgqueue._on_queue_created_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is not null then
+        -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
+        -- _ends_in_flight, for which the primary key cannot serve.
+        execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
+            format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
+    end if;
+    perform pgqueue._sync_limits(q);
+end;
+$$;
+comment on function pgqueue._on_queue_created_limits(pgqueue.queues) is
+'Creates what the limits of a new queue need.';
+
+create function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if (before.max_in_flight, before.rate_limit, before.rate_period)
+        is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
+    then
+        perform pgqueue._sync_limits(after);
+        -- A waiting consumer knows only when the old limits allow the next message.
+        perform pgqueue._wake(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_limits(pgqueue.queues, pgqueue.queues) is
+'Creates what new limits of a queue need, and notifies waiting consumers.';
+
+create function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+begin
+    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until', q.queue_id);
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
+'Drops the register of a queue that has or had a rate_limit.';
+
+create function pgqueue._rate_period_micros(q pgqueue.queues)
+returns bigint
+language sql immutable parallel safe
+as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
+comment on function pgqueue._rate_period_micros(pgqueue.queues) is
+'The rate_period of a queue in microseconds.';
+
+create function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
+returns bigint
+language sql volatile
+as $$
+    -- A time that is more than a period ahead was set before the clock was set back.
+    select greatest(
+        now_micros - pgqueue._rate_period_micros(q),
+        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
+    from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
+$$;
+comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
+'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
+
+create function pgqueue._tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
+comment on function pgqueue._tokens(pgqueue.queues, bigint, bigint) is
+'How many tokens there are if those up to a time are used.';
+
+create function pgqueue._micros_of_tokens(q pgqueue.queues, tokens bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
+comment on function pgqueue._micros_of_tokens(pgqueue.queues, bigint) is
+'The time that it takes until there are so many more tokens, rounded up.';
+
+create function pgqueue._ends_in_flight(q pgqueue.queues, at timestamptz)
+returns timestamptz[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    ends timestamptz[];
+begin
+    -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
+    -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
+    -- In a queue with groups a message that waits for its retry stays in messages, without a token.
+    lock table only pgqueue.messages in access share mode;
+    execute format(
+        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
+        pgqueue._partition_of(q))
+    into ends using pgqueue._first_id_of(q.name), at;
+    return ends;
+end;
+$$;
+comment on function pgqueue._ends_in_flight(pgqueue.queues, timestamptz) is
+'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
+
+create function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+begin
+    if q.rate_limit is not null then
+        wanted := least(wanted, pgqueue._tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+    end if;
+    if q.max_in_flight is not null and wanted > 0 then
+        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._ends_in_flight(q, at)));
+    end if;
+    return wanted;
+end;
+$$;
+comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
+'How many of the wanted messages the limits of a queue allow now.';
+
+create function pgqueue._full_until(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is null then
+        return null;
+    end if;
+    return (select e from unnest(pgqueue._ends_in_flight(q, at)) as e order by e desc offset q.max_in_flight - 1 limit 1);
+end;
+$$;
+comment on function pgqueue._full_until(pgqueue.queues, timestamptz) is
+'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
+
+create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return greatest(
+        case when q.rate_limit is not null then pgqueue._from_micros(
+            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._micros_of_tokens(q, 1)) end,
+        pgqueue._full_until(q, at));
+end;
+$$;
+comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
+'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
+
+create function pgqueue._lock_places(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+declare
+    key constant bigint := hashtextextended(format('pgqueue.max_in_flight.%s', q.queue_id), 0);
+begin
+    -- lock_timeout is shorter than deadlock_timeout: claims of several queues in one transaction raise no error.
+    if not pg_try_advisory_xact_lock(key) then
+        perform pg_advisory_xact_lock(key);
+    end if;
+    return true;
+exception when lock_not_available then
+    return false;
+end;
+$$;
+comment on function pgqueue._lock_places(pgqueue.queues) is
+'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
+one. False if another transaction keeps the lock for longer than 100 ms.';
+
+create function pgqueue._take_tokens(q pgqueue.queues, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros bigint;
+    used_until bigint;
+    taken int;
+begin
+    begin
+        perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
+        now_micros := pgqueue._to_micros(pgqueue._now());
+        used_until := pgqueue._rate_used_until(q, now_micros);
+        taken := least(wanted, pgqueue._tokens(q, now_micros, used_until));
+        if taken > 0 then
+            perform setval(pgqueue._rate_register(q), used_until + pgqueue._micros_of_tokens(q, taken));
+        end if;
+        -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
+        perform pgqueue._raise_queue_busy(q.name, 'claim');
+    exception when sqlstate 'PQ004' then
+        null;
+    end;
+    return taken;
+end;
+$$;
+comment on function pgqueue._take_tokens(pgqueue.queues, int) is
+'Takes up to wanted tokens of a queue and returns their number. Claims take turns: each holds a lock while it changes
+the register. A rollback does not return tokens.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
@@ -4431,8 +4719,50 @@ $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
+create function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    allowed int := pgqueue._allowed_messages(q, at, wanted);
+    picks bigint[];
+    taken int;
+begin
+    if allowed > 0 and q.max_in_flight is not null then
+        if not pgqueue._lock_places(q) then
+            return '{}'::bigint[];
+        end if;
+        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+        -- This is a new statement: it sees the claims of those that held the lock before.
+        at := pgqueue._now();
+        allowed := pgqueue._allowed_messages(q, at, wanted);
+    end if;
+    if allowed <= 0 then
+        return '{}'::bigint[];
+    end if;
+    if q.group_limit is null then
+        picks := pgqueue._claim_candidates(q, at, allowed);
+    else
+        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+    end if;
+    if q.rate_limit is null or picks = '{}' then
+        return picks;
+    end if;
+    taken := pgqueue._take_tokens(q, cardinality(picks));
+    if taken < cardinality(picks) then
+        -- Another claim has taken tokens since. The messages above the limit are left to later claims.
+        perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
+        from unnest(picks[taken + 1:]) as p;
+    end if;
+    return picks[:taken];
+end;
+$$;
+comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
+'The part of _claim_candidates_fast for a queue with limits.';
+
 create function pgqueue._claim_candidates_fast(
-    queue_name text, max_messages int, visibility_timeout interval
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false
 )
 returns bigint[]
 language plpgsql volatile
@@ -4457,7 +4787,7 @@ begin
     -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and w.group_limit is null and max_messages between 1 and 10000
+        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -4484,14 +4814,21 @@ begin
     if visibility_timeout is not null then
         perform pgqueue._check_visibility_timeout(visibility_timeout);
     end if;
+    if is_receive and q.max_in_flight is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        return pgqueue._claim_candidates_limited(q, at, max_messages);
+    end if;
     if q.group_limit is not null then
         return pgqueue._claim_candidates_grouped(q, at, max_messages);
     end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._claim_candidates_fast(text, int, interval) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim.';
+comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim,
+and 22023 for a receive in a queue with max_in_flight.';
 
 create function pgqueue.claim(
     queue_name text,
@@ -4535,8 +4872,10 @@ comment on function pgqueue.claim(text, int, interval, text) is
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. Waits only for drop_queue. Returns no row if no message is
-ready or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+messages of a group, and messages of at most 100 groups. Waits only for drop_queue and, in a queue with max_in_flight,
+up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
+limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
+claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name text, max_messages int default 1)
@@ -4550,7 +4889,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin
@@ -4598,7 +4937,9 @@ comment on function pgqueue.receive(text, int) is
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
 them. If the queue has archive_for, received messages go to the archive. Waits only for drop_queue. Returns no row if no
-message is ready or the queue is paused. Raises 22023, PQ001.';
+message is ready, the queue is paused, or its rate_limit allows none. A rollback does not give back what rate_limit has
+counted. A queue with max_in_flight is refused with 22023, because other sessions cannot count what was received. Raises
+22023, PQ001.';
 -- Extends claims: sets a new end for claims that the caller still holds.
 
 create function pgqueue._check_claim(id bigint, claim_token uuid)
@@ -4636,13 +4977,16 @@ begin
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
     where m.queue_name = q.name and m.id = extend.id
-        and pgqueue._is_claimed_by(m, extend.claim_token);
+        and pgqueue._is_claimed_by(m, extend.claim_token)
+        -- Another claim may have taken the place of one that has ended.
+        and (q.max_in_flight is null or m.visible_at > pgqueue._now());
     return found;
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
-Returns true, or false if the claim was lost. Raises 22023, PQ001.';
+Returns true, or false if the claim was lost. In a queue with max_in_flight a claim that has ended is lost. Raises
+22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -4668,6 +5012,7 @@ begin
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        and (q.max_in_flight is null or m.visible_at > (select pgqueue._now()))
     returning m.id;
 end;
 $$;
@@ -4803,6 +5148,7 @@ begin
         -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
         m.visible_at := due_at;
         m.claim_token := null;
+        m.claimed_attempt := m.attempt_count;
         insert into pgqueue.messages select m.*;
         perform pgqueue._announce_due(q, due_at);
         return;
@@ -5405,7 +5751,10 @@ begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
     end if;
-    if q.paused_at is not null then
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        max_records := greatest(0, pgqueue._allowed_messages(q, at, max_records));
+    end if;
+    if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
 
@@ -6055,13 +6404,14 @@ begin
             ) m
         )
     ) into due_at;
-    return due_at;
+    return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
 comment on function pgqueue.next_due_at(text) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
-messages are ready, and null if nothing is pending. Only the first 1,000 messages by id are checked for the ends of
-claims. Raises PQ001.';
+messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
+allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
+message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001.';
 
 create function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
 returns timestamptz
@@ -6086,6 +6436,10 @@ begin
         until := least(until, pgqueue._now() + interval '1 s');
     end if;
     due_at := pgqueue.next_due_at(queue_name);
+    if pgqueue._full_until(q, pgqueue._now()) is not null then
+        -- An acknowledgement, which frees a place, notifies no consumer.
+        until := least(until, pgqueue._now() + interval '1 s');
+    end if;
     if due_at is null or q.paused_at is not null then
         return until;
     end if;
@@ -6097,8 +6451,9 @@ $$;
 comment on function pgqueue.prepare_wait(text, interval) is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
-once more: a message may have arrived in between. While other transactions are sending, the returned time is at most one
-second ahead, as those will not notify. Raises 22023, PQ001.';
+once more: a message may have arrived in between. While other transactions are sending, or while
+max_in_flight messages are in flight, the returned time is at most one second ahead: those transactions do not notify,
+and neither does an acknowledgement. Raises 22023, PQ001.';
 -- Finds problems, and for each the statement that repairs it.
 
 create function pgqueue.version()
@@ -7527,6 +7882,10 @@ begin
     perform pgqueue._check_visibility_timeout(visibility_timeout);
     if fail_on_data_loss is null then
         perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    end if;
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without max_in_flight and rate_limit: a batch has all messages that are ready, up to max_messages');
     end if;
 
     if after_seq = s.acked_seq and after_token is not distinct from s.acked_token then
@@ -9989,6 +10348,9 @@ begin
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without group_limit: endpoints receive without regard to groups');
     end if;
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without limits: endpoints receive without regard to them');
+    end if;
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.
@@ -10366,6 +10728,13 @@ begin
     if not after.dedicated then
         return;
     end if;
+    if (after.max_in_flight is not null or after.rate_limit is not null)
+        and exists (select from pgqueue.transports t where t.queue_name = after.name)
+    then
+        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+            coalesce(after.rate_limit, after.max_in_flight)::text,
+            format('null: queue %L has the relation of a transport', after.name));
+    end if;
     if after.archive_for is null and before.archive_for is not null then
         -- An older snapshot may not show that the queue is exposed.
         perform pgqueue._require_current_snapshot(format('queue %L', after.name));
@@ -10374,7 +10743,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets
+limits, and 40001 if an old snapshot may hide
 that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)

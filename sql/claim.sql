@@ -77,8 +77,50 @@ $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
+create or replace function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    allowed int := pgqueue._allowed_messages(q, at, wanted);
+    picks bigint[];
+    taken int;
+begin
+    if allowed > 0 and q.max_in_flight is not null then
+        if not pgqueue._lock_places(q) then
+            return '{}'::bigint[];
+        end if;
+        perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+        -- This is a new statement: it sees the claims of those that held the lock before.
+        at := pgqueue._now();
+        allowed := pgqueue._allowed_messages(q, at, wanted);
+    end if;
+    if allowed <= 0 then
+        return '{}'::bigint[];
+    end if;
+    if q.group_limit is null then
+        picks := pgqueue._claim_candidates(q, at, allowed);
+    else
+        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+    end if;
+    if q.rate_limit is null or picks = '{}' then
+        return picks;
+    end if;
+    taken := pgqueue._take_tokens(q, cardinality(picks));
+    if taken < cardinality(picks) then
+        -- Another claim has taken tokens since. The messages above the limit are left to later claims.
+        perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
+        from unnest(picks[taken + 1:]) as p;
+    end if;
+    return picks[:taken];
+end;
+$$;
+comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
+'The part of _claim_candidates_fast for a queue with limits.';
+
 create or replace function pgqueue._claim_candidates_fast(
-    queue_name text, max_messages int, visibility_timeout interval
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false
 )
 returns bigint[]
 language plpgsql volatile
@@ -103,7 +145,7 @@ begin
     -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and w.group_limit is null and max_messages between 1 and 10000
+        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -130,14 +172,21 @@ begin
     if visibility_timeout is not null then
         perform pgqueue._check_visibility_timeout(visibility_timeout);
     end if;
+    if is_receive and q.max_in_flight is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        return pgqueue._claim_candidates_limited(q, at, max_messages);
+    end if;
     if q.group_limit is not null then
         return pgqueue._claim_candidates_grouped(q, at, max_messages);
     end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
 $$;
-comment on function pgqueue._claim_candidates_fast(text, int, interval) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim.';
+comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim,
+and 22023 for a receive in a queue with max_in_flight.';
 
 create or replace function pgqueue.claim(
     queue_name text,
@@ -181,5 +230,7 @@ comment on function pgqueue.claim(text, int, interval, text) is
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. Waits only for drop_queue. Returns no row if no message is
-ready or the queue is paused. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+messages of a group, and messages of at most 100 groups. Waits only for drop_queue and, in a queue with max_in_flight,
+up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
+limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
+claim. Raises 22023, PQ001.';

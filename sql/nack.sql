@@ -63,6 +63,7 @@ begin
         -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
         m.visible_at := due_at;
         m.claim_token := null;
+        m.claimed_attempt := m.attempt_count;
         insert into pgqueue.messages select m.*;
         perform pgqueue._announce_due(q, due_at);
         return;

@@ -80,7 +80,10 @@ begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
     end if;
-    if q.paused_at is not null then
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        max_records := greatest(0, pgqueue._allowed_messages(q, at, max_records));
+    end if;
+    if q.paused_at is not null or max_records = 0 then
         return 0;
     end if;
 

@@ -9,7 +9,7 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -90,6 +90,15 @@ begin
     if q.on_dead is null or q.on_dead not in ('skip', 'hold') then
         perform pgqueue._raise_invalid('on_dead', q.on_dead, 'skip or hold');
     end if;
+    if q.max_in_flight not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text, 'an integer from 1 to 10000, or null for no limit');
+    end if;
+    if q.rate_limit not between 1 and 1000000 then
+        perform pgqueue._raise_invalid('rate_limit', q.rate_limit::text, 'an integer from 1 to 1000000, or null for no limit');
+    end if;
+    if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
+        perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -118,7 +127,10 @@ create or replace function pgqueue.create_queue(
     expires_after_idle interval default null,
     dedup_window interval default '5 min',
     group_limit int default null,
-    on_dead text default 'skip'
+    on_dead text default 'skip',
+    max_in_flight int default null,
+    rate_limit int default null,
+    rate_period interval default '1 s'
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -153,9 +165,12 @@ begin
     q.dedup_window := dedup_window;
     q.group_limit := group_limit;
     q.on_dead := on_dead;
+    q.max_in_flight := max_in_flight;
+    q.rate_limit := rate_limit;
+    q.rate_period := rate_period;
     perform pgqueue._check_settings(q);
-    -- A queue with groups has indexes of its own.
-    dedicated := dedicated or group_limit is not null;
+    -- A queue with groups or max_in_flight has indexes of its own.
+    dedicated := dedicated or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -196,7 +211,8 @@ begin
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
-        expires_after_idle, dedup_window, group_limit, on_dead
+        expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
+        rate_period
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -209,7 +225,8 @@ begin
         pgqueue._create_register(q.queue_id, 'first_due_at'),
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
-        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead
+        create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -222,7 +239,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval, interval, int, text
+    boolean, interval, interval, interval, int, text, int, int, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -240,8 +257,11 @@ enqueue adds no second message with the same dedup_key; 0 means as long as the f
 With group_limit (1 to 1000) at most so many messages with the same group_key are in flight at a time, in the order of
 their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of
 its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold the
-group waits until the dead letter is redriven or purged. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
-transaction keeps a dedicated table from being attached.';
+group waits until the dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the
+queue are in flight at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims
+and receives take so many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims
+have left. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -302,7 +322,10 @@ create or replace function pgqueue.alter_queue(
     expires_after_idle interval default null,
     dedup_window interval default null,
     group_limit int default null,
-    on_dead text default null
+    on_dead text default null,
+    max_in_flight int default null,
+    rate_limit int default null,
+    rate_period interval default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -332,6 +355,9 @@ begin
     end if;
     q.group_limit := coalesce(alter_queue.group_limit, q.group_limit);
     q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
+    q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
+    q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
+    q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -339,7 +365,8 @@ begin
         backoff_base = q.backoff_base, backoff_factor = q.backoff_factor, backoff_max = q.backoff_max,
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
-        group_limit = q.group_limit, on_dead = q.on_dead, updated_at = pgqueue._now()
+        group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
+        rate_limit = q.rate_limit, rate_period = q.rate_period, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -352,15 +379,17 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval, interval, int, text
+    interval, interval, int, text, int, int, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. Raises 22023, PQ001, and PQ004 if
-archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
+to the next claims; a queue that was created without group_limit cannot get one. The
+same holds for max_in_flight. A new rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit
+0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
+a longer transaction uses that relation.';
 
 create or replace function pgqueue.drop_queue(queue_name text)
 returns bigint

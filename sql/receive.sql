@@ -11,7 +11,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null);
+    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin
@@ -59,4 +59,6 @@ comment on function pgqueue.receive(text, int) is
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
 them. If the queue has archive_for, received messages go to the archive. Waits only for drop_queue. Returns no row if no
-message is ready or the queue is paused. Raises 22023, PQ001.';
+message is ready, the queue is paused, or its rate_limit allows none. A rollback does not give back what rate_limit has
+counted. A queue with max_in_flight is refused with 22023, because other sessions cannot count what was received. Raises
+22023, PQ001.';

@@ -31,6 +31,9 @@ create table pgqueue.queues (
     dedup_window interval not null default '5 min',
     group_limit int,
     on_dead text not null default 'skip',
+    max_in_flight int,
+    rate_limit int,
+    rate_period interval not null default '1 s',
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -50,7 +53,10 @@ create table pgqueue.queues (
     constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
     constraint queues_group_limit_is_bounded
     check (group_limit is null or group_limit between 1 and 1000 and dedicated),
-    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold'))
+    constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
+    constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
+    constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
+    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day')
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -64,6 +70,10 @@ comment on column pgqueue.queues.group_limit is
 'How many messages of a group may be in flight at a time; null: the queue has no groups.';
 comment on column pgqueue.queues.on_dead is
 'Whether the messages of a group go on after a dead letter of the group (skip) or wait for it (hold).';
+comment on column pgqueue.queues.max_in_flight is
+'How many messages may be in flight at a time; null: any number.';
+comment on column pgqueue.queues.rate_limit is
+'How many messages claims and receives may take in each rate_period; null: any number.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';

@@ -534,6 +534,9 @@ begin
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without group_limit: endpoints receive without regard to groups');
     end if;
+    if q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without limits: endpoints receive without regard to them');
+    end if;
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
         -- transport_seq. Creating the trigger takes the same lock anyway.
@@ -911,6 +914,13 @@ begin
     if not after.dedicated then
         return;
     end if;
+    if (after.max_in_flight is not null or after.rate_limit is not null)
+        and exists (select from pgqueue.transports t where t.queue_name = after.name)
+    then
+        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+            coalesce(after.rate_limit, after.max_in_flight)::text,
+            format('null: queue %L has the relation of a transport', after.name));
+    end if;
     if after.archive_for is null and before.archive_for is not null then
         -- An older snapshot may not show that the queue is exposed.
         perform pgqueue._require_current_snapshot(format('queue %L', after.name));
@@ -919,7 +929,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 40001 if an old snapshot may hide
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets
+limits, and 40001 if an old snapshot may hide
 that the queue is exposed.';
 
 create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)

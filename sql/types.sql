@@ -19,7 +19,10 @@ create type pgqueue.queue as (
     expires_after_idle interval,
     dedup_window interval,
     group_limit int,
-    on_dead text
+    on_dead text,
+    max_in_flight int,
+    rate_limit int,
+    rate_period interval
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';

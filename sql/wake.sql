@@ -57,13 +57,14 @@ begin
             ) m
         )
     ) into due_at;
-    return due_at;
+    return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
 comment on function pgqueue.next_due_at(text) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
-messages are ready, and null if nothing is pending. Only the first 1,000 messages by id are checked for the ends of
-claims. Raises PQ001.';
+messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
+allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
+message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001.';
 
 create or replace function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
 returns timestamptz
@@ -88,6 +89,10 @@ begin
         until := least(until, pgqueue._now() + interval '1 s');
     end if;
     due_at := pgqueue.next_due_at(queue_name);
+    if pgqueue._full_until(q, pgqueue._now()) is not null then
+        -- An acknowledgement, which frees a place, notifies no consumer.
+        until := least(until, pgqueue._now() + interval '1 s');
+    end if;
     if due_at is null or q.paused_at is not null then
         return until;
     end if;
@@ -99,5 +104,6 @@ $$;
 comment on function pgqueue.prepare_wait(text, interval) is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
-once more: a message may have arrived in between. While other transactions are sending, the returned time is at most one
-second ahead, as those will not notify. Raises 22023, PQ001.';
+once more: a message may have arrived in between. While other transactions are sending, or while
+max_in_flight messages are in flight, the returned time is at most one second ahead: those transactions do not notify,
+and neither does an acknowledgement. Raises 22023, PQ001.';

@@ -4,6 +4,7 @@ race, and can be killed. Each takes what it needs by value and returns what it h
 import json
 import multiprocessing
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -58,6 +59,24 @@ def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
         " or exists (select from pgqueue.scheduled_messages where queue_name = %(queue)s)",
         {"queue": queue},
     ).fetchone()[0]
+
+
+def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
+    """The median of the buffers that a claim of one message touches, each followed by an acknowledgement."""
+    touched = []
+    for _ in range(40):
+        explained = connection.execute(
+            "explain (analyze, buffers, format json) select * from pgqueue.claim(%s)", [name]
+        ).fetchone()
+        assert explained is not None
+        plan = explained[0][0]["Plan"]
+        touched.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+        connection.execute(
+            "select pgqueue.ack(m.queue_name, m.id, m.claim_token) from pgqueue.messages m"
+            " where m.queue_name = %s and m.claim_token is not null",
+            [name],
+        )
+    return int(statistics.median(touched))
 
 
 def claim(connection: psycopg.Connection[Any], queue: str, number: int) -> list[Any]:

@@ -8,7 +8,7 @@ from pg_proc p join pg_language l on l.oid = p.prolang
 where p.pronamespace = 'pgqueue'::regnamespace;
 create temp view relations as
 select c.oid, c.relname, c.relkind, c.relacl, c.reloptions,
-    c.relname ~ '^queue_[0-9]+_(fresh_from_id|sweep_resume_id|next_sweep_at|first_due_at|waiting_until|seq)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|(archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+)$' as is_dynamic
+    c.relname ~ '^queue_[0-9]+_(fresh_from_id|sweep_resume_id|next_sweep_at|first_due_at|waiting_until|seq|rate_used_until)$' or c.relname ~ '^((archived_)?messages_[0-9]+|transports_[0-9]+|(archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+)$' as is_dynamic
 from pg_class c
 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v', 'm', 'f');
 
@@ -50,7 +50,7 @@ select results_eq(
     ('ack' collate "C", 'queue_name text, id bigint, claim_token uuid', 0, 'boolean'),
     ('ack_batch', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('advance_transport', 'queue_name text', 0, 'bigint'),
-    ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text', 14, 'pgqueue.queue'),
+    ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval', 17, 'pgqueue.queue'),
     ('alter_schedule', 'name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean', 6, 'timestamp with time zone'),
     ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
     ('browse_archived_messages', 'queue_name text, max_messages integer, before_id bigint', 2, 'SETOF pgqueue.archived_message'),
@@ -62,7 +62,7 @@ select results_eq(
     ('claim_any', 'queue_names text[], max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
     ('compact_queues', '', 0, 'SETOF pgqueue.compaction'),
-    ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text', 16, 'pgqueue.queue'),
+    ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval', 19, 'pgqueue.queue'),
     ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean', 5, 'timestamp with time zone'),
     ('doctor', 'peek_delay interval', 1, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', '', 0, 'SETOF text'),

@@ -313,6 +313,9 @@ class AsyncQueue(_Calls):
         dedup_window: timedelta | None = None,
         group_limit: int | None = None,
         on_dead: str | None = None,
+        max_in_flight: int | None = None,
+        rate_limit: int | None = None,
+        rate_period: timedelta | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -331,7 +334,11 @@ class AsyncQueue(_Calls):
         that time. `dedup_window` (1 s to 30 days; 5 min) is the time for which a `dedup_key` is taken; `timedelta(0)`
         means as long as its message lives, at most 30 days. With `group_limit` (1 to 1000; None: no groups) at most so
         many messages with the same `group_key` are in flight at a time, in the order of their ids; the queue is then
-        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it).
+        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it). With
+        `max_in_flight` (1 to 10000; None: any number) at most so many messages of the queue are in flight at a time,
+        over all consumers; the queue is then dedicated, and `receive` refuses it. With `rate_limit` (1 to 1000000;
+        None: any number) claims and receives take so many messages in each `rate_period` (1 ms to 1 day; 1 s), and up
+        to `rate_limit` more that earlier claims have left.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -354,6 +361,9 @@ class AsyncQueue(_Calls):
                 dedup_window,
                 group_limit,
                 on_dead,
+                max_in_flight,
+                rate_limit,
+                rate_period,
             )
         )
 
@@ -373,6 +383,9 @@ class AsyncQueue(_Calls):
         dedup_window: timedelta | None = None,
         group_limit: int | None = None,
         on_dead: str | None = None,
+        max_in_flight: int | None = None,
+        rate_limit: int | None = None,
+        rate_period: timedelta | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
@@ -380,7 +393,7 @@ class AsyncQueue(_Calls):
         already archived. `timedelta(0)` ends archiving; archived messages are then kept for the time that was promised.
         An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
         that are sent from then on; the keys of earlier ones may be free at once. A queue that was created
-        without `group_limit` cannot get one.
+        without `group_limit` or `max_in_flight` cannot get one. 0 ends `max_in_flight` and `rate_limit`.
 
         Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
         transport relation that a longer transaction uses.
@@ -402,6 +415,9 @@ class AsyncQueue(_Calls):
                 dedup_window,
                 group_limit,
                 on_dead,
+                max_in_flight,
+                rate_limit,
+                rate_period,
             )
         )
 

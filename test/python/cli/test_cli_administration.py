@@ -88,11 +88,14 @@ def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: 
 
 
 def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.drop_queue()
+    orders.create_queue(group_limit=1, max_in_flight=1)
     changed = cli(
         *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
         *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
-        *("--dedup-window", "2h", "--on-dead", "hold"),
+        *("--dedup-window", "2h", "--group-limit", "2", "--on-dead", "hold", "--max-in-flight", "30"),
+        *("--rate-limit", "500", "--rate-period", "250ms"),
     ).records[0]
     expected = {
         "visibility_timeout": 7200,
@@ -107,14 +110,20 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "archive_for": 2592000,
         "expires_after_idle": 7776000,
         "dedup_window": 7200,
+        "group_limit": 2,
         "on_dead": "hold",
+        "max_in_flight": 30,
+        "rate_limit": 500,
+        "rate_period": 0.25,
     }
     assert {name: changed[name] for name in expected} == expected
-    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at", "group_limit"}
+    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at"}
     ended = cli(
-        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired")
+        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired"),
+        *("--max-in-flight", "0", "--rate-limit", "0"),
     ).records[0]
     assert (ended["archive_for"], ended["expires_after_idle"]) == (None, None)
+    assert (ended["max_in_flight"], ended["rate_limit"]) == (None, None)
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (True, False)
 
 
@@ -144,9 +153,14 @@ def test_show_prints_all_settings(cli: Callable[..., Done], orders: pgqueue.Queu
         "table": "shared",
     }
     orders.alter_queue(archive_for=timedelta(days=7), expires_after_idle=timedelta(days=1))
+    orders.alter_queue(rate_limit=500, rate_period=timedelta(minutes=1))
     orders.pause_queue()
     shown = cli("show", orders.name)
-    for fact in ("archived for        7d\n", "dropped             after 1d without messages or use\n"):
+    for fact in (
+        "archived for        7d\n",
+        "dropped             after 1d without messages or use\n",
+        "rate                up to 500 messages every 1m\n",
+    ):
         assert fact in shown.out
     assert re.search(r"^paused +\d", shown.out, re.MULTILINE)
     assert re.search(r"^created +\d.*\nchanged +\d", shown.out, re.MULTILINE)

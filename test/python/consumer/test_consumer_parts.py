@@ -14,7 +14,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import SECOND, THREADS, Form, Step, beside, each, each_plain, prepare, waits
+from consumers import LONG, SECOND, THREADS, Form, Step, beside, each, each_lease, each_plain, prepare, waits
 from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
@@ -700,6 +700,44 @@ def test_each_of_several_successive_messages_costs_one_look(
         after = run.consumer.stats
     assert after.waits <= before.waits + 1  # The first word comes from the listener itself.
     assert after.peeks <= before.peeks + 35
+
+
+@pytest.mark.parametrize("form", [THREADS[0]], ids=str)
+def test_a_consumer_sleeps_while_a_rate_limit_holds(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, rate_limit=1, rate_period=timedelta(days=1))
+    timer = prepare(connection, f"{name}-timer")
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work, peek_delay=LONG) as run:
+        wait_for(lambda: waits(connection, name))
+        queue.enqueue_batch([1, 2, 3])
+        wait_for(lambda: run.returned == [1])
+        looks = run.consumer.stats.peeks
+        timer.enqueue(1, delay=2 * SECOND)
+        wait_for(lambda: list(timer.claim()))
+        assert run.consumer.stats.peeks <= looks + 2
+    assert run.returned == [1]
+
+
+@each_lease
+def test_a_consumer_uses_a_place_that_it_has_freed(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    monkeypatch.setattr(polling.PollSchedule, "due", lambda *_: None)  # Only a notification ends a wait.
+    queue = prepare(connection, name, max_in_flight=1)
+
+    async def work(step: Step) -> None:
+        await step.until(lambda: run.consumer.stats.waits >= before.waits + step.message.payload)
+
+    with form.consuming(database, name, work, concurrency=2, peek_delay=LONG) as run:
+        wait_for(lambda: waits(connection, name))
+        before = run.consumer.stats
+        queue.enqueue_batch([1, 2, 3])
+        wait_for(lambda: run.returned == [1, 2, 3])
 
 
 @each_plain

@@ -867,6 +867,18 @@ def test_a_consumer_of_an_unknown_queue_raises_at_once(form: Form, database: str
             pass
 
 
+def test_a_consumer_in_receive_mode_refuses_a_queue_with_max_in_flight(
+    database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name, max_in_flight=1)
+    for is_async in (False, True):
+        with (
+            pytest.raises(pgqueue.InvalidArgument, match=f"must be 'lease' for queue '{name}'"),
+            Form(is_async, "receive").consuming(database, name),
+        ):
+            pass
+
+
 @together(FORMS)
 def test_two_consumers_share_a_queue(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue_batch(list(range(400)))

@@ -9,13 +9,14 @@ import pytest
 # The arguments that accept null.
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
-    " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead",
+    " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead"
+    " max_in_flight rate_limit rate_period",
     "alter_schedule": "cron payload headers time_zone paused catch_up",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
     "claim_any": "visibility_timeout claimed_by",
-    "create_queue": "archive_for expires_after_idle group_limit",
+    "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit",
     "create_schedule": "headers",
     "drop_schedule": "name",
     "enqueue": "headers expires_in message_id body dedup_key group_key",
@@ -121,6 +122,8 @@ def good(verb: str, argument: str, kind: str) -> str:
         "queue_names": "'{arguments}'",
         "group_limit": "1" if verb == "create_queue" else "null",
         "on_dead": "'skip'",
+        "max_in_flight": "0" if verb == "alter_queue" else "1",
+        "rate_limit": "0" if verb == "alter_queue" else "1000000",
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")

@@ -2,7 +2,6 @@
 
 import math
 import random
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, is_empty, wait_for
+from clients import buffers_of_claims, connect, is_empty, wait_for
 
 import pgqueue
 
@@ -167,24 +166,6 @@ def test_order_and_limit_hold_although_sessions_die(
     drained.set()
     wait_for(drain)
     assert history.violations == []
-
-
-def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
-    """The median of the buffers that a claim of one message touches, each followed by an acknowledgement."""
-    touched = []
-    for _ in range(40):
-        explained = connection.execute(
-            "explain (analyze, buffers, format json) select * from pgqueue.claim(%s)", [name]
-        ).fetchone()
-        assert explained is not None
-        plan = explained[0][0]["Plan"]
-        touched.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
-        connection.execute(
-            "select pgqueue.ack(m.queue_name, m.id, m.claim_token) from pgqueue.messages m"
-            " where m.queue_name = %s and m.claim_token is not null",
-            [name],
-        )
-    return int(statistics.median(touched))
 
 
 @pytest.mark.parametrize("is_analyzed", [False, True])

@@ -748,19 +748,21 @@ def test_a_queue_is_created_and_its_settings_are_changed(page: Page, name: str, 
     page.get_by_label("Name").fill(name)
     page.get_by_label("Attempts").fill("7")
     page.get_by_label("Archive for (days)").fill("30")
+    page.get_by_label("Rate limit").fill("5")
     page.get_by_role("button", name="Create").click()
     expect(page.get_by_role("status")).to_have_text([f"{name} is created"])
-    settings = "select max_attempts, visibility_timeout::text, archive_for::text, dlq_enabled, dedicated"
+    settings = "select max_attempts, visibility_timeout::text, archive_for::text, dlq_enabled, dedicated, rate_limit"
     got = f"{settings} from pgqueue.get_queue(%s)"
-    assert sql.execute(got, [name]).fetchall() == [(7, "00:00:30", "30 days", True, False)]
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:00:30", "30 days", True, False, 5)]
     page.get_by_role("link", name="Settings").click()
     expect(page.get_by_label("Attempts")).to_have_value("7")
     page.get_by_label("Visibility timeout (s)").fill("90")
     page.get_by_label("Archive for (days)").fill("")
+    page.get_by_label("Rate limit").fill("")
     page.get_by_label("Keep dead letters").uncheck()
     page.get_by_role("button", name="Change").click()
     expect(page.get_by_role("status")).to_have_text(["The settings are changed"])
-    assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False)]
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False, None)]
 
 
 def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, str], site: Site) -> None:

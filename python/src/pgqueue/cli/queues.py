@@ -89,6 +89,20 @@ OnDeadOption = Annotated[
     typer.Option(help="After a dead letter its group goes on (skip, the default) or waits (hold).", show_default=False),
 ]
 
+MaxInFlight = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Messages in flight at a time (any number; 1 to 10000).", show_default=False),
+]
+
+RateLimit = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Messages claimed in each --rate-period (any number; 1 to 1000000).", show_default=False
+    ),
+]
+
+RatePeriod = Annotated[timedelta | None, duration_option(help="The period of --rate-limit (1s; 1ms to 1d).")]
+
 
 def create(
     session: Session,
@@ -107,6 +121,9 @@ def create(
     dedup_window: DedupWindow = None,
     group_limit: GroupLimit = None,
     on_dead: OnDeadOption = None,
+    max_in_flight: MaxInFlight = None,
+    rate_limit: RateLimit = None,
+    rate_period: RatePeriod = None,
     dedicated: Annotated[
         bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
     ] = False,
@@ -131,6 +148,9 @@ def create(
             dedup_window=dedup_window,
             group_limit=group_limit,
             on_dead=on_dead,
+            max_in_flight=max_in_flight,
+            rate_limit=rate_limit,
+            rate_period=rate_period,
         )
     _report(session, info)
 
@@ -152,12 +172,15 @@ def alter(
     dedup_window: DedupWindow = None,
     group_limit: GroupLimit = None,
     on_dead: OnDeadOption = None,
+    max_in_flight: MaxInFlight = None,
+    rate_limit: RateLimit = None,
+    rate_period: RatePeriod = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
     The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
     --archive-for 0 ends archiving; archived messages are kept as long as the old setting said. --expires-after-idle 0
-    keeps the queue for good.
+    keeps the queue for good. --max-in-flight 0 and --rate-limit 0 end these limits.
     """
     settings = {
         "visibility_timeout": visibility_timeout,
@@ -174,6 +197,9 @@ def alter(
         "dedup_window": dedup_window,
         "group_limit": group_limit,
         "on_dead": on_dead,
+        "max_in_flight": max_in_flight,
+        "rate_limit": rate_limit,
+        "rate_period": rate_period,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
@@ -216,6 +242,10 @@ def show(session: Session, queue: QueueName) -> None:
         else None,
         "keys taken": f"for {format_duration(info.dedup_window)}" if info.dedup_window else "while the message lives",
         "groups": f"{info.group_limit} in flight, {info.on_dead} dead letters" if info.group_limit else None,
+        "most in flight": info.max_in_flight,
+        "rate": f"up to {counted(info.rate_limit, 'message')} every {format_duration(info.rate_period)}"
+        if info.rate_limit
+        else None,
         "table": "its own" if info.dedicated else "shared",
         "created": format_moment(info.created_at),
         "changed": format_moment(info.updated_at),

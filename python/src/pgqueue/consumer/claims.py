@@ -65,8 +65,8 @@ class Claims:
         self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
-        self.has_groups = False  # whether messages of the queue can wait for one that is settled
-        self.has_freed_group = False
+        self.has_limit = False  # whether messages of the queue can wait for one that is settled
+        self.has_freed_place = False
 
     # Claiming
 
@@ -277,8 +277,8 @@ class Claims:
         if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
             result.message.become(result.state)
         self._runtime.report_result(result)
-        if self.has_groups:
-            self.has_freed_group = True
+        if self.has_limit:
+            self.has_freed_place = True
             self._runtime.signal()
 
     def _answered(self, result: Result, is_kept: bool) -> None:

@@ -15,6 +15,7 @@ from psycopg import AsyncConnection
 
 from .. import _calls
 from .._wording import counted
+from ..errors import InvalidArgument
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
@@ -255,7 +256,7 @@ class Poller:
         self._info_at = 0.0
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Consume until stopped. Raises what connecting raises at the start, and `QueueNotFound`."""
+        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`."""
         runtime = self._runtime
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -340,8 +341,13 @@ class Poller:
         call = _calls.get_queue(settings.queue_name)
         info: Any
         (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
+        if is_first and settings.mode == "receive" and info.max_in_flight is not None:
+            # A claim would keep all others waiting until its handler has finished.
+            raise InvalidArgument(
+                f"invalid mode: 'receive'; must be 'lease' for queue {info.name!r}, which has max_in_flight"
+            )
         self._info_at = time.monotonic()
-        self._claims.has_groups = info.group_limit is not None
+        self._claims.has_limit = info.group_limit is not None or info.max_in_flight is not None
         self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
@@ -358,8 +364,8 @@ class Poller:
         if time.monotonic() - self._info_at > _INFO_SECONDS:
             await self._look_at_queue()
         schedule, is_listening = self._schedule, self._listener.is_listening
-        if self._claims.has_freed_group:
-            self._claims.has_freed_group = False
+        if self._claims.has_freed_place:
+            self._claims.has_freed_place = False
             schedule.notified()
         if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
             return await self._wait(free_slots)
@@ -402,7 +408,7 @@ class Poller:
         return 0, False
 
     def _is_called(self) -> bool:
-        return self._schedule.is_notified or self._claims.has_freed_group or self._runtime.is_stopping
+        return self._schedule.is_notified or self._claims.has_freed_place or self._runtime.is_stopping
 
     async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
         most = self._most(free_slots)

@@ -322,6 +322,9 @@ class QueueSettings(BaseModel):
     dedup_window_seconds: float
     group_limit: int | None
     on_dead: str
+    max_in_flight: int | None
+    rate_limit: int | None
+    rate_period_seconds: float
 
 
 class ListedSettings(BaseModel):

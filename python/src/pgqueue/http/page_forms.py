@@ -82,9 +82,18 @@ _FIELDS: Final = (
     ),
     Field("group_limit", "Group limit", int, explanation="messages of a group in flight at a time; empty: no groups"),
     Field("on_dead", "After a dead letter", str, explanation="its group goes on (skip) or waits (hold)"),
+    Field("max_in_flight", "Most in flight", int, explanation="messages of the queue at a time; empty: no limit"),
+    Field("rate_limit", "Rate limit", int, explanation="messages claimed in each period; empty: no limit"),
+    _duration("rate_period", "Rate period"),
 )
 _DEDICATED: Final = Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load")
-_NULLABLE: Final = ("archive_for", "expires_after_idle")  # an empty field turns these off
+# An empty field turns these off: the value that alter_queue gets then.
+_NULLABLE: Final = {
+    "archive_for": timedelta(0),
+    "expires_after_idle": timedelta(0),
+    "max_in_flight": 0,
+    "rate_limit": 0,
+}
 # The defaults of create_queue, as texts.
 _DEFAULTS: Final = {
     "visibility_timeout": "30",
@@ -97,6 +106,7 @@ _DEFAULTS: Final = {
     "backoff_jitter": "0.2",
     "dedup_window": "300",
     "on_dead": "skip",
+    "rate_period": "1",
 }
 
 
@@ -155,9 +165,9 @@ async def change_settings(request: Request, context: CurrentContext, place: Curr
         settings = await queue.get_queue()
         try:
             values = {each.name: each.read(form) for each in _FIELDS}
-            for name in _NULLABLE:
+            for name, nothing in _NULLABLE.items():
                 if values[name] is None and getattr(settings, name) is not None:
-                    values[name] = timedelta(0)
+                    values[name] = nothing
             await queue.alter_queue(
                 **{name: value for name, value in values.items() if value != getattr(settings, name)}
             )

@@ -1,0 +1,246 @@
+-- Limits of a queue. With max_in_flight a claim counts the messages in flight from their rows, under a lock that it
+-- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
+-- tokens are counted in a register, under a lock that no transaction keeps.
+
+create or replace function pgqueue._rate_register(q pgqueue.queues)
+returns regclass
+language sql stable
+as $$ select format('pgqueue.queue_%s_rate_used_until', q.queue_id)::regclass $$;
+comment on function pgqueue._rate_register(pgqueue.queues) is
+'The register of a queue with rate_limit: the time up to which its tokens are used, in microseconds since 1970.';
+
+create or replace function pgqueue._sync_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is not null and not exists (
+        select from pg_catalog.pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('messages_%s_attempted', q.queue_id)
+    ) then
+        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text,
+            format('null: queue %L was created without max_in_flight', q.name));
+    end if;
+    -- The register stays when the limit ends: a claim that runs at the same time may still use it.
+    if q.rate_limit is not null and not exists (
+        select from pg_catalog.pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('queue_%s_rate_used_until', q.queue_id)
+    ) then
+        perform setval(pgqueue._create_register(q.queue_id, 'rate_used_until'), 1);
+    end if;
+end;
+$$;
+comment on function pgqueue._sync_limits(pgqueue.queues) is
+'Creates the register of a queue with rate_limit if it is missing. Raises 22023 if the queue has no index for
+max_in_flight.';
+
+create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is not null then
+        -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
+        -- _ends_in_flight, for which the primary key cannot serve.
+        execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
+            format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
+    end if;
+    perform pgqueue._sync_limits(q);
+end;
+$$;
+comment on function pgqueue._on_queue_created_limits(pgqueue.queues) is
+'Creates what the limits of a new queue need.';
+
+create or replace function pgqueue._on_queue_altered_limits(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if (before.max_in_flight, before.rate_limit, before.rate_period)
+        is distinct from (after.max_in_flight, after.rate_limit, after.rate_period)
+    then
+        perform pgqueue._sync_limits(after);
+        -- A waiting consumer knows only when the old limits allow the next message.
+        perform pgqueue._wake(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_limits(pgqueue.queues, pgqueue.queues) is
+'Creates what new limits of a queue need, and notifies waiting consumers.';
+
+create or replace function pgqueue._on_queue_dropping_limits(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set client_min_messages = warning
+as $$
+begin
+    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until', q.queue_id);
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
+'Drops the register of a queue that has or had a rate_limit.';
+
+create or replace function pgqueue._rate_period_micros(q pgqueue.queues)
+returns bigint
+language sql immutable parallel safe
+as $$ select (date_part('epoch', q.rate_period) * 1000000)::bigint $$;
+comment on function pgqueue._rate_period_micros(pgqueue.queues) is
+'The rate_period of a queue in microseconds.';
+
+create or replace function pgqueue._rate_used_until(q pgqueue.queues, now_micros bigint)
+returns bigint
+language sql volatile
+as $$
+    -- A time that is more than a period ahead was set before the clock was set back.
+    select greatest(
+        now_micros - pgqueue._rate_period_micros(q),
+        case when used_until <= now_micros + pgqueue._rate_period_micros(q) then used_until end)
+    from pgqueue._register_value(pgqueue._rate_register(q)) as used_until
+$$;
+comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
+'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
+
+create or replace function pgqueue._tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
+comment on function pgqueue._tokens(pgqueue.queues, bigint, bigint) is
+'How many tokens there are if those up to a time are used.';
+
+create or replace function pgqueue._micros_of_tokens(q pgqueue.queues, tokens bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
+comment on function pgqueue._micros_of_tokens(pgqueue.queues, bigint) is
+'The time that it takes until there are so many more tokens, rounded up.';
+
+create or replace function pgqueue._ends_in_flight(q pgqueue.queues, at timestamptz)
+returns timestamptz[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    ends timestamptz[];
+begin
+    -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
+    -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
+    -- In a queue with groups a message that waits for its retry stays in messages, without a token.
+    lock table only pgqueue.messages in access share mode;
+    execute format(
+        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
+        pgqueue._partition_of(q))
+    into ends using pgqueue._first_id_of(q.name), at;
+    return ends;
+end;
+$$;
+comment on function pgqueue._ends_in_flight(pgqueue.queues, timestamptz) is
+'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
+
+create or replace function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+begin
+    if q.rate_limit is not null then
+        wanted := least(wanted, pgqueue._tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+    end if;
+    if q.max_in_flight is not null and wanted > 0 then
+        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._ends_in_flight(q, at)));
+    end if;
+    return wanted;
+end;
+$$;
+comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
+'How many of the wanted messages the limits of a queue allow now.';
+
+create or replace function pgqueue._full_until(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.max_in_flight is null then
+        return null;
+    end if;
+    return (select e from unnest(pgqueue._ends_in_flight(q, at)) as e order by e desc offset q.max_in_flight - 1 limit 1);
+end;
+$$;
+comment on function pgqueue._full_until(pgqueue.queues, timestamptz) is
+'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
+
+create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return greatest(
+        case when q.rate_limit is not null then pgqueue._from_micros(
+            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._micros_of_tokens(q, 1)) end,
+        pgqueue._full_until(q, at));
+end;
+$$;
+comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
+'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
+
+create or replace function pgqueue._lock_places(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '100 ms'
+as $$
+declare
+    key constant bigint := hashtextextended(format('pgqueue.max_in_flight.%s', q.queue_id), 0);
+begin
+    -- lock_timeout is shorter than deadlock_timeout: claims of several queues in one transaction raise no error.
+    if not pg_try_advisory_xact_lock(key) then
+        perform pg_advisory_xact_lock(key);
+    end if;
+    return true;
+exception when lock_not_available then
+    return false;
+end;
+$$;
+comment on function pgqueue._lock_places(pgqueue.queues) is
+'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
+one. False if another transaction keeps the lock for longer than 100 ms.';
+
+create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros bigint;
+    used_until bigint;
+    taken int;
+begin
+    begin
+        perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
+        now_micros := pgqueue._to_micros(pgqueue._now());
+        used_until := pgqueue._rate_used_until(q, now_micros);
+        taken := least(wanted, pgqueue._tokens(q, now_micros, used_until));
+        if taken > 0 then
+            perform setval(pgqueue._rate_register(q), used_until + pgqueue._micros_of_tokens(q, taken));
+        end if;
+        -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
+        perform pgqueue._raise_queue_busy(q.name, 'claim');
+    exception when sqlstate 'PQ004' then
+        null;
+    end;
+    return taken;
+end;
+$$;
+comment on function pgqueue._take_tokens(pgqueue.queues, int) is
+'Takes up to wanted tokens of a queue and returns their number. Claims take turns: each holds a lock while it changes
+the register. A rollback does not return tokens.';
