@@ -65,6 +65,7 @@ for path in "${settings[@]#*=}"; do
         each=${each#file://}
         # The pages of an index link to files beside it.
         case $each in /*) show "${each%/simple}" ;; esac
+        if [ -f "$each" ] && [ ! -e "$root$each" ]; then install -D -m 644 "$each" "$root$each"; fi
     done
 done
 
