@@ -4979,14 +4979,14 @@ begin
     where m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
-        and (q.max_in_flight is null or m.visible_at > pgqueue._now());
+        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > pgqueue._now());
     return found;
 end;
 $$;
 comment on function pgqueue.extend(text, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
-Returns true, or false if the claim was lost. In a queue with max_in_flight a claim that has ended is lost. Raises
-22023, PQ001.';
+Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
+ended is lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -5012,7 +5012,7 @@ begin
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, extend_batch.claim_token)
-        and (q.max_in_flight is null or m.visible_at > (select pgqueue._now()))
+        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
     returning m.id;
 end;
 $$;

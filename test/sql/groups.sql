@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(73);
+select plan(75);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -160,6 +160,9 @@ select pg_temp.nack('pairs', 'a1', '10 s') \g /dev/null
 select is(pg_temp.claim('pairs'), 'a4', 'with a higher limit, a message that waits for its retry does not count');
 select pgqueue.alter_queue('pairs', group_limit => 1), pg_temp.at('2030-01-01 12:07:10') \g /dev/null
 select is(pg_temp.claim('pairs'), null, 'a lower group_limit applies to the next claim');
+select pgqueue.purge_queue('pairs'), pgqueue.alter_queue('pairs', group_limit => 2), pg_temp.send('pairs', 'a1 a2 a3'), pg_temp.claim('pairs'), pg_temp.at('2030-01-01 12:07:41') \g /dev/null
+select is((select pgqueue.extend('pairs', c.id, c.token) from claims c where c.payload = 'a1'), false, 'a claim that has ended is not extended, as its place can be taken');
+select is((select count(*) from claims c cross join lateral pgqueue.extend_batch('pairs', array[c.id], c.token) where c.payload = 'a2'), 0::bigint, 'extend_batch does not extend a claim that has ended either');
 
 -- Dead letters that hold their group
 
