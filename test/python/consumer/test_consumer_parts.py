@@ -704,22 +704,26 @@ def test_each_of_several_successive_messages_costs_one_look(
 
 @pytest.mark.parametrize("form", [THREADS[0]], ids=str)
 def test_a_consumer_sleeps_while_a_rate_limit_holds(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
+    pauses: list[float] = []
+
+    def notifications_on(schedule: polling.PollSchedule, seconds: float, is_empty: bool) -> None:
+        pauses.append(seconds)
+        original(schedule, seconds, is_empty)
+
+    original = polling.PollSchedule.notifications_on
+    monkeypatch.setattr(polling.PollSchedule, "notifications_on", notifications_on)
     queue = prepare(connection, name, rate_limit=1, rate_period=timedelta(days=1))
-    timer = prepare(connection, f"{name}-timer")
 
     async def work(step: Step) -> None:
-        pass
+        assert step.message.payload == 1
+        pauses.clear()
 
     with form.consuming(database, name, work, peek_delay=LONG) as run:
-        wait_for(lambda: waits(connection, name))
         queue.enqueue_batch([1, 2, 3])
-        wait_for(lambda: run.returned == [1])
-        looks = run.consumer.stats.peeks
-        timer.enqueue(1, delay=2 * SECOND)
-        wait_for(lambda: list(timer.claim()))
-        assert run.consumer.stats.peeks <= looks + 2
+        # Two messages stay ready. Without the limit, the consumer would look again after 0.1 s.
+        wait_for(lambda: run.returned == [1] and pauses and pauses[-1] > 10)
     assert run.returned == [1]
 
 
