@@ -1977,7 +1977,7 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
-                    perform pgqueue._create_partition(queue_name, q.queue_id);
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
@@ -4715,7 +4715,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, last_id + 1);
+            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
         picks := picks || found_ids;
     end if;
@@ -4737,7 +4737,7 @@ begin
             (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, last_id + 1);
+            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
@@ -4832,7 +4832,7 @@ begin
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh := setval(fresh_from_id, picks[max_messages] + 1);
+        fresh := setval(fresh_from_id, picks[max_messages] + (picks[max_messages] < 9223372036854775807)::int);
         if fresh is not null then
             return picks;
         end if;
@@ -6847,11 +6847,20 @@ begin
 
     return query
     select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
-        format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphaned_messages() o;
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+    ) n;
 
     return query
     select
@@ -10745,6 +10754,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
@@ -10791,6 +10802,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;

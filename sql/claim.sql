@@ -42,7 +42,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, last_id + 1);
+            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
         picks := picks || found_ids;
     end if;
@@ -64,7 +64,7 @@ begin
             (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, last_id + 1);
+            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
@@ -159,7 +159,7 @@ begin
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh := setval(fresh_from_id, picks[max_messages] + 1);
+        fresh := setval(fresh_from_id, picks[max_messages] + (picks[max_messages] < 9223372036854775807)::int);
         if fresh is not null then
             return picks;
         end if;

@@ -360,11 +360,20 @@ begin
 
     return query
     select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
-        format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphaned_messages() o;
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+    ) n;
 
     return query
     select

@@ -852,6 +852,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
@@ -898,6 +900,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(155);
+select plan(157);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -145,6 +145,10 @@ select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 
 select pg_temp.examines('doctor_shared', false);
 select pg_temp.examines('doctor_dedicated', true);
 
+insert into pgqueue.messages (queue_name, payload) values (repeat('Doctor ', 1000), '1');
+select is((select array[max(length(f.queue_name)), max(length(f.detail))] from pgqueue.doctor() f where f.finding = 'orphaned_messages'), array[129, 194], 'doctor shows the beginning of a long queue name');
+select is((select f.repair ~ 'update pgqueue.messages set queue_name = <its name> where md5' from pgqueue.doctor() f where f.finding = 'orphaned_messages'), true, 'doctor does not propose to create a queue with an invalid name');
+delete from pgqueue.messages where queue_name ~ '^Doctor';
 insert into pgqueue.messages (queue_name, payload) values ('doctor_orphan', '1');
 select is(pg_temp.findings('doctor_orphan'), array['error orphaned_messages'], 'doctor reports messages of a queue that does not exist');
 create function pg_temp.adopts() returns setof text language plpgsql as $$
