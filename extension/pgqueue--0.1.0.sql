@@ -479,14 +479,6 @@ comment on sequence pgqueue.next_housekeeping_at is
 'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
 queues.';
 
-create sequence pgqueue.archive_checked_at;
-comment on sequence pgqueue.archive_checked_at is
-'Register: what the clock showed when the archive last compared it, in microseconds since 1970.';
-
-create sequence pgqueue.archive_confirmed_at;
-comment on sequence pgqueue.archive_confirmed_at is
-'Register: a time that has passed: the clock showed it, and has since moved on by an hour. In microseconds since 1970.';
-
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
     archive_for interval not null,
@@ -495,6 +487,19 @@ create table pgqueue.archive_promises (
 alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
 'Queues that were dropped or no longer archive. Until ends_at, what they archived is kept for archive_for.';
+
+create table pgqueue.archive_clock (
+    checked_at timestamptz not null,
+    confirmed_at timestamptz
+);
+alter table pgqueue.archive_clock replica identity full;
+create unique index archive_clock_has_one_row on pgqueue.archive_clock ((true));
+comment on table pgqueue.archive_clock is
+'One row: which readings of the clock the archive has compared. The table is empty before the first comparison.';
+comment on column pgqueue.archive_clock.checked_at is
+'What the clock showed at the last comparison, which takes place about once an hour.';
+comment on column pgqueue.archive_clock.confirmed_at is
+'A time that has passed: an earlier comparison read it, and the clock has since moved on by an hour.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
@@ -784,8 +789,7 @@ select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
 select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
 select pg_extension_config_dump('pgqueue.next_maintenance_at', '');
-select pg_extension_config_dump('pgqueue.archive_checked_at', '');
-select pg_extension_config_dump('pgqueue.archive_confirmed_at', '');
+select pg_extension_config_dump('pgqueue.archive_clock', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');
@@ -1656,9 +1660,7 @@ comment on function pgqueue._utc_day(timestamptz) is
 create function pgqueue._finish_time()
 returns timestamptz
 language sql volatile
-as $$
-    select greatest(pgqueue._now(), pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')))
-$$;
+as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';
@@ -7038,17 +7040,20 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    checked_at constant timestamptz := pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_checked_at'));
+    checked_at timestamptz;
+    confirmed_at timestamptz;
 begin
-    if coalesce(at < checked_at or at >= checked_at + interval '1 h', true) then
-        -- If the clock has gone back, this reading or the last one is wrong: neither is a confirmation.
-        if at > checked_at then
-            perform setval('pgqueue.archive_confirmed_at', pgqueue._to_micros(checked_at));
-        end if;
-        perform setval('pgqueue.archive_checked_at', pgqueue._to_micros(at));
+    select c.checked_at, c.confirmed_at into checked_at, confirmed_at from pgqueue.archive_clock c;
+    if checked_at is null then
+        insert into pgqueue.archive_clock (checked_at) values (at) on conflict do nothing;
+    elsif at < checked_at then
+        -- The clock has gone back. This reading or the last one is wrong, so neither confirms the other.
+        update pgqueue.archive_clock set checked_at = at;
+    elsif at >= checked_at + interval '1 h' then
+        update pgqueue.archive_clock set checked_at = at, confirmed_at = archive_clock.checked_at
+        returning archive_clock.confirmed_at into confirmed_at;
     end if;
-    return least(at, coalesce(
-        pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')), '-infinity'));
+    return least(at, coalesce(confirmed_at, '-infinity'));
 end;
 $$;
 comment on function pgqueue._confirm_time(timestamptz) is

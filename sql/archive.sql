@@ -30,17 +30,20 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    checked_at constant timestamptz := pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_checked_at'));
+    checked_at timestamptz;
+    confirmed_at timestamptz;
 begin
-    if coalesce(at < checked_at or at >= checked_at + interval '1 h', true) then
-        -- If the clock has gone back, this reading or the last one is wrong: neither is a confirmation.
-        if at > checked_at then
-            perform setval('pgqueue.archive_confirmed_at', pgqueue._to_micros(checked_at));
-        end if;
-        perform setval('pgqueue.archive_checked_at', pgqueue._to_micros(at));
+    select c.checked_at, c.confirmed_at into checked_at, confirmed_at from pgqueue.archive_clock c;
+    if checked_at is null then
+        insert into pgqueue.archive_clock (checked_at) values (at) on conflict do nothing;
+    elsif at < checked_at then
+        -- The clock has gone back. This reading or the last one is wrong, so neither confirms the other.
+        update pgqueue.archive_clock set checked_at = at;
+    elsif at >= checked_at + interval '1 h' then
+        update pgqueue.archive_clock set checked_at = at, confirmed_at = archive_clock.checked_at
+        returning archive_clock.confirmed_at into confirmed_at;
     end if;
-    return least(at, coalesce(
-        pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')), '-infinity'));
+    return least(at, coalesce(confirmed_at, '-infinity'));
 end;
 $$;
 comment on function pgqueue._confirm_time(timestamptz) is

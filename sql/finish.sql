@@ -28,9 +28,7 @@ comment on function pgqueue._utc_day(timestamptz) is
 create or replace function pgqueue._finish_time()
 returns timestamptz
 language sql volatile
-as $$
-    select greatest(pgqueue._now(), pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')))
-$$;
+as $$ select greatest(pgqueue._now(), (select c.confirmed_at from pgqueue.archive_clock c)) $$;
 comment on function pgqueue._finish_time() is
 'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
 acknowledged while the clock was behind would be removed with the day that it showed.';

@@ -252,14 +252,6 @@ comment on sequence pgqueue.next_housekeeping_at is
 'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
 queues.';
 
-create sequence pgqueue.archive_checked_at;
-comment on sequence pgqueue.archive_checked_at is
-'Register: what the clock showed when the archive last compared it, in microseconds since 1970.';
-
-create sequence pgqueue.archive_confirmed_at;
-comment on sequence pgqueue.archive_confirmed_at is
-'Register: a time that has passed: the clock showed it, and has since moved on by an hour. In microseconds since 1970.';
-
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
     archive_for interval not null,
@@ -268,6 +260,19 @@ create table pgqueue.archive_promises (
 alter table pgqueue.archive_promises replica identity full;
 comment on table pgqueue.archive_promises is
 'Queues that were dropped or no longer archive. Until ends_at, what they archived is kept for archive_for.';
+
+create table pgqueue.archive_clock (
+    checked_at timestamptz not null,
+    confirmed_at timestamptz
+);
+alter table pgqueue.archive_clock replica identity full;
+create unique index archive_clock_has_one_row on pgqueue.archive_clock ((true));
+comment on table pgqueue.archive_clock is
+'One row: which readings of the clock the archive has compared. The table is empty before the first comparison.';
+comment on column pgqueue.archive_clock.checked_at is
+'What the clock showed at the last comparison, which takes place about once an hour.';
+comment on column pgqueue.archive_clock.confirmed_at is
+'A time that has passed: an earlier comparison read it, and the clock has since moved on by an hour.';
 
 create table pgqueue.requeued_messages (
     queue_name text collate "C" not null,
