@@ -129,11 +129,11 @@ comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text)
 'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
 expired. Inlined, as a call per message would take four times as long.';
 
-create or replace function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+comment on function pgqueue._keeps_dead_letter(pgqueue.queues, pgqueue.messages) is
 'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)

@@ -233,7 +233,7 @@ begin
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
     perform pgqueue._create_counters(q.name);
-    perform pgqueue._tell_rooms('queue_created', q);
+    perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -373,7 +373,7 @@ begin
     if pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
-    perform pgqueue._tell_rooms('queue_altered', q, before);
+    perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -433,7 +433,7 @@ declare
     register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._tell_rooms('queue_dropping', q);
+    perform pgqueue._call_queue_handlers('queue_dropping', q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
@@ -465,7 +465,7 @@ declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
     first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
         (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
-    picks bigint[];
+    message_ids bigint[];
     n bigint;
     removed bigint;
 begin
@@ -481,11 +481,11 @@ begin
     else
         -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
         -- snapshot does not show and the result does not count.
-        picks := array(
+        message_ids := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= first_id order by m.id for update);
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;

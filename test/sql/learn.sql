@@ -11,7 +11,7 @@ select plan(73);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
--- As _learn does when no writer runs. In this transaction one always does.
+-- As _record_vacant_ids does when no writer runs. In this transaction one always does.
 create function pg_temp.learn(queue text) returns pgqueue.sweep_state language plpgsql as $$
 declare
     q pgqueue.queues;
@@ -189,8 +189,8 @@ $$;
 select * from pg_temp.learns('shared', false);
 select * from pg_temp.learns('dedicated', true);
 
-select is(pgqueue._due_from_now(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
-select is(pgqueue._due_from_now(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
+select is(pgqueue._clamp_due_at(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
+select is(pgqueue._clamp_due_at(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
 
 -- A statement cannot look at the clock, so sweeps and records read ids in short steps. Here a page takes 50 us: a sweep
 -- has time for 200 pages, a record for 800.
@@ -237,12 +237,12 @@ end $$;
 select set_config('test.partition', :'partition', true) \gset
 select cmp_ok(pg_temp.pages($$ select pgqueue._sweep(q, '{}', pgqueue._now(), 1, pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
     '<', 700::bigint, 'a sweep ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
-select cmp_ok(pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
+select cmp_ok(pg_temp.pages($$ select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
     '<', 2500::bigint, 'a record ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
 delete from pgqueue.messages m where m.queue_name = 'steps';
 select cmp_ok(pg_temp.pages($$ select pgqueue._record_first_keys(q, s, pgqueue._now()) from pgqueue.queues q, pgqueue.sweep_state s where q.name = 'steps' and s.queue_name = 'steps' $$),
     '<', 2500::bigint, 'the search for the first id ends soon after its time is up');
-select pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$)
+select pg_temp.pages($$ select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$)
 from generate_series(1, 20) \g /dev/null
 select is((select s.first_id from pgqueue.sweep_state s where s.queue_name = 'steps'), (select s.settled_id + 1 from pgqueue.sweep_state s where s.queue_name = 'steps'),
     'several records find the first id');

@@ -124,9 +124,9 @@ select is_empty($$ select pgqueue.list_schedules() $$, 'list_schedules returns n
 
 -- Repair, and the end of a queue.
 select pgqueue.create_schedule('hourly', 'schedules', '@hourly') is not null as made, pgqueue.create_schedule('other', 'schedules', '@hourly', paused => true) is null as made_other \gset
-alter table pgqueue.scheduled_messages disable trigger schedule_after_this;
+alter table pgqueue.scheduled_messages disable trigger add_next_tick_message;
 delete from pgqueue.scheduled_messages where queue_name = 'schedules';
-alter table pgqueue.scheduled_messages enable trigger schedule_after_this;
+alter table pgqueue.scheduled_messages enable trigger add_next_tick_message;
 select results_eq($$ select d.severity, d.detail, d.repair from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$,
     $$ values ('error', 'schedule ''hourly'' has no next tick', 'select pgqueue.alter_schedule(''hourly'');') $$, 'doctor reports a schedule whose next tick is missing');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
@@ -149,7 +149,7 @@ update pgqueue.schedules set next_at = next_at - interval '10 years' where name 
 
 -- The relation of a transport takes messages before they are due.
 select set_config('test.now', '2030-01-17 22:59:50+00', true) is not null as passed \gset
-select pgqueue._promote_due(q, pgqueue._now() + interval '15 s', 10, '-infinity') is not null as promoted from pgqueue.queues q where q.name = 'schedules' \gset
+select pgqueue._move_due_messages(q, pgqueue._now() + interval '15 s', 10, '-infinity') is not null as promoted from pgqueue.queues q where q.name = 'schedules' \gset
 select results_eq($$ select pg_temp.utc(l.last_at), pg_temp.utc(l.next_at) from pgqueue.list_schedules() l where l.name = 'hourly' $$,
     $$ values ('2030-01-17 23:00:00', '2030-01-18 00:00:00') $$, 'a message that is taken before its tick is followed by that of the next tick');
 delete from pgqueue.messages where queue_name = 'schedules';

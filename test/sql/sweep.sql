@@ -170,8 +170,8 @@ select pg_temp.knows(2);
 select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'claim returns messages with expired claims from between the vacant ranges');
 select pg_temp.knows(2);
 select lives_ok($$
-    select pgqueue._learn(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
-    from pgqueue.queues q where q.name = 'scattered' $$, '_learn succeeds with 60 vacant ranges');
+    select pgqueue._record_vacant_ids(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
+    from pgqueue.queues q where q.name = 'scattered' $$, '_record_vacant_ids succeeds with 60 vacant ranges');
 
 -- Recording vacant ids costs more than a fast pass of the sweep. After fast passes it therefore happens rarely.
 create function pg_temp.learns_after(span interval) returns boolean language plpgsql as $$
