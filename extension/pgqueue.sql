@@ -1211,6 +1211,16 @@ $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
 'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
+create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
+$$;
+comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
+'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
+conditions on columns.';
+
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
@@ -1733,8 +1743,9 @@ begin
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages insert their
-dead letters by one statement with the same conflict clause: a call per message takes almost three times as long.';
+'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
+same insert in the statement that deletes. For 1,000 messages of 1 kB this takes 7 ms, a call for each message 17 ms. A
+call with an array of them takes 9 ms and holds all of them in memory.';
 -- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
@@ -3620,8 +3631,7 @@ as $$
 declare
     spent_ids constant bigint[] := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
-            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
         for update of m skip locked);
     died int;
 begin
@@ -3673,7 +3683,7 @@ begin
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                        and pgqueue._is_spent(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -3683,7 +3693,7 @@ begin
                 -- Claims by plain SQL do not move the register.
                 select c.id
                 from (
-                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
+                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id limit 1000
                 ) c
@@ -3700,7 +3710,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
                 where m.id >= from_id
@@ -6039,7 +6049,7 @@ begin
             count(*) filter (where w.is_ready),
             count(*) filter (where w.visible_at > at and w.attempt_count > 0),
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            count(*) filter (where w.is_dead),
             min(w.enqueued_at) filter (where w.is_ready)
         into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
@@ -6048,7 +6058,8 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit max_counted + 1
@@ -6089,12 +6100,13 @@ begin
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
                 count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                count(*) filter (where w.is_dead) as dead,
                 min(w.enqueued_at) filter (where w.is_ready) as oldest_at
             from (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
@@ -6140,13 +6152,14 @@ begin
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+        r.stand_for * count(*) filter (where w.is_dead),
         min(w.enqueued_at) filter (where w.is_ready)
     into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+            pgqueue._is_ready(m, at) as is_ready,
+            pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;

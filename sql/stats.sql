@@ -63,7 +63,7 @@ begin
             count(*) filter (where w.is_ready),
             count(*) filter (where w.visible_at > at and w.attempt_count > 0),
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            count(*) filter (where w.is_dead),
             min(w.enqueued_at) filter (where w.is_ready)
         into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
@@ -72,7 +72,8 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit max_counted + 1
@@ -113,12 +114,13 @@ begin
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
                 count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                count(*) filter (where w.is_dead) as dead,
                 min(w.enqueued_at) filter (where w.is_ready) as oldest_at
             from (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
@@ -164,13 +166,14 @@ begin
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+        r.stand_for * count(*) filter (where w.is_dead),
         min(w.enqueued_at) filter (where w.is_ready)
     into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_dead_letter(q, m) as is_kept
+            pgqueue._is_ready(m, at) as is_ready,
+            pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;

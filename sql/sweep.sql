@@ -122,8 +122,7 @@ as $$
 declare
     spent_ids constant bigint[] := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
-            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
         for update of m skip locked);
     died int;
 begin
@@ -175,7 +174,7 @@ begin
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                        and pgqueue._is_spent(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -185,7 +184,7 @@ begin
                 -- Claims by plain SQL do not move the register.
                 select c.id
                 from (
-                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
+                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id limit 1000
                 ) c
@@ -202,7 +201,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
                 where m.id >= from_id
