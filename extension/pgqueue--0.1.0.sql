@@ -2756,7 +2756,7 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- So does a dump, which would fail.
+    -- A dump delays it, too, because the dump would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);
@@ -3605,8 +3605,9 @@ begin
             return '{}'::bigint[];
         end;
         -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
-        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
-        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
+        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
+        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
+        -- write transaction can keep first_check_at far below them.
         if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
@@ -3620,11 +3621,11 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
-    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
-    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
-    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
-    -- is visible below, or its transaction is found running.
+    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
+    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
+    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
+    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
+    -- was announced before that, the statements below see its message, or find its transaction running.
     if next_due > pgqueue._to_micros(at) and next_due <> announced_due
         and (announced_due < this_second or next_due >= this_second + 1000000)
     then
@@ -3821,8 +3822,8 @@ begin
     if gone is null or pgqueue._has_fixed_snapshot() then
         return;
     end if;
-    -- Since the row was read, another row can have got its place. That one has a later time. `offset 0` keeps the
-    -- planner from an index on check_at, whose dead entries it would read from the lowest on.
+    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
+    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select l.ctid
@@ -4033,8 +4034,8 @@ begin
     end if;
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
-        -- back or committed must not wait for it.
+        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
+        -- back or committed are found here, before the full pass reaches them.
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
@@ -4311,7 +4312,7 @@ declare
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
     is_maintenance_due constant boolean :=
         pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
     first_position constant bigint := 4611686018427387904;
@@ -4328,7 +4329,7 @@ begin
         return candidate_ids;
     end if;
     if first_due <= now_micros then
-        -- Those of blocked groups stay there.
+        -- Moved messages stay in messages while their groups are blocked.
         perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
     end if;
     if is_maintenance_due then
@@ -4424,7 +4425,7 @@ begin
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
@@ -4738,8 +4739,9 @@ begin
     end if;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
-    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
-    -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. If it has
+    -- found some messages, it checks fewer ids there: most claims find some but too few where consumers are faster than
+    -- producers.
     -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
     -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
@@ -5163,7 +5165,7 @@ create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -5198,7 +5200,7 @@ begin
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
-        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;
@@ -5685,7 +5687,8 @@ begin
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
-    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
+    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
+    -- it for each.
     expired_scheduled := array(
         select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
@@ -7853,7 +7856,8 @@ declare
     found_fewer boolean;
     searches_range boolean := false;
 begin
-    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
+    -- The batch is claimed in portions of at most 10,000 messages, because each search compares the ids that it finds
+    -- with those of its portion.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
@@ -9469,7 +9473,7 @@ begin
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
-            -- It was removed before its time, for example by a purge.
+            -- The message was removed before it was due, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
         -- No notification is needed: a consumer that waits knows when the message that was removed was due.
@@ -11355,9 +11359,8 @@ declare
     places tid[];
     bytes bigint;
 begin
-    -- This scan over the dead rows takes nearly all of the time. An index does not help: it has an entry for each of
-    -- them.
-    -- The scan does not read the values that are stored out of line.
+    -- This scan over the dead rows takes nearly all of the time. An index does not help, because it has an entry for
+    -- each dead row. The scan does not read values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
         pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)

@@ -324,7 +324,7 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- So does a dump, which would fail.
+    -- A dump delays it, too, because the dump would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);

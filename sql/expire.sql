@@ -24,7 +24,8 @@ begin
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
-    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
+    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
+    -- it for each.
     expired_scheduled := array(
         select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at

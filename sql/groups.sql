@@ -192,7 +192,7 @@ declare
     first_due constant bigint := pgqueue._register_value(q.first_due_at);
     is_maintenance_due constant boolean :=
         pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
     first_position constant bigint := 4611686018427387904;
@@ -209,7 +209,7 @@ begin
         return candidate_ids;
     end if;
     if first_due <= now_micros then
-        -- Those of blocked groups stay there.
+        -- Moved messages stay in messages while their groups are blocked.
         perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
     end if;
     if is_maintenance_due then
@@ -305,7 +305,7 @@ begin
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;

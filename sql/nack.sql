@@ -25,7 +25,7 @@ create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -60,7 +60,7 @@ begin
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
-        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;

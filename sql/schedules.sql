@@ -344,7 +344,7 @@ begin
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
-            -- It was removed before its time, for example by a purge.
+            -- The message was removed before it was due, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
         -- No notification is needed: a consumer that waits knows when the message that was removed was due.

@@ -379,7 +379,8 @@ declare
     found_fewer boolean;
     searches_range boolean := false;
 begin
-    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
+    -- The batch is claimed in portions of at most 10,000 messages, because each search compares the ids that it finds
+    -- with those of its portion.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;

@@ -69,8 +69,9 @@ begin
             return '{}'::bigint[];
         end;
         -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
-        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
-        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
+        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
+        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
+        -- write transaction can keep first_check_at far below them.
         if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
@@ -84,11 +85,11 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
-    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
-    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
-    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
-    -- is visible below, or its transaction is found running.
+    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
+    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
+    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
+    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
+    -- was announced before that, the statements below see its message, or find its transaction running.
     if next_due > pgqueue._to_micros(at) and next_due <> announced_due
         and (announced_due < this_second or next_due >= this_second + 1000000)
     then
@@ -285,8 +286,8 @@ begin
     if gone is null or pgqueue._has_fixed_snapshot() then
         return;
     end if;
-    -- Since the row was read, another row can have got its place. That one has a later time. `offset 0` keeps the
-    -- planner from an index on check_at, whose dead entries it would read from the lowest on.
+    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
+    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select l.ctid
@@ -497,8 +498,8 @@ begin
     end if;
     is_far_below_fresh := next_id < fresh_from_id - 4096;
     if is_far_below_fresh and cardinality(candidate_ids) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
-        -- back or committed must not wait for it.
+        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
+        -- back or committed are found here, before the full pass reaches them.
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;

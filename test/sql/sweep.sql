@@ -227,7 +227,7 @@ begin
     return next cmp_ok(pg_temp.buffers(format('create temp table found on commit drop as select id from pgqueue.claim(%L)', queue)), '<', 800,
         queue || ': a claim that finds a message sent a little late does not read all consumed messages before it');
     select f.id into found_id from found f;
-    return next is(found_id, late_id, queue || ': that claim returns the message that was sent a little late');
+    return next is(found_id, late_id, queue || ': claim returns the message that was sent a little late');
     drop table found;
     perform pgqueue.purge_queue(queue);
 
