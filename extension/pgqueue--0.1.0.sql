@@ -1362,9 +1362,7 @@ begin
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
-    foreach relation in array tables loop
-        execute format('lock table %s in access share mode', relation);
-    end loop;
+    execute format('lock table %s in access share mode', array_to_string(tables, ', '));
     relation := pgqueue._table_truncated_after_snapshot(tables);
     if relation is not null then
         perform pgqueue._raise_stale_snapshot(format('table %s', relation));
@@ -2205,7 +2203,6 @@ set enable_bitmapscan = off
 as $$
 declare
     removed bigint;
-    register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
     perform pgqueue._call_queue_handlers('queue_dropping', q);
@@ -2216,11 +2213,9 @@ begin
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;

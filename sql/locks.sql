@@ -106,9 +106,7 @@ begin
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
-    foreach relation in array tables loop
-        execute format('lock table %s in access share mode', relation);
-    end loop;
+    execute format('lock table %s in access share mode', array_to_string(tables, ', '));
     relation := pgqueue._table_truncated_after_snapshot(tables);
     if relation is not null then
         perform pgqueue._raise_stale_snapshot(format('table %s', relation));

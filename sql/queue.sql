@@ -430,7 +430,6 @@ set enable_bitmapscan = off
 as $$
 declare
     removed bigint;
-    register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
     perform pgqueue._call_queue_handlers('queue_dropping', q);
@@ -441,11 +440,9 @@ begin
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;
