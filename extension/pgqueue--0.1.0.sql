@@ -2209,7 +2209,7 @@ begin
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._dead_letter_delayed(q);
+        perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
@@ -2382,7 +2382,7 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
-create function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2393,10 +2393,10 @@ begin
     perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
 end;
 $$;
-comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
 'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
-create function pgqueue._dead_letter_delayed(q pgqueue.queues)
+create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2411,18 +2411,19 @@ begin
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        pgqueue._partition_of(q))
     using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
         returning (pgqueue._as_message(s)).*
     loop
-        perform pgqueue._add_undelivered(m, at);
+        perform pgqueue._add_undelivered_dead_letter(m, at);
     end loop;
 end;
 $$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';
 -- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
@@ -5220,7 +5221,7 @@ comment on function pgqueue._retry_or_dead_letter(
 'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
 messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
-create function pgqueue._settle_failed(
+create function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
 )
 returns boolean
@@ -5235,8 +5236,8 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
+    where c.queue_name = q.name and c.id = _nack_or_reject.id
+        and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
     if not found then
         return false;
@@ -5245,7 +5246,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
+comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
 'The common part of nack and reject.';
 
 create function pgqueue.nack(
@@ -5264,7 +5265,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
@@ -5295,7 +5296,7 @@ begin
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
@@ -6283,24 +6284,24 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    m record;
-    b record;
-    s record;
-    d record;
+    counted record;
+    requeued record;
+    scheduled record;
+    dead record;
     due bigint;
     due_oldest_at timestamptz;
-    r pgqueue.queue_stats;
+    result pgqueue.queue_stats;
 begin
-    select * into m from pgqueue._message_stats(q, at);
-    select * into b from pgqueue._requeued_stats(q, at, m.estimated);
-    m.ready := m.ready + b.ready;
-    m.inflight := m.inflight + b.inflight;
-    m.scheduled := m.scheduled + b.scheduled;
-    m.dead := m.dead + b.dead;
-    m.oldest_at := least(m.oldest_at, b.oldest_at);
-    m.estimated := m.estimated or b.estimated;
-    select * into s from pgqueue._scheduled_count(q.name);
-    select * into d from pgqueue._dead_count(q.name);
+    select * into counted from pgqueue._message_stats(q, at);
+    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    counted.ready := counted.ready + requeued.ready;
+    counted.inflight := counted.inflight + requeued.inflight;
+    counted.scheduled := counted.scheduled + requeued.scheduled;
+    counted.dead := counted.dead + requeued.dead;
+    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
+    counted.estimated := counted.estimated or requeued.estimated;
+    select * into scheduled from pgqueue._scheduled_count(q.name);
+    select * into dead from pgqueue._dead_count(q.name);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
@@ -6309,30 +6310,30 @@ begin
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
-    if due = 10000 and s.estimated then
+    if due = 10000 and scheduled.estimated then
         -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
-        due := greatest(due, s.messages);
+        due := greatest(due, scheduled.messages);
     end if;
-    r.queue_name := q.name;
-    r.ready_messages := m.ready + due;
-    r.inflight_messages := m.inflight;
-    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages + m.dead;
-    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
-    r.paused := q.paused_at is not null;
-    r.estimates := array(
+    result.queue_name := q.name;
+    result.ready_messages := counted.ready + due;
+    result.inflight_messages := counted.inflight;
+    result.scheduled_messages := counted.scheduled + greatest(scheduled.messages - due, 0);
+    result.dead_messages := dead.messages + counted.dead;
+    result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
+    result.paused := q.paused_at is not null;
+    result.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 10000),
-            ('inflight_messages', m.estimated),
-            ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
-            ('oldest_age_seconds', m.estimated)
+            ('ready_messages', counted.estimated or due > 10000),
+            ('inflight_messages', counted.estimated),
+            ('scheduled_messages', counted.estimated or scheduled.estimated),
+            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
+            ('oldest_age_seconds', counted.estimated)
         ) as e (figure, estimated)
         where e.estimated
     );
-    return r;
+    return result;
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is

@@ -85,7 +85,7 @@ comment on function pgqueue._retry_or_dead_letter(
 'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
 messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
-create or replace function pgqueue._settle_failed(
+create or replace function pgqueue._nack_or_reject(
     queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
 )
 returns boolean
@@ -100,8 +100,8 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
+    where c.queue_name = q.name and c.id = _nack_or_reject.id
+        and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
     if not found then
         return false;
@@ -110,7 +110,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
+comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
 'The common part of nack and reject.';
 
 create or replace function pgqueue.nack(
@@ -129,7 +129,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
@@ -160,7 +160,7 @@ begin
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is

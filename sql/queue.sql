@@ -436,7 +436,7 @@ begin
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._dead_letter_delayed(q);
+        perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
@@ -609,7 +609,7 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
-create or replace function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -620,10 +620,10 @@ begin
     perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
 end;
 $$;
-comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
 'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
-create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
+create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -638,17 +638,18 @@ begin
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        pgqueue._partition_of(q))
     using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
         returning (pgqueue._as_message(s)).*
     loop
-        perform pgqueue._add_undelivered(m, at);
+        perform pgqueue._add_undelivered_dead_letter(m, at);
     end loop;
 end;
 $$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';

@@ -272,24 +272,24 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    m record;
-    b record;
-    s record;
-    d record;
+    counted record;
+    requeued record;
+    scheduled record;
+    dead record;
     due bigint;
     due_oldest_at timestamptz;
-    r pgqueue.queue_stats;
+    result pgqueue.queue_stats;
 begin
-    select * into m from pgqueue._message_stats(q, at);
-    select * into b from pgqueue._requeued_stats(q, at, m.estimated);
-    m.ready := m.ready + b.ready;
-    m.inflight := m.inflight + b.inflight;
-    m.scheduled := m.scheduled + b.scheduled;
-    m.dead := m.dead + b.dead;
-    m.oldest_at := least(m.oldest_at, b.oldest_at);
-    m.estimated := m.estimated or b.estimated;
-    select * into s from pgqueue._scheduled_count(q.name);
-    select * into d from pgqueue._dead_count(q.name);
+    select * into counted from pgqueue._message_stats(q, at);
+    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    counted.ready := counted.ready + requeued.ready;
+    counted.inflight := counted.inflight + requeued.inflight;
+    counted.scheduled := counted.scheduled + requeued.scheduled;
+    counted.dead := counted.dead + requeued.dead;
+    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
+    counted.estimated := counted.estimated or requeued.estimated;
+    select * into scheduled from pgqueue._scheduled_count(q.name);
+    select * into dead from pgqueue._dead_count(q.name);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
@@ -298,30 +298,30 @@ begin
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
-    if due = 10000 and s.estimated then
+    if due = 10000 and scheduled.estimated then
         -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
-        due := greatest(due, s.messages);
+        due := greatest(due, scheduled.messages);
     end if;
-    r.queue_name := q.name;
-    r.ready_messages := m.ready + due;
-    r.inflight_messages := m.inflight;
-    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages + m.dead;
-    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
-    r.paused := q.paused_at is not null;
-    r.estimates := array(
+    result.queue_name := q.name;
+    result.ready_messages := counted.ready + due;
+    result.inflight_messages := counted.inflight;
+    result.scheduled_messages := counted.scheduled + greatest(scheduled.messages - due, 0);
+    result.dead_messages := dead.messages + counted.dead;
+    result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
+    result.paused := q.paused_at is not null;
+    result.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 10000),
-            ('inflight_messages', m.estimated),
-            ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
-            ('oldest_age_seconds', m.estimated)
+            ('ready_messages', counted.estimated or due > 10000),
+            ('inflight_messages', counted.estimated),
+            ('scheduled_messages', counted.estimated or scheduled.estimated),
+            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
+            ('oldest_age_seconds', counted.estimated)
         ) as e (figure, estimated)
         where e.estimated
     );
-    return r;
+    return result;
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
