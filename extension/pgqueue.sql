@@ -416,8 +416,7 @@ create table pgqueue.scheduled_messages (
     check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
 ) with (
     autovacuum_vacuum_threshold = 10000,
-    autovacuum_vacuum_scale_factor = 0,
-    vacuum_truncate = false
+    autovacuum_vacuum_scale_factor = 0
 );
 comment on table pgqueue.scheduled_messages is
 'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
@@ -495,6 +494,14 @@ create sequence pgqueue.next_housekeeping_at;
 comment on sequence pgqueue.next_housekeeping_at is
 'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
 queues.';
+
+create sequence pgqueue.archive_checked_at;
+comment on sequence pgqueue.archive_checked_at is
+'Register: what the clock showed when the archive last compared it, in microseconds since 1970.';
+
+create sequence pgqueue.archive_confirmed_at;
+comment on sequence pgqueue.archive_confirmed_at is
+'Register: a time that has passed: the clock showed it, and has since moved on by an hour. In microseconds since 1970.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -770,6 +777,20 @@ create unlogged table pgqueue.compactions (
 comment on table pgqueue.compactions is
 'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
 when it commits. Unlogged: a crash of the server empties it.';
+
+-- Vacuum truncates no table, as for messages: its exclusive lock would make a parallel pg_dump fail, which locks a
+-- member of an extension only when it copies it, and does not wait for the lock then.
+do $$
+declare
+    relation regclass;
+begin
+    for relation in
+        select c.oid from pg_catalog.pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+    loop
+        execute format('alter table %s set (vacuum_truncate = false)', relation);
+    end loop;
+end;
+$$;
 -- The errors of the core. Each function raises one error, with its SQLSTATE, message and hint. A room defines the
 -- errors that only it raises at the top of its own file.
 
@@ -1474,21 +1495,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    since_last constant interval :=
-        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_housekeeping_at')) + interval '1 h';
     handler regproc;
 begin
     -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
     perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
     for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
-        execute format('select %s($1, $2)', handler) using at, since_last;
+        execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
-call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
-A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
+'Calls _on_housekeeping_due_<room>(at) of each room that defines it. A sweep calls this once an hour, so a handler must
+not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier
+time.';
 
 create function pgqueue._do_maintenance(at timestamptz)
 returns void
@@ -1615,6 +1634,16 @@ as $$ select (moment at time zone 'UTC')::date $$;
 comment on function pgqueue._utc_day(timestamptz) is
 'The day in UTC of a moment, independent of the TimeZone of the session.';
 
+create function pgqueue._finish_time()
+returns timestamptz
+language sql volatile
+as $$
+    select greatest(pgqueue._now(), pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')))
+$$;
+comment on function pgqueue._finish_time() is
+'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
+acknowledged while the clock was behind would be removed with the day that it showed.';
+
 create function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
@@ -1638,7 +1667,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    at constant timestamptz := pgqueue._finish_time();
     acked bigint[];
 begin
     if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then
@@ -1930,7 +1959,7 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
-                    perform pgqueue._create_partition(queue_name, q.queue_id);
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
@@ -4702,7 +4731,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh_from_id then
-            fresh_from_id := setval(q.fresh_from_id, last_id + 1);
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
         candidate_ids := candidate_ids || found_ids;
     end if;
@@ -4728,7 +4757,7 @@ begin
             ),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
-            fresh_from_id := setval(q.fresh_from_id, last_id + 1);
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
@@ -4825,7 +4854,8 @@ begin
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh_from_id := setval(fresh_register, candidate_ids[max_messages] + 1);
+        fresh_from_id := setval(
+            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
         if fresh_from_id is not null then
             return candidate_ids;
         end if;
@@ -4929,7 +4959,7 @@ begin
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
     end if;
-    at := pgqueue._now();
+    at := pgqueue._finish_time();
     is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     return query
     with gone as (
@@ -6737,15 +6767,19 @@ begin
             where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
         min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at)),
         max(w.visible_at) filter (
-            where isfinite(w.visible_at) and w.visible_at > at
-                and at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end)
+            where isfinite(w.visible_at) and w.visible_at > at and (
+                at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end
+                -- A claim by plain SQL sets no claimed_at. No claim lasts longer than 12 hours.
+                or w.claimed_attempt is distinct from w.attempt_count and w.visible_at > at + interval '12 h 1 min'
+                and w.attempt_count > 0))
     into lapsed, oldest_at, shortest, ahead_until
     from (
         (
             select c.*
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+                select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+                from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
             ) c
@@ -6754,7 +6788,7 @@ begin
         union all
         (
             -- Messages that came back from scheduled_messages have ids below the head.
-            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
+            select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
             from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
@@ -6769,7 +6803,23 @@ begin
             format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
             format(
                 'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
-                ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
+                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
+                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
+                at, q.name, at + interval '1 min', at + interval '12 h 1 min'))::pgqueue.finding;
+    end if;
+    select max(w.due_at) into ahead_until
+    from (
+        select d.due_at, d.enqueued_at from pgqueue.scheduled_messages d
+        where d.queue_name = q.name and d.due_at > at
+        order by d.due_at desc limit 1000
+    ) w
+    where w.enqueued_at > at + interval '1 min';
+    if ahead_until is not null then
+        return next row('warning', q.name, 'clock_ahead',
+            format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
+            format(
+                'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
+                ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     if shortest < peek_delay then
@@ -6830,11 +6880,20 @@ begin
 
     return query
     select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
-        format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphaned_messages() o;
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+    ) n;
 
     return query
     select
@@ -7006,6 +7065,29 @@ $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
 'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
 
+create function pgqueue._confirm_time(at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    checked_at constant timestamptz := pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_checked_at'));
+begin
+    if coalesce(at < checked_at or at >= checked_at + interval '1 h', true) then
+        -- If the clock has gone back, this reading or the last one is wrong: neither is a confirmation.
+        if at > checked_at then
+            perform setval('pgqueue.archive_confirmed_at', pgqueue._to_micros(checked_at));
+        end if;
+        perform setval('pgqueue.archive_checked_at', pgqueue._to_micros(at));
+    end if;
+    return least(at, coalesce(
+        pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')), '-infinity'));
+end;
+$$;
+comment on function pgqueue._confirm_time(timestamptz) is
+'Compares a reading of the clock with the last one, and returns a time that has passed even if this reading is wrong: an
+earlier one, from which the clock has since moved on by an hour. -infinity if there is none yet.';
+
 create function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
@@ -7091,13 +7173,13 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create function pgqueue._file_messages(at timestamptz, max_messages int)
+create function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
@@ -7224,24 +7306,26 @@ as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_n
 comment on function pgqueue._is_day_empty(date) is
 'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
-create function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
+create function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    confirmed_at timestamptz;
     day date;
 begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+    confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
-    -- only if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
-    if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
-        delete from pgqueue.archive_promises p where p.ends_at <= at;
-        select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
+    -- only if the transaction can commit at once.
+    if pgqueue._is_first_statement() then
+        delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+        select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
         if found then
             perform pgqueue._truncate_day(day);
         end if;
@@ -7251,7 +7335,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
+comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
 'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
 needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
 
@@ -7296,6 +7380,7 @@ set lock_timeout = '500 ms'
 as $$
 declare
     at constant timestamptz := pgqueue._now();
+    confirmed_at timestamptz;
     day date;
     emptied date[] := '{}'::date[];
     dropped date[];
@@ -7307,10 +7392,11 @@ begin
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
-    perform pgqueue._file_messages(at, null);
+    confirmed_at := pgqueue._confirm_time(at);
+    perform pgqueue._file_messages(confirmed_at, null);
 
-    delete from pgqueue.archive_promises p where p.ends_at <= at;
-    for day in select d from pgqueue._expired_days(at) d loop
+    delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+    for day in select d from pgqueue._expired_days(confirmed_at) d loop
         begin
             perform pgqueue._truncate_day(day);
             emptied := emptied || day;
@@ -7329,11 +7415,12 @@ comment on function pgqueue.maintain_archive() is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
 eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
 than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
-archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a
-longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read
-is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but
-claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by
-hand, in a transaction of its own.';
+archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and has
+since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition that
+cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
+(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same
+maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from
+a scheduler, or occasionally by hand, in a transaction of its own.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -7387,7 +7474,7 @@ begin
 
     select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
     from pgqueue._expired_days(at) d
-    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 2;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
             format('no queue needs %s of the archive any more: %s', pgqueue._with_number(overdue, 'day'),
@@ -9775,11 +9862,11 @@ comment on function pgqueue._add_missing_ticks(timestamptz) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
 trigger was disabled, for up to 100 schedules.';
 
-create function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
+create function pgqueue._on_housekeeping_due_schedules(at timestamptz)
 returns void
 language sql volatile
 as $$ select pgqueue._add_missing_ticks(at) $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
+comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Repairs schedules that have stopped.';
 -- Takes back messages that no consumer has claimed.
 
@@ -10098,7 +10185,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    at constant timestamptz := pgqueue._finish_time();
     is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
 begin
     with done as (
@@ -10106,7 +10193,7 @@ begin
             t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
             t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
         from taken t
-        where coalesce(t.expires_at > at, true)
+        where coalesce(t.expires_at > pgqueue._now(), true)
     ),
     filed as (
         insert into pgqueue.archived_messages select d.* from done d where is_filed
@@ -10422,7 +10509,7 @@ begin
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
-        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
+        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     execute format('alter table %s replica identity full', pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
@@ -10701,6 +10788,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
@@ -10747,6 +10836,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;

@@ -24,6 +24,29 @@ $$;
 comment on function pgqueue._set_archive_marker(text, interval) is
 'Creates or drops the marker sequence of a queue. Acknowledgements archive if the marker exists.';
 
+create or replace function pgqueue._confirm_time(at timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    checked_at constant timestamptz := pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_checked_at'));
+begin
+    if coalesce(at < checked_at or at >= checked_at + interval '1 h', true) then
+        -- If the clock has gone back, this reading or the last one is wrong: neither is a confirmation.
+        if at > checked_at then
+            perform setval('pgqueue.archive_confirmed_at', pgqueue._to_micros(checked_at));
+        end if;
+        perform setval('pgqueue.archive_checked_at', pgqueue._to_micros(at));
+    end if;
+    return least(at, coalesce(
+        pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')), '-infinity'));
+end;
+$$;
+comment on function pgqueue._confirm_time(timestamptz) is
+'Compares a reading of the clock with the last one, and returns a time that has passed even if this reading is wrong: an
+earlier one, from which the clock has since moved on by an hour. -infinity if there is none yet.';
+
 create or replace function pgqueue._archive_expiry(at timestamptz)
 returns timestamptz
 language sql stable
@@ -109,13 +132,13 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create or replace function pgqueue._file_messages(at timestamptz, max_messages int)
+create or replace function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    unwanted_before constant timestamptz := pgqueue._archive_expiry(at);
+    unwanted_before constant timestamptz := pgqueue._archive_expiry(confirmed_at);
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
@@ -242,24 +265,26 @@ as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_n
 comment on function pgqueue._is_day_empty(date) is
 'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
-create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz, since_last interval)
+create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    confirmed_at timestamptz;
     day date;
 begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
+    confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
-    -- only if the transaction can commit at once, and only if the clock has not jumped since the last housekeeping.
-    if pgqueue._is_first_statement() and since_last between interval '0' and interval '1 day' then
-        delete from pgqueue.archive_promises p where p.ends_at <= at;
-        select d into day from pgqueue._expired_days(at) d where not pgqueue._is_day_empty(d) limit 1;
+    -- only if the transaction can commit at once.
+    if pgqueue._is_first_statement() then
+        delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+        select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
         if found then
             perform pgqueue._truncate_day(day);
         end if;
@@ -269,7 +294,7 @@ exception when others then
     null;
 end;
 $$;
-comment on function pgqueue._on_housekeeping_due_archive(timestamptz, interval) is
+comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
 'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
 needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
 
@@ -314,6 +339,7 @@ set lock_timeout = '500 ms'
 as $$
 declare
     at constant timestamptz := pgqueue._now();
+    confirmed_at timestamptz;
     day date;
     emptied date[] := '{}'::date[];
     dropped date[];
@@ -325,10 +351,11 @@ begin
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
-    perform pgqueue._file_messages(at, null);
+    confirmed_at := pgqueue._confirm_time(at);
+    perform pgqueue._file_messages(confirmed_at, null);
 
-    delete from pgqueue.archive_promises p where p.ends_at <= at;
-    for day in select d from pgqueue._expired_days(at) d loop
+    delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+    for day in select d from pgqueue._expired_days(confirmed_at) d loop
         begin
             perform pgqueue._truncate_day(day);
             emptied := emptied || day;
@@ -347,11 +374,12 @@ comment on function pgqueue.maintain_archive() is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
 eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
 than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
-archive_for they had has passed (dropped). Blocks no acknowledgement: a partition that cannot be dropped, because a
-longer transaction uses the archive or a view depends on the partition, is emptied (emptied), and one that is being read
-is left alone (busy); the next call tries again. Claims and receives run the same maintenance about once an hour, but
-claims drop nothing, and receives neither drop nor empty. Call this once a day from a scheduler, or occasionally by
-hand, in a transaction of its own.';
+archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and has
+since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition that
+cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
+(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same
+maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from
+a scheduler, or occasionally by hand, in a transaction of its own.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -405,7 +433,7 @@ begin
 
     select count(*), bool_and(pgqueue._is_day_empty(d)) into overdue, is_empty
     from pgqueue._expired_days(at) d
-    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 1;
+    where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) - 2;
     if overdue > 0 and not is_empty or overdue > 30 then
         return next row(case when is_empty then 'info' else 'warning' end, null, 'archive_overdue',
             format('no queue needs %s of the archive any more: %s', pgqueue._with_number(overdue, 'day'),

@@ -43,7 +43,7 @@ begin
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh_from_id then
-            fresh_from_id := setval(q.fresh_from_id, last_id + 1);
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
         candidate_ids := candidate_ids || found_ids;
     end if;
@@ -69,7 +69,7 @@ begin
             ),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
-            fresh_from_id := setval(q.fresh_from_id, last_id + 1);
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
@@ -166,7 +166,8 @@ begin
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh_from_id := setval(fresh_register, candidate_ids[max_messages] + 1);
+        fresh_from_id := setval(
+            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
         if fresh_from_id is not null then
             return candidate_ids;
         end if;

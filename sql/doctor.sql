@@ -247,15 +247,19 @@ begin
             where w.visible_at <= at - interval '1 min' and w.attempt_count > 0 and isfinite(w.visible_at)),
         min(w.expires_at - w.enqueued_at) filter (where isfinite(w.expires_at) and isfinite(w.enqueued_at)),
         max(w.visible_at) filter (
-            where isfinite(w.visible_at) and w.visible_at > at
-                and at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end)
+            where isfinite(w.visible_at) and w.visible_at > at and (
+                at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end
+                -- A claim by plain SQL sets no claimed_at. No claim lasts longer than 12 hours.
+                or w.claimed_attempt is distinct from w.attempt_count and w.visible_at > at + interval '12 h 1 min'
+                and w.attempt_count > 0))
     into lapsed, oldest_at, shortest, ahead_until
     from (
         (
             select c.*
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at from pgqueue.messages m
+                select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+                from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
             ) c
@@ -264,7 +268,7 @@ begin
         union all
         (
             -- Messages that came back from scheduled_messages have ids below the head.
-            select m.visible_at, m.attempt_count, m.expires_at, m.enqueued_at, m.claimed_at
+            select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
             from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
@@ -279,7 +283,23 @@ begin
             format('messages were sent or claimed while the clock was ahead: they cannot be claimed before %s', ahead_until),
             format(
                 'update pgqueue.messages set visible_at = %1$L, enqueued_at = least(enqueued_at, %1$L) where queue_name = %2$L and visible_at > %1$L'
-                ' and %3$L < case attempt_count when 0 then enqueued_at else claimed_at end;',
+                ' and (%3$L < case attempt_count when 0 then enqueued_at else claimed_at end'
+                ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
+                at, q.name, at + interval '1 min', at + interval '12 h 1 min'))::pgqueue.finding;
+    end if;
+    select max(w.due_at) into ahead_until
+    from (
+        select d.due_at, d.enqueued_at from pgqueue.scheduled_messages d
+        where d.queue_name = q.name and d.due_at > at
+        order by d.due_at desc limit 1000
+    ) w
+    where w.enqueued_at > at + interval '1 min';
+    if ahead_until is not null then
+        return next row('warning', q.name, 'clock_ahead',
+            format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
+            format(
+                'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
+                ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     if shortest < peek_delay then
@@ -340,11 +360,20 @@ begin
 
     return query
     select
-        case o.table_name when 'dead_messages' then 'info' else 'error' end, o.queue_name,
+        case o.table_name when 'dead_messages' then 'info' else 'error' end, n.shown,
         case o.table_name when 'dead_messages' then 'undelivered_messages' else 'orphaned_messages' end,
-        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, o.queue_name),
-        format('select pgqueue.create_queue(%L);', o.queue_name)
-    from pgqueue._orphaned_messages() o;
+        format('pgqueue.%s holds messages of queue %L, which does not exist', o.table_name, n.shown),
+        case when n.is_valid then format('select pgqueue.create_queue(%L);', o.queue_name)
+        else
+            format('No queue can have this name. Move the messages to another queue: update pgqueue.%s'
+                ' set queue_name = <its name> where md5(queue_name) = %L;', o.table_name, md5(o.queue_name))
+        end
+    from pgqueue._orphaned_messages() o
+    cross join lateral (
+        select
+            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+    ) n;
 
     return query
     select

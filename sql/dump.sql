@@ -7,6 +7,8 @@ select pg_extension_config_dump('pgqueue.archived_messages', '');
 select pg_extension_config_dump('pgqueue.unfiled_messages', '');
 select pg_extension_config_dump('pgqueue.next_housekeeping_at', '');
 select pg_extension_config_dump('pgqueue.next_maintenance_at', '');
+select pg_extension_config_dump('pgqueue.archive_checked_at', '');
+select pg_extension_config_dump('pgqueue.archive_confirmed_at', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');

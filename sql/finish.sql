@@ -25,6 +25,16 @@ as $$ select (moment at time zone 'UTC')::date $$;
 comment on function pgqueue._utc_day(timestamptz) is
 'The day in UTC of a moment, independent of the TimeZone of the session.';
 
+create or replace function pgqueue._finish_time()
+returns timestamptz
+language sql volatile
+as $$
+    select greatest(pgqueue._now(), pgqueue._from_micros(pg_sequence_last_value('pgqueue.archive_confirmed_at')))
+$$;
+comment on function pgqueue._finish_time() is
+'The finished_at of a message that is acknowledged now: not before the confirmed time of the archive. Otherwise messages
+acknowledged while the clock was behind would be removed with the day that it showed.';
+
 create or replace function pgqueue._day_partition_name(day date)
 returns text
 language sql stable parallel safe
@@ -48,7 +58,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    at constant timestamptz := pgqueue._finish_time();
     acked bigint[];
 begin
     if not coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false) then

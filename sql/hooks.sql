@@ -42,21 +42,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    since_last constant interval :=
-        at - pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_housekeeping_at')) + interval '1 h';
     handler regproc;
 begin
     -- The register is set before the calls: one session an hour does the housekeeping, even if its transaction fails.
     perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 h'));
     for handler in select h from pgqueue._handlers('_on_housekeeping_due_') as h loop
-        execute format('select %s($1, $2)', handler) using at, since_last;
+        execute format('select %s($1)', handler) using at;
     end loop;
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at, since_last) of each room that defines it. since_last is the time since the last
-call, null if there was none. A sweep calls this once an hour, so a handler must not wait for a lock or raise an error.
-A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier time.';
+'Calls _on_housekeeping_due_<room>(at) of each room that defines it. A sweep calls this once an hour, so a handler must
+not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier
+time.';
 
 create or replace function pgqueue._do_maintenance(at timestamptz)
 returns void

@@ -184,7 +184,7 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := nextval('pgqueue.queue_id');
                 if dedicated then
-                    perform pgqueue._create_partition(queue_name, q.queue_id);
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));

@@ -27,7 +27,7 @@ begin
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
         return;
     end if;
-    at := pgqueue._now();
+    at := pgqueue._finish_time();
     is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     return query
     with gone as (

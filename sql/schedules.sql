@@ -677,9 +677,9 @@ comment on function pgqueue._add_missing_ticks(timestamptz) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
 trigger was disabled, for up to 100 schedules.';
 
-create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz, since_last interval)
+create or replace function pgqueue._on_housekeeping_due_schedules(at timestamptz)
 returns void
 language sql volatile
 as $$ select pgqueue._add_missing_ticks(at) $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz, interval) is
+comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Repairs schedules that have stopped.';

@@ -173,8 +173,7 @@ create table pgqueue.scheduled_messages (
     check (due_at between '1970-01-02 00:00+00' and '9999-12-31 00:00+00')
 ) with (
     autovacuum_vacuum_threshold = 10000,
-    autovacuum_vacuum_scale_factor = 0,
-    vacuum_truncate = false
+    autovacuum_vacuum_scale_factor = 0
 );
 comment on table pgqueue.scheduled_messages is
 'Messages with a due time: sent with a delay, returned to the queue after a claim, or redriven (due at once).';
@@ -252,6 +251,14 @@ create sequence pgqueue.next_housekeeping_at;
 comment on sequence pgqueue.next_housekeeping_at is
 'Register: when a sweep next calls the housekeeping of the rooms, in microseconds since 1970. A hint, shared by all
 queues.';
+
+create sequence pgqueue.archive_checked_at;
+comment on sequence pgqueue.archive_checked_at is
+'Register: what the clock showed when the archive last compared it, in microseconds since 1970.';
+
+create sequence pgqueue.archive_confirmed_at;
+comment on sequence pgqueue.archive_confirmed_at is
+'Register: a time that has passed: the clock showed it, and has since moved on by an hour. In microseconds since 1970.';
 
 create table pgqueue.archive_promises (
     queue_name text collate "C" not null,
@@ -527,3 +534,17 @@ create unlogged table pgqueue.compactions (
 comment on table pgqueue.compactions is
 'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
 when it commits. Unlogged: a crash of the server empties it.';
+
+-- Vacuum truncates no table, as for messages: its exclusive lock would make a parallel pg_dump fail, which locks a
+-- member of an extension only when it copies it, and does not wait for the lock then.
+do $$
+declare
+    relation regclass;
+begin
+    for relation in
+        select c.oid from pg_catalog.pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+    loop
+        execute format('alter table %s set (vacuum_truncate = false)', relation);
+    end loop;
+end;
+$$;

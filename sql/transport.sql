@@ -249,7 +249,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
+    at constant timestamptz := pgqueue._finish_time();
     is_filed constant boolean := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
 begin
     with done as (
@@ -257,7 +257,7 @@ begin
             t.id, t.queue_name, t.enqueued_at, null::timestamptz, at, t.attempt_count + 1, t.max_attempts, t.expires_at,
             t.message_id, t.payload, t.body, t.headers, t.claimed_by, t.last_error
         from taken t
-        where coalesce(t.expires_at > at, true)
+        where coalesce(t.expires_at > pgqueue._now(), true)
     ),
     filed as (
         insert into pgqueue.archived_messages select d.* from done d where is_filed
@@ -573,7 +573,7 @@ begin
     execute format('alter table %s enable always trigger place_for_transport', partition);
     execute format(
         'create table %s () inherits (pgqueue.transports)'
-        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0)',
+        ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     execute format('alter table %s replica identity full', pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
@@ -852,6 +852,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._create_subscriptions_relation(
         schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
 end;
@@ -898,6 +900,7 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;

@@ -9,14 +9,20 @@ create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 create function pg_temp.days() returns text[] language sql
 as $$ select coalesce(array_agg(right(i.inhrelid::regclass::text, 8) order by 1), '{}') from pg_inherits i where i.inhparent = 'pgqueue.archived_messages'::regclass $$;
-create function pg_temp.changes() returns text[] language sql
+-- The registers are not rolled back. No time is confirmed at first.
+create function pg_temp.confirm(at timestamptz) returns void language sql
+as $$ select setval(r, coalesce(pgqueue._to_micros(at), 1), at is not null) from unnest(array['pgqueue.archive_checked_at', 'pgqueue.archive_confirmed_at']::regclass[]) r $$;
+select pg_temp.confirm(null) is not null as set \gset
+create function pg_temp.maintain() returns text[] language sql
 as $$ select coalesce(array_agg(to_char(m.day, 'MMDD ') || m.change order by m.day, m.change), '{}') from pgqueue.maintain_archive() m $$;
+create function pg_temp.changes() returns text[] language plpgsql
+as $$ begin perform pg_temp.confirm(pgqueue._now()); return pg_temp.maintain(); end $$;
 create function pg_temp.findings() returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.finding ~ 'archive|unfiled' $$;
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(156);
+select plan(166);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -170,11 +176,11 @@ select is((select array_agg(distinct a.tableoid::regclass::text) from pgqueue.ar
 set local timezone = 'Pacific/Kiritimati';
 select is((select array_agg(distinct a.tableoid::regclass::text) from pgqueue.archived_messages a where a.finished_at >= '2030-01-01 00:00+00' and a.finished_at < '2030-01-02 00:00+00'), array['pgqueue.archived_messages_20300101'], 'a day table covers a day in UTC, whatever the TimeZone of the session');
 set local datestyle = 'German';
-create function pg_temp.acks_one() returns text language plpgsql as $$
+create function pg_temp.acks_one(queue text default 'archive_shared') returns text language plpgsql as $$
 begin
-    perform pgqueue.enqueue('archive_shared', '"late"');
-    perform pgqueue.ack('archive_shared', c.id, c.claim_token) from pgqueue.claim('archive_shared') c;
-    return (select a.tableoid::regclass::text from pgqueue.archived_messages a where a.queue_name = 'archive_shared' order by a.id desc limit 1);
+    perform pgqueue.enqueue(queue, '"late"');
+    perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.claim(queue) c;
+    return (select a.tableoid::regclass::text from pgqueue.archived_messages a where a.queue_name = queue order by a.id desc limit 1);
 end;
 $$;
 select set_config('test.now', '2030-01-01 23:59:59.999999+00', true) is not null as set \gset
@@ -290,6 +296,27 @@ select is(pg_temp.days(), array['20300802'], 'maintain_archive keeps only the da
 drop view pg_temp.august_2;
 select is(pg_temp.changes(), array['0802 dropped'], 'maintain_archive drops the emptied day table after the view was dropped');
 
+-- A clock that is wrong. Every day is needed for one day.
+select set_config('test.now', '2031-01-10 12:00:00+00', true) is not null as set \gset
+select pgqueue.create_queue('archive_clock', archive_for => '1 day') is not null as created, pg_temp.changes() is not null as changed, pg_temp.acks_one('archive_clock') as acked \gset
+create function pg_temp.drops(at timestamptz) returns text[] language plpgsql
+as $$ begin perform set_config('test.now', at::text, true); return array(select c from unnest(pg_temp.maintain()) c where c !~ 'made'); end $$;
+select is(pg_temp.drops('2031-01-13 12:00:00+00'), '{}'::text[], 'maintain_archive drops no day by the first reading of a clock that is ahead');
+select is(pg_temp.drops('2031-01-13 12:59:00+00'), '{}'::text[], 'maintain_archive drops no day by a second reading less than an hour after the first');
+select is(pg_temp.drops('2031-01-10 12:10:00+00'), '{}'::text[], 'maintain_archive drops no day after the clock was set back');
+select is(pg_temp.drops('2031-01-10 13:10:00+00'), '{}'::text[], 'maintain_archive drops no day that is still needed after the clock has moved on');
+select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), 1::bigint, 'a clock that was ahead removes no archived message');
+select set_config('test.now', '2031-01-08 12:00:00+00', true) is not null as set, pg_temp.acks_one('archive_clock') as acked \gset
+select is((select max(a.finished_at) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at < '2031-01-11'), '2031-01-10 12:10:00+00', 'a message acknowledged by a clock that is behind gets the confirmed time as finished_at');
+select pgqueue.enqueue('archive_clock', '1') is not null as sent, pg_temp.pass('1 s') is not null as passed \gset
+select count(*) as received from pgqueue.receive('archive_clock') \gset
+select is((select count(*) from pgqueue.archived_messages a where a.queue_name = 'archive_clock' and a.finished_at = '2031-01-10 12:10:00+00'), 2::bigint, 'a message received by a clock that is behind gets the confirmed time as finished_at');
+select is(pg_temp.drops('2031-01-11 23:00:00+00'), '{}'::text[], 'maintain_archive drops no day by the first reading of a clock that is right again');
+select is(pg_temp.drops('2031-01-12 00:30:00+00'), array['0108 dropped', '0109 dropped'], 'maintain_archive keeps a day that the confirmed time still needs');
+select is(pg_temp.drops('2031-01-12 01:40:00+00'), array['0110 dropped'], 'maintain_archive drops a day once two readings an hour apart show that it has passed');
+
+select pgqueue.drop_queue('archive_clock') is not null as dropped \gset
+
 -- archive_for set by a plain update.
 select lives_ok($$ select pgqueue.create_queue('archive_raw') $$, 'a queue without an archive is created');
 update pgqueue.queues set archive_for = '3 days' where name = 'archive_raw';
@@ -298,5 +325,6 @@ do $$ begin execute (select f.repair from pgqueue.doctor() f where f.finding = '
 select is(pg_temp.findings(), '{}'::text[], 'the repair that doctor proposes removes the finding');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '^archives_'), 1::bigint, 'the repair creates the archives_ mark of the queue');
 
+select pg_temp.confirm(null) is not null as set \gset
 select * from finish();
 rollback;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(79);
+select plan(81);
 
 create function pg_temp.lends(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -150,6 +150,18 @@ begin
 end;
 $$;
 select pg_temp.lends_as_time_goes_by();
+
+-- The largest id, which no enqueue can get.
+create function pg_temp.claims_the_largest_id() returns bigint[] language plpgsql as $$
+begin
+    perform pgqueue.create_queue('claim_largest');
+    insert into pgqueue.messages (id, queue_name, payload) values (9223372036854775807, 'claim_largest', '1');
+    return array(select c.id from pgqueue.claim('claim_largest') c);
+end;
+$$;
+select is(pg_temp.claims_the_largest_id(), array[9223372036854775807], 'claim returns a message with the largest id');
+select pgqueue.enqueue('claim_largest', '2') is not null as sent, set_config('test.ahead', '10 years 40 s', true) is not null as passed \gset
+select is((select c.payload from pgqueue.claim('claim_largest', 5) c), '2'::jsonb, 'claim returns a message sent after one with the largest id');
 
 select * from finish();
 rollback;

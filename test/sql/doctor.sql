@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(145);
+select plan(157);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -50,6 +50,21 @@ begin
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of clock_ahead resolves the finding');
     return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{"\"ahead\"", "\"later\""}'::jsonb[], queue || ': claim returns all messages after the repair of clock_ahead');
+    perform pgqueue.purge_queue(queue);
+    perform pg_temp.pass('1 day');
+    perform pgqueue.enqueue(queue, '"delayed"', delay => '10 s');
+    perform pg_temp.pass('-1 day');
+    return next is(pg_temp.findings(queue), array['warning clock_ahead'], queue || ': doctor reports messages that were delayed while the clock was ahead');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of clock_ahead resolves the finding for a delayed message');
+    perform pg_temp.pass('10 s');
+    return next is((select c.payload from pgqueue.claim(queue) c), '"delayed"', queue || ': the repair of clock_ahead keeps the delay of a message');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '"raw"');
+    update pgqueue.messages w set attempt_count = 1, visible_at = pgqueue._now() + interval '1 day 30 s' where w.queue_name = queue;
+    return next is(pg_temp.findings(queue), array['warning clock_ahead'], queue || ': doctor reports a claim by plain SQL that was made while the clock was ahead');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is((select c.payload from pgqueue.claim(queue) c), '"raw"', queue || ': claim returns the message after the repair of a claim by plain SQL');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue(queue, '1');
     select * into m from pgqueue.claim(queue);
@@ -130,6 +145,10 @@ select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 
 select pg_temp.examines('doctor_shared', false);
 select pg_temp.examines('doctor_dedicated', true);
 
+insert into pgqueue.messages (queue_name, payload) values (repeat('Doctor ', 1000), '1');
+select is((select array[max(length(f.queue_name)), max(length(f.detail))] from pgqueue.doctor() f where f.finding = 'orphaned_messages'), array[129, 194], 'doctor shows the beginning of a long queue name');
+select is((select f.repair ~ 'update pgqueue.messages set queue_name = <its name> where md5' from pgqueue.doctor() f where f.finding = 'orphaned_messages'), true, 'doctor does not propose to create a queue with an invalid name');
+delete from pgqueue.messages where queue_name ~ '^Doctor';
 insert into pgqueue.messages (queue_name, payload) values ('doctor_orphan', '1');
 select is(pg_temp.findings('doctor_orphan'), array['error orphaned_messages'], 'doctor reports messages of a queue that does not exist');
 create function pg_temp.adopts() returns setof text language plpgsql as $$

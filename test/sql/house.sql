@@ -1,5 +1,5 @@
 begin;
-select plan(43);
+select plan(44);
 
 create temp view functions as
 select p.oid, p.oid::regprocedure::text as signature, p.proname, p.prosrc, p.proconfig, p.proacl, p.prosecdef, p.proisstrict, p.provolatile, l.lanname,
@@ -153,8 +153,9 @@ select set_eq(
     $$ select t.relname || ' ' || regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '') from pg_index i join relations t on t.oid = i.indrelid where t.relname ~ '^messages' and t.relkind = 'r' $$,
     $$ select t.relname || ' ' || 'btree (queue_name, id)' from relations t where t.relname ~ '^messages' and t.relkind = 'r' $$,
     'the primary key is the only index of every table of messages');
-select is_empty($$ select relname, o from relations cross join unnest(array['fillfactor', 'autovacuum_vacuum_threshold', 'autovacuum_vacuum_scale_factor', 'vacuum_truncate']) o
-    where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has the four storage parameters');
+select is_empty($$ select relname, o from relations cross join unnest(array['fillfactor', 'autovacuum_vacuum_threshold', 'autovacuum_vacuum_scale_factor']) o
+    where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has the three storage parameters');
+select is_empty($$ select relname from relations where relkind = 'r' and relname !~ '^archived_messages_' and not 'vacuum_truncate=false' = any (coalesce(reloptions, '{}')) $$, 'vacuum truncates no table');
 
 -- pg_dump must dump every table and sequence: those of the extension by its configuration, those of a queue because
 -- they are not members.

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(112);
+select plan(113);
 
 create function pg_temp.is_a_queue(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -103,6 +103,13 @@ begin
     perform pgqueue.drop_queue(queue);
 end;
 $$;
+create function pg_temp.creates_under_a_collation() returns text language plpgsql as $$
+begin
+    create collation pg_temp.ignores_case (provider = icu, locale = 'und-u-ks-level2', deterministic = false);
+    return lives_ok($q$ select pgqueue.create_queue('queue_e' collate pg_temp.ignores_case, dedicated => true) $q$,
+        'create_queue creates a dedicated queue although the collation of its name is nondeterministic');
+end;
+$$;
 select pg_temp.is_a_queue('queue_shared', false);
 select pg_temp.is_a_queue('queue_dedicated', true);
 
@@ -127,6 +134,11 @@ select is((select count(*) from pgqueue.list_queues() l where l.name = 'queue_ba
 select throws_ok($$ select pgqueue.alter_queue('queue_a', visibility_timeout => '43201 s') $$, '22023', null, 'alter_queue refuses a visibility timeout over 12 hours');
 select throws_ok($$ select pgqueue.alter_queue('queue_a', max_attempts => 0) $$, '22023', null, 'alter_queue refuses a max_attempts of 0');
 select throws_ok($$ select pgqueue.alter_queue('queue_a', backoff_jitter => 2) $$, '22023', null, 'alter_queue refuses a backoff_jitter over 1');
+
+-- A build of PostgreSQL without ICU has no such collation.
+select case when not exists (select from pg_collation c where c.collname ~ '-x-icu$')
+    then skip('this build of PostgreSQL has no ICU, and so no nondeterministic collation', 1)
+    else pg_temp.creates_under_a_collation() end;
 
 select * from finish();
 rollback;
