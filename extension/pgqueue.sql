@@ -971,11 +971,11 @@ as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microse
 comment on function pgqueue._from_micros(bigint) is
 'The moment that a register value denotes.';
 
-create function pgqueue._due_from_now(due_at timestamptz)
+create function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
 as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
-comment on function pgqueue._due_from_now(timestamptz) is
+comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
@@ -1237,6 +1237,16 @@ $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
 'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
+create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
+$$;
+comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
+'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
+conditions on columns.';
+
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
@@ -1320,7 +1330,7 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
-create function pgqueue._rewritten_table(tables regclass[])
+create function pgqueue._table_truncated_after_snapshot(tables regclass[])
 returns regclass
 language sql stable
 as $$
@@ -1335,11 +1345,11 @@ as $$
         and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
     limit 1
 $$;
-comment on function pgqueue._rewritten_table(regclass[]) is
+comment on function pgqueue._table_truncated_after_snapshot(regclass[]) is
 'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
 compaction does: with this snapshot it looks empty. Null if there is none.';
 
-create function pgqueue._require_unrewritten(tables regclass[])
+create function pgqueue._require_untruncated(tables regclass[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1351,16 +1361,14 @@ begin
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
-    foreach relation in array tables loop
-        execute format('lock table %s in access share mode', relation);
-    end loop;
-    relation := pgqueue._rewritten_table(tables);
+    execute format('lock table %s in access share mode', array_to_string(tables, ', '));
+    relation := pgqueue._table_truncated_after_snapshot(tables);
     if relation is not null then
         perform pgqueue._raise_stale_snapshot(format('table %s', relation));
     end if;
 end;
 $$;
-comment on function pgqueue._require_unrewritten(regclass[]) is
+comment on function pgqueue._require_untruncated(regclass[]) is
 'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
 tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
 first and takes its snapshot second.';
@@ -1384,7 +1392,7 @@ begin
         if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
             perform pgqueue._refuse_missing_queue(queue_name);
         end if;
-        perform pgqueue._require_unrewritten(array[
+        perform pgqueue._require_untruncated(array[
             'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
             'pgqueue.sweep_state'
         ]::regclass[]);
@@ -1465,7 +1473,9 @@ $$;
 comment on function pgqueue._handlers(text) is
 'The functions whose names begin with the name of the event, in the order of their names.';
 
-create function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
+create function pgqueue._call_queue_handlers(
+    event text, q pgqueue.queues, before pgqueue.queues default null
+)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1479,7 +1489,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
 'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
 after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
 exist. The queue is locked, exclusively for queue_dropping.';
@@ -1563,7 +1573,7 @@ $$;
 comment on function pgqueue._wake(pgqueue.queues) is
 'Notifies waiting consumers when the transaction commits.';
 
-create function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
+create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1582,7 +1592,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
+comment on function pgqueue._wake_if_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers if any are waiting.';
 
 create function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
@@ -1597,7 +1607,7 @@ begin
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
     -- Without a notification, a waiting consumer could sleep past this due time.
-    perform pgqueue._wake_waiting(q, pgqueue._now());
+    perform pgqueue._wake_if_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is
@@ -1741,11 +1751,11 @@ comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text)
 'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
 expired. Inlined, as a call per message would take four times as long.';
 
-create function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+create function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+comment on function pgqueue._keeps_dead_letter(pgqueue.queues, pgqueue.messages) is
 'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
@@ -1763,8 +1773,9 @@ begin
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages insert their
-dead letters by one statement with the same conflict clause: a call per message takes almost three times as long.';
+'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
+same insert in the statement that deletes. For 1,000 messages of 1 kB this takes 7 ms, a call for each message 17 ms. A
+call with an array of them takes 9 ms and holds all of them in memory.';
 -- Creates, alters, looks up, pauses, purges and drops queues. Functions that use a queue get its row from
 -- _get_locked_queue, so that a check for all of them has one place.
 
@@ -2000,7 +2011,7 @@ begin
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
     perform pgqueue._create_counters(q.name);
-    perform pgqueue._tell_rooms('queue_created', q);
+    perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -2140,7 +2151,7 @@ begin
     if pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
-    perform pgqueue._tell_rooms('queue_altered', q, before);
+    perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -2197,22 +2208,19 @@ set enable_bitmapscan = off
 as $$
 declare
     removed bigint;
-    register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._tell_rooms('queue_dropping', q);
+    perform pgqueue._call_queue_handlers('queue_dropping', q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._dead_letter_delayed(q);
+        perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;
@@ -2232,7 +2240,7 @@ declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
     first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
         (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
-    picks bigint[];
+    message_ids bigint[];
     n bigint;
     removed bigint;
 begin
@@ -2248,11 +2256,11 @@ begin
     else
         -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
         -- snapshot does not show and the result does not count.
-        picks := array(
+        message_ids := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= first_id order by m.id for update);
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
@@ -2379,7 +2387,7 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
-create function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2390,10 +2398,10 @@ begin
     perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
 end;
 $$;
-comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
 'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
-create function pgqueue._dead_letter_delayed(q pgqueue.queues)
+create function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2408,18 +2416,19 @@ begin
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        pgqueue._partition_of(q))
     using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
         returning (pgqueue._as_message(s)).*
     loop
-        perform pgqueue._add_undelivered(m, at);
+        perform pgqueue._add_undelivered_dead_letter(m, at);
     end loop;
 end;
 $$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';
 -- Deduplication: a sender gives a message a key, and a second message with this key is not added. A key is recorded in
@@ -2450,11 +2459,11 @@ as $$ select 3 * class + (period % 3)::int $$;
 comment on function pgqueue._dedup_slice(int, bigint) is
 'The number of the table that records the keys of a period. Each class has three tables, which take turns. Inlined.';
 
-create function pgqueue._end_of_window(q pgqueue.queues, at timestamptz)
+create function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
-comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
+comment on function pgqueue._end_of_dedup_window(pgqueue.queues, timestamptz) is
 'The end of the window of a key sent at a given time. With dedup_window 0 the key is taken while its message exists, at
 most 30 days.';
 
@@ -2475,7 +2484,7 @@ $$;
 comment on function pgqueue._check_dedup(text[], text) is
 'Raises 22023 for a key that is empty or too long, and for an unknown on_duplicate. Null keys are allowed.';
 
-create function pgqueue._read_keys(
+create function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
     out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
 )
@@ -2487,7 +2496,7 @@ as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
-    perform pgqueue._require_unrewritten(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
+    perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
@@ -2500,7 +2509,7 @@ begin
     -- `offset 0` keeps the planner from a join that reads all keys of the queue.
     execute format('
         select array_agg(u.key), array_agg(k.id), array_agg(case
-            when pgqueue._end_of_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
             then k.id
         end)
         from unnest($3) as u (key)
@@ -2518,7 +2527,7 @@ begin
     using q, period, keys, at, new_ids, gone;
 end;
 $$;
-comment on function pgqueue._read_keys(
+comment on function pgqueue._read_dedup_keys(
     pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
 ) is
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
@@ -2526,7 +2535,7 @@ or null if the key is free. A key is free if its window has ended or its message
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
 other transactions that replace the messages.';
 
-create function pgqueue._move_key(
+create function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
 )
 returns boolean
@@ -2554,10 +2563,10 @@ begin
     return moved = 1;
 end;
 $$;
-comment on function pgqueue._move_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
+comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
 'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
 
-create function pgqueue._take_key(
+create function pgqueue._take_dedup_key(
     q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
     lock boolean
 )
@@ -2574,13 +2583,13 @@ begin
     -- Another transaction can free the key, or take it over, between two of the statements. The loop then starts again.
     while holder is null loop
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-        values (slice, _take_key.period, q.queue_id, key, new_id, at)
+        values (slice, _take_dedup_key.period, q.queue_id, key, new_id, at)
         on conflict do nothing
         returning dedup_keys.id into holder;
         if not found then
-            earlier := pgqueue._read_keys(q, period, array[key], at, new_ids, gone, lock);
+            earlier := pgqueue._read_dedup_keys(q, period, array[key], at, new_ids, gone, lock);
             holder := earlier.taken_ids[1];
-            if holder is null and pgqueue._move_key(q, period, key, earlier.found_ids[1], new_id, at) then
+            if holder is null and pgqueue._move_dedup_key(q, period, key, earlier.found_ids[1], new_id, at) then
                 holder := new_id;
             end if;
         end if;
@@ -2588,13 +2597,13 @@ begin
     return holder;
 end;
 $$;
-comment on function pgqueue._take_key(
+comment on function pgqueue._take_dedup_key(
     pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
 ) is
 'Records a key for new_id if the key is free, and returns the message that has it afterwards. Waits for a transaction
 that has sent the same key.';
 
-create function pgqueue._take_keys(
+create function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
 )
 returns bigint[]
@@ -2605,7 +2614,7 @@ as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
     present constant bigint := pgqueue._dedup_period(class, at);
-    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_window(q, at));
+    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_dedup_window(q, at));
     replaces constant boolean := on_duplicate = 'replace';
     holders bigint[] := ids;
     added bigint[];
@@ -2632,7 +2641,7 @@ begin
         );
         continue when missed = '{}';
 
-        found := pgqueue._read_keys(q, period, missed, at, ids, gone, replaces);
+        found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
         for e in
             select u.key, u.id, u.n, k.id as taken_by
             from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
@@ -2640,16 +2649,17 @@ begin
             where u.key = any (missed) and u.id = u.holder
             order by u.key collate "C", case when replaces then -u.id else u.id end
         loop
-            holders[e.n] := coalesce(e.taken_by, pgqueue._take_key(q, period, e.key, e.id, at, ids, gone, replaces));
+            holders[e.n] := coalesce(
+                e.taken_by, pgqueue._take_dedup_key(q, period, e.key, e.id, at, ids, gone, replaces));
             if holders[e.n] <> e.id and period < latest then
-                perform pgqueue._move_key(q, latest, e.key, e.id, null, at);
+                perform pgqueue._move_dedup_key(q, latest, e.key, e.id, null, at);
             end if;
         end loop;
     end loop;
     return holders;
 end;
 $$;
-comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
 messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
 replace, the last. An element without a key keeps its id.';
@@ -2666,7 +2676,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
+    new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
 begin
     -- If another transaction has locked the row, it claims or replaces the message.
     update pgqueue.scheduled_messages s
@@ -2713,28 +2723,28 @@ comment on function pgqueue._replace_message(
 'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
 claimed it, if another transaction has locked it, or if it is gone.';
 
-create function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+create function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
 language sql volatile
 as $$
-    select (pgqueue._read_keys(
+    select (pgqueue._read_dedup_keys(
         q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
     )).taken_ids[1]
 $$;
-comment on function pgqueue._key_holder(pgqueue.queues, text, timestamptz) is
+comment on function pgqueue._dedup_key_holder(pgqueue.queues, text, timestamptz) is
 'The message that has a key; null if the key is free.';
 
-create function pgqueue._free_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
+create function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
 language sql volatile
 as $$
-    select pgqueue._move_key(q, period, dedup_key, id, null, at)
+    select pgqueue._move_dedup_key(q, period, dedup_key, id, null, at)
     from generate_series(
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
     ) as period
 $$;
-comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
+comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
 create function pgqueue._on_maintenance_due_dedup(at timestamptz)
@@ -2747,7 +2757,7 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- So does a dump, which would fail.
+    -- A dump delays it, too, because the dump would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);
@@ -2878,7 +2888,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             message_id, payload, body, headers
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then scheduled_messages.id end into new_id;
@@ -2891,7 +2901,7 @@ begin
             q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
-        perform pgqueue._wake_waiting(q, at);
+        perform pgqueue._wake_if_waiting(q, at);
     end if;
     return new_id;
 end;
@@ -2900,7 +2910,7 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
-create function pgqueue._is_plain(
+create function pgqueue._notify_and_check_fast_path(
     q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
 )
 returns boolean
@@ -2918,10 +2928,13 @@ as $$
         and octet_length(payload::text) <= q.max_payload_bytes
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
 $$;
-comment on function pgqueue._is_plain(pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea) is
-'Whether a message has a valid payload, and neither body, delay nor expiry. Also notifies waiting consumers. Inlined.';
+comment on function pgqueue._notify_and_check_fast_path(
+    pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
+) is
+'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message: the payload is valid,
+and there is neither body, delay nor expiry. Inlined.';
 
-create function pgqueue._enqueue_once(
+create function pgqueue._enqueue_deduplicated(
     queue_name text,
     payload jsonb,
     delay interval,
@@ -2946,14 +2959,16 @@ begin
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
             pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
-            _enqueue_once.dedup_key, nextval('pgqueue.message_id'), at
+            _enqueue_deduplicated.dedup_key, nextval('pgqueue.message_id'), at
         from pgqueue.queues q
         cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
-        where q.name = _enqueue_once.queue_name collate "C"
-            and p.period = pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
-            and char_length(_enqueue_once.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
-            and pgqueue._is_plain(
-                q, at, _enqueue_once.payload, _enqueue_once.delay, _enqueue_once.headers, expires_in, _enqueue_once.body)
+        where q.name = _enqueue_deduplicated.queue_name collate "C"
+            and p.period = pgqueue._dedup_period(
+                pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
+            and char_length(_enqueue_deduplicated.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
+            and pgqueue._notify_and_check_fast_path(
+                q, at, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
+                _enqueue_deduplicated.body)
         on conflict do nothing
         returning dedup_keys.id
     )
@@ -2962,10 +2977,10 @@ begin
     )
     select
         k.id, q.name, at, at,
-        case when pgqueue._count('enqueued', _enqueue_once.queue_name, 1) = 1 then q.max_attempts end,
-        _enqueue_once.message_id, _enqueue_once.payload, _enqueue_once.headers
+        case when pgqueue._count('enqueued', _enqueue_deduplicated.queue_name, 1) = 1 then q.max_attempts end,
+        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers
     from new_key k
-    join pgqueue.queues q on q.name = _enqueue_once.queue_name collate "C"
+    join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found then
         new_id := pgqueue.enqueue_batch(
@@ -2975,7 +2990,7 @@ begin
     return new_id;
 end;
 $$;
-comment on function pgqueue._enqueue_once(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
 'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
 
 create function pgqueue.enqueue(
@@ -3020,13 +3035,14 @@ begin
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+        and pgqueue._notify_and_check_fast_path(
+            q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
     end if;
     if dedup_key is not null then
-        return pgqueue._enqueue_once(
+        return pgqueue._enqueue_deduplicated(
             queue_name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate);
     end if;
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
@@ -3110,7 +3126,7 @@ begin
     if dedup_keys is not null then
         perform pgqueue._check_dedup(dedup_keys, on_duplicate);
         loop
-            holders := pgqueue._take_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+            holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
             exit when on_duplicate = 'keep';
             lost := array(
                 select d.holder
@@ -3142,7 +3158,7 @@ begin
         as u (id, payload, body, headers, message_id, delay, holder)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
-        perform pgqueue._wake_waiting(q, at);
+        perform pgqueue._wake_if_waiting(q, at);
     end if;
 
     if delay > interval '0' or delays is not null then
@@ -3151,7 +3167,7 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+                d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
                 at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
@@ -3183,7 +3199,7 @@ arrays that are given have the same length, and each message has exactly one of 
 that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so does
 group_keys. Of the elements with the same dedup_key one is added, the last one if on_duplicate is replace, and all get
 its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
--- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
+-- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
 create function pgqueue._running_writers()
@@ -3248,14 +3264,14 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
-create function pgqueue._unless_future(recorded timestamptz, at timestamptz)
+create function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
 returns timestamptz
 language sql immutable parallel safe
 as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._unless_future(timestamptz, timestamptz) is
+comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
-create function pgqueue._known_keys(queue_name text, at timestamptz)
+create function pgqueue._sweep_state_of(queue_name text, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -3263,16 +3279,17 @@ as $$
 declare
     s pgqueue.sweep_state;
 begin
-    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _sweep_state_of.queue_name;
     s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
     s.first_id := coalesce(s.first_id, 1);
-    s.first_due_at := pgqueue._unless_future(s.first_due_at, at);
-    s.first_check_at := pgqueue._unless_future(s.first_check_at, at);
+    s.first_due_at := pgqueue._discard_future_time(s.first_due_at, at);
+    s.first_check_at := pgqueue._discard_future_time(s.first_check_at, at);
     return s;
 end;
 $$;
-comment on function pgqueue._known_keys(text, timestamptz) is
-'What is known about where the queue can have rows. For callers that need several values.';
+comment on function pgqueue._sweep_state_of(text, timestamptz) is
+'The row of the queue in sweep_state. A value that is not recorded, or a time in the future, is replaced by one that
+excludes no row. For callers that need several values.';
 
 create function pgqueue._first_id_of(queue_name text)
 returns bigint
@@ -3289,7 +3306,7 @@ language sql stable
 as $$
     select coalesce(
         (
-            select pgqueue._unless_future(s.first_due_at, at) from pgqueue.sweep_state s
+            select pgqueue._discard_future_time(s.first_due_at, at) from pgqueue.sweep_state s
             where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
@@ -3302,22 +3319,23 @@ language sql stable
 as $$
     select coalesce(
         (
-            select pgqueue._unless_future(s.first_check_at, at) from pgqueue.sweep_state s
+            select pgqueue._discard_future_time(s.first_check_at, at) from pgqueue.sweep_state s
             where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_check_at_of(text, timestamptz) is
 'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
-create function pgqueue._are_times_old(s pgqueue.sweep_state, at timestamptz)
+create function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
 language sql stable parallel safe
 as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
-'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
+comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestamptz) is
+'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
+in another hour than the present one.';
 
 create function pgqueue._next_span(span bigint)
 returns bigint
@@ -3342,7 +3360,7 @@ declare
     below_id bigint;
     found_id bigint;
 begin
-    -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
+    -- If a message has the recorded id, nothing has changed. Otherwise all three tables are read in one snapshot,
     -- as messages move between them.
     if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
@@ -3378,7 +3396,7 @@ begin
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
     -- exclude, because the clock was set back or plain SQL has set a due time in the past.
-    if s.first_due_at > at or s.first_check_at > at or pgqueue._are_times_old(s, at) then
+    if s.first_due_at > at or s.first_check_at > at or pgqueue._is_hourly_reset_due(s, at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;
@@ -3422,7 +3440,7 @@ $$;
 comment on function pgqueue._widest_ranges(int8multirange) is
 'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
-create function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+create function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3432,11 +3450,11 @@ declare
     bound bigint;
     writers text[];
     waited boolean := false;
-    stretch int8range;
+    id_range int8range;
     from_id bigint;
     below_id bigint;
     span bigint;
-    live bigint[];
+    found_ids bigint[];
 begin
     -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
     if pgqueue._has_fixed_snapshot() then
@@ -3473,26 +3491,28 @@ begin
     end if;
 
     <<walk>>
-    for stretch in
+    for id_range in
         select r
         from unnest(
-            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
+            int8multirange(int8range(
+                pgqueue._first_possible_id(s),
+                greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh_from_id)))) - s.vacant_ids
         ) as r
     loop
-        from_id := lower(stretch);
+        from_id := lower(id_range);
         span := 4096;
-        while from_id < upper(stretch) loop
+        while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := from_id + least(span, upper(stretch) - from_id);
-            live := array(
+            below_id := from_id + least(span, upper(id_range) - from_id);
+            found_ids := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
                 order by m.id limit 1000);
             -- A range that is dense with messages has no gaps worth recording.
-            exit walk when cardinality(live) = 1000;
+            exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
-                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(found_ids) as l), '{}')
             );
             from_id := below_id;
             span := pgqueue._next_span(span);
@@ -3512,14 +3532,14 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
-'Records the ids below fresh at which no message can appear any more, and the first keys of the other tables, so that
-scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
+'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
+that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
-create function pgqueue._are_delays_unsettled()
+create function pgqueue._has_uncommitted_delays()
 returns boolean
 language sql volatile
 as $$
@@ -3530,19 +3550,19 @@ as $$
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
     )
 $$;
-comment on function pgqueue._are_delays_unsettled() is
+comment on function pgqueue._has_uncommitted_delays() is
 'Whether another running or prepared transaction has written to scheduled_messages.';
 
-create function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    moved_ids bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
     next_due bigint;
-    last_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
     this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
     is_unsettled boolean;
 begin
@@ -3561,7 +3581,7 @@ begin
                     order by c.due_at, c.id limit wanted for update skip locked))
                 returning s.*
             ),
-            noted as (
+            recorded as (
                 insert into pgqueue.requeued_messages (queue_name, check_at, id)
                 select q.name, (select pgqueue._now()), d.id from due d
             ),
@@ -3577,7 +3597,8 @@ begin
                 returning messages.id, messages.expires_at
             )
             -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
-            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved_ids
+            from moved m;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
             -- and frees some.
@@ -3585,13 +3606,14 @@ begin
             return '{}'::bigint[];
         end;
         -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
-        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
-        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
-        if cardinality(picks) >= 50 then
+        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
+        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
+        -- write transaction can keep first_check_at far below them.
+        if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
-                2 * cardinality(picks)) r;
+                2 * cardinality(moved_ids)) r;
         end if;
 
         select s.due_at into next_due_at
@@ -3600,37 +3622,37 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
-    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
-    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
-    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
-    -- is visible below, or its transaction is found running.
-    if next_due > pgqueue._to_micros(at) and next_due <> last_due
-        and (last_due < this_second or next_due >= this_second + 1000000)
+    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
+    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
+    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
+    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
+    -- was announced before that, the statements below see its message, or find its transaction running.
+    if next_due > pgqueue._to_micros(at) and next_due <> announced_due
+        and (announced_due < this_second or next_due >= this_second + 1000000)
     then
         perform setval(q.first_due_at, next_due);
-        is_unsettled := pgqueue._are_delays_unsettled();
+        is_unsettled := pgqueue._has_uncommitted_delays();
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
         order by s.due_at limit 1;
         next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
         if is_unsettled then
-            next_due := least(next_due, greatest(last_due, this_second + 999999));
+            next_due := least(next_due, greatest(announced_due, this_second + 999999));
         end if;
     end if;
     if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, next_due);
     end if;
-    return picks;
+    return moved_ids;
 end;
 $$;
-comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
+comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
 requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
 register first_due_at so that a message whose transaction commits later is found, too.';
 
-create function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
+create function pgqueue._remove_spent_messages(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3638,8 +3660,7 @@ as $$
 declare
     spent_ids constant bigint[] := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
-            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
         for update of m skip locked);
     died int;
 begin
@@ -3654,7 +3675,7 @@ begin
             returning m
         )
         insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
         -- The same conflict as in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
@@ -3668,17 +3689,17 @@ begin
     return cardinality(spent_ids);
 end;
 $$;
-comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
 become dead letters if the queue keeps them.';
 
-create function pgqueue._spent_ids(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
+create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     -- The highest bigint has no successor.
     from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin
@@ -3687,11 +3708,11 @@ begin
         from (
             (
                 select m.id
-                from pgqueue._possible_ranges(q.name, from_id, fresh) as r
+                from pgqueue._possible_ranges(q.name, from_id, fresh_from_id) as r
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                        and pgqueue._is_spent(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -3701,8 +3722,8 @@ begin
                 -- Claims by plain SQL do not move the register.
                 select c.id
                 from (
-                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh)
+                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id limit 1000
                 ) c
                 where c.is_spent
@@ -3718,7 +3739,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
                 where m.id >= from_id
@@ -3729,7 +3750,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._spent_ids(pgqueue.queues, timestamptz, bigint, int) is
+comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
 'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
 expired. The next sweep that passes them removes them.';
 
@@ -3756,7 +3777,7 @@ their ids.';
 
 create function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
+    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3769,7 +3790,7 @@ begin
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
         array_agg(w.ctid) filter (where m.id is null)
-    into n, last_time, last_id, ready, gone
+    into n, last_time, last_id, visible_ids, gone
     from (
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
@@ -3802,8 +3823,8 @@ begin
     if gone is null or pgqueue._has_fixed_snapshot() then
         return;
     end if;
-    -- Since the row was read, another row can have got its place. That one has a later time. `offset 0` keeps the
-    -- planner from an index on check_at, whose dead entries it would read from the lowest on.
+    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
+    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select l.ctid
@@ -3825,7 +3846,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
     page int := least(greatest(20, wanted), 500);
@@ -3839,14 +3860,15 @@ begin
         seen_at := rows.last_time;
         seen_id := rows.last_id;
         perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        if rows.ready is not null then
-            perform pgqueue._dead_letter_spent(q, rows.ready, at);
-            picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
+        if rows.visible_ids is not null then
+            perform pgqueue._remove_spent_messages(q, rows.visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
-        exit when rows.n < page or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
@@ -3854,48 +3876,51 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
 ready messages, locked.';
 
-create function pgqueue._sweep_held(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
+create function pgqueue._sweep_recent_and_locked(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
-    picks bigint[] := '{}'::bigint[];
-    ready bigint[];
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    candidate_ids bigint[] := '{}'::bigint[];
+    visible_ids bigint[];
 begin
     if exists (
         select from pgqueue.requeued_messages r
-        where r.held and r.queue_name = q.name and r.check_at >= known.first_check_at
+        where r.held and r.queue_name = q.name and r.check_at >= state.first_check_at
     ) then
-        picks := pgqueue._sweep_requeued(q, taken, at, wanted, known.first_check_at, true);
+        candidate_ids := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
     end if;
-    if cardinality(picks) < wanted then
-        ready := array(
+    if cardinality(candidate_ids) < wanted then
+        visible_ids := array(
             select w.id
-            from unnest(int8multirange(int8range(fresh - reach, fresh)) - known.vacant_ids) as r
+            from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
             cross join lateral (
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
                 order by m.id limit 1000
             ) w
             limit 1000);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        if visible_ids <> '{}' then
+            perform pgqueue._remove_spent_messages(q, visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
-'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
-and the last ids below fresh, as many as reach, where transactions roll back or commit late. Returns up to wanted ids of
-ready messages, locked.';
+comment on function pgqueue._sweep_recent_and_locked(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+'Checks the places where a message can appear at any time, at a small bounded cost: the messages that
+_record_locked_messages recorded, and the last recent_count ids below fresh_from_id, where transactions roll back or
+commit late. Returns up to wanted ids of ready messages, locked.';
 
-create function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
+create function pgqueue._record_locked_messages(
+    q pgqueue.queues, ids bigint[], except_ids bigint[], at timestamptz
+)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3905,7 +3930,7 @@ begin
     select q.name, (select pgqueue._now()), m.id, true
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and pgqueue._is_ready(m, at) and m.id <> all (picks)
+        and pgqueue._is_ready(m, at) and m.id <> all (except_ids)
         and not exists (
             select from pgqueue.requeued_messages r
             where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
@@ -3915,9 +3940,9 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
-'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
-receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
+comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bigint[], timestamptz) is
+'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
+by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
 create function pgqueue._do_periodic_work(at timestamptz)
 returns void
@@ -3942,7 +3967,7 @@ comment on function pgqueue._do_periodic_work(timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
 
 create function pgqueue._sweep(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
 )
 returns bigint[]
 language plpgsql volatile
@@ -3950,21 +3975,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     s pgqueue.sweep_state;
-    head bigint;
-    pos bigint := pgqueue._register_value(q.sweep_resume_id);
-    start bigint;
-    goal bigint;
+    head_id bigint;
+    next_id bigint := pgqueue._register_value(q.sweep_resume_id);
+    start_id bigint;
+    end_id bigint;
     started_at timestamptz;
-    picks bigint[] := taken;
-    stretch int8range;
+    candidate_ids bigint[] := taken;
+    id_range int8range;
     span bigint;
     below_id bigint;
-    live bigint[];
-    ready bigint[];
-    held bigint[] := '{}'::bigint[];
-    is_far boolean;
+    found_ids bigint[];
+    visible_ids bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
+    is_far_below_fresh boolean;
     is_full boolean := false;
-    is_quick boolean;
+    was_fast boolean;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -3975,115 +4000,125 @@ begin
         -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
-            return picks;
+            return candidate_ids;
         end if;
     end if;
-    -- If there are no new ids to record, the other tables can still hold many removed rows. Then pos is not 1, because
-    -- the last full pass was not fast.
-    if pgqueue._are_times_old(s, at)
-        or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
+    -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
+    -- because the last full pass was not fast.
+    if pgqueue._is_hourly_reset_due(s, at)
+        or (
+            s.settled_id < fresh_from_id - 1
+            or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
+        )
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
-            at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
+            at - s.recorded_at
+                not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
             -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._learn(q, at, fresh) then
+        if pgqueue._record_vacant_ids(q, at, fresh_from_id) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
-            pos := 0;
+            next_id := 0;
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
-    -- A sweep starts where the last one stopped, goes up to fresh, and then from the head to its start: a full pass. It
-    -- stops early if it has found enough messages or the time is up.
-    head := pgqueue._first_possible_id(s);
-    if pos < head or pos >= fresh then
-        pos := head;
+    -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
+    -- pass. It stops early if it has found enough messages or the time is up.
+    head_id := pgqueue._first_possible_id(s);
+    if next_id < head_id or next_id >= fresh_from_id then
+        next_id := head_id;
     end if;
-    is_far := pos < fresh - 4096;
-    if is_far and cardinality(picks) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
-        -- back or committed must not wait for it.
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
+    is_far_below_fresh := next_id < fresh_from_id - 4096;
+    if is_far_below_fresh and cardinality(candidate_ids) < wanted then
+        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
+        -- back or committed are found here, before the full pass reaches them.
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
-    start := pos;
-    goal := fresh;
+    start_id := next_id;
+    end_id := fresh_from_id;
     <<round>>
     loop
-        if pos = head then
-            picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_check_at, at), false);
-            if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_due_at, at));
+        if next_id = head_id then
+            candidate_ids := candidate_ids || pgqueue._sweep_requeued(
+                q, candidate_ids, at, wanted - cardinality(candidate_ids),
+                pgqueue._discard_future_time(s.first_check_at, at), false);
+            if cardinality(candidate_ids) < wanted then
+                candidate_ids := candidate_ids || pgqueue._move_due_messages(
+                    q, at, wanted - cardinality(candidate_ids), pgqueue._discard_future_time(s.first_due_at, at));
             end if;
         end if;
-        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
-            pos := lower(stretch);
+        for id_range in
+            select r from unnest(int8multirange(int8range(next_id, greatest(next_id, end_id))) - s.vacant_ids) as r
+        loop
+            next_id := lower(id_range);
             span := 1024;
-            while pos < upper(stretch) loop
-                exit round when cardinality(picks) >= wanted;
-                below_id := pos + least(span, upper(stretch) - pos);
-                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+            while next_id < upper(id_range) loop
+                exit round when cardinality(candidate_ids) >= wanted;
+                below_id := next_id + least(span, upper(id_range) - next_id);
+                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into found_ids, visible_ids
                 from (
                     select m.id, m.visible_at from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                    where m.queue_name = q.name and m.id >= next_id and m.id < below_id
                     order by m.id limit 1000
                 ) w;
-                if cardinality(live) = 1000 then
-                    below_id := live[1000] + 1;
+                if cardinality(found_ids) = 1000 then
+                    below_id := found_ids[1000] + 1;
                 else
                     span := pgqueue._next_span(span);
                 end if;
-                pos := below_id;
-                if ready is not null then
-                    perform pgqueue._dead_letter_spent(q, ready, at);
-                    picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
-                    if cardinality(picks) >= wanted then
+                next_id := below_id;
+                if visible_ids is not null then
+                    perform pgqueue._remove_spent_messages(q, visible_ids, at);
+                    candidate_ids := candidate_ids || pgqueue._lock_ready(
+                        q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                    if cardinality(candidate_ids) >= wanted then
                         -- The next sweep continues here.
-                        pos := picks[cardinality(picks)] + 1;
-                    elsif ready[1] < fresh - 4096 and cardinality(held) < 1000 then
-                        held := held || ready;
+                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;
+                    elsif visible_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
+                        passed_ids := passed_ids || visible_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
             end loop;
         end loop;
-        is_full := goal < fresh or start = head;
-        exit round when is_full or cardinality(picks) >= wanted;
-        pos := head;
-        goal := start;
+        is_full := end_id < fresh_from_id or start_id = head_id;
+        exit round when is_full or cardinality(candidate_ids) >= wanted;
+        next_id := head_id;
+        end_id := start_id;
     end loop;
 
-    if cardinality(picks) < wanted then
-        if not is_full and not is_far then
-            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
+    if cardinality(candidate_ids) < wanted then
+        if not is_full and not is_far_below_fresh then
+            candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+                q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
         end if;
-        if held <> '{}' then
-            perform pgqueue._watch_held(q, held, picks, at);
+        if passed_ids <> '{}' then
+            perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
     -- 1 if the full pass was fast: the next sweep starts at the head.
-    is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
-    if cardinality(picks) >= wanted then
+    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
+    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
+    if cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
         perform setval(q.next_sweep_at, pgqueue._to_micros(
             pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
-the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
-at most 500 ms, as messages that commit late wait for it; else at once.';
+'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
+and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
+ms and at most 500 ms, as messages that commit late wait for it; else at once.';
 -- Message groups. A queue with group_limit keeps at most so many messages of a group in flight, in the order of their
 -- ids. Whether a group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to
 -- be kept up to date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
@@ -4134,7 +4169,7 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
-create function pgqueue._claim_by_limit(
+create function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
 )
 returns bigint[]
@@ -4142,7 +4177,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
     inflight int;
 begin
@@ -4155,99 +4190,101 @@ begin
                 and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w;
-        picks := picks || array(
+        candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
-                and not (q.on_dead = 'hold' and pgqueue._is_held(q.name, place))
-            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(picks)) for update skip locked
+                and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(candidate_ids))
+            for update skip locked
         );
-        exit when cardinality(picks) >= wanted;
+        exit when cardinality(candidate_ids) >= wanted;
     end loop;
-    return picks;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+comment on function pgqueue._claim_up_to_group_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
 'The part of _claim_candidates_grouped for a group_limit above one.';
 
-create function pgqueue._is_held(queue_name text, place bigint)
+create function pgqueue._has_group_dead_letter(queue_name text, place bigint)
 returns boolean
 language sql stable
 as $$
     select exists (
         select from pgqueue.dead_messages d
-        where d.queue_name = _is_held.queue_name and d.headers ->> 'pgqueue.group' is not null
+        where d.queue_name = _has_group_dead_letter.queue_name and d.headers ->> 'pgqueue.group' is not null
             and pgqueue._group_position(d.headers, d.id) = place
     )
 $$;
-comment on function pgqueue._is_held(text, bigint) is
-'Whether a group has a dead letter.';
+comment on function pgqueue._has_group_dead_letter(text, bigint) is
+'Whether the group at this position has a dead letter.';
 
-create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
+create function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh bigint := pgqueue._register_value(q.fresh_from_id);
+    fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
     first_id constant bigint := pgqueue._first_id_of(q.name);
-    picks bigint[];
-    visible bigint[];
+    candidate_ids bigint[];
+    visible_ids bigint[];
 begin
-    picks := array(
+    candidate_ids := array(
         select m.id from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
-            and pgqueue._group_position(m.headers, m.id) >= fresh
+            and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
             and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
         limit wanted for update skip locked
     );
-    if picks <> '{}' then
-        perform setval(q.fresh_from_id, picks[cardinality(picks)] + 1);
+    if candidate_ids <> '{}' then
+        perform setval(q.fresh_from_id, candidate_ids[cardinality(candidate_ids)] + 1);
     end if;
-    if all_over or cardinality(picks) < wanted then
-        visible := array(
+    if also_below or cardinality(candidate_ids) < wanted then
+        visible_ids := array(
             select m.id from pgqueue.messages m
             where pgqueue._is_in_partition_of(m.queue_name, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
-                and m.visible_at <= at and m.id <> all (picks)
+                and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
-        if visible <> '{}' then
-            perform pgqueue._dead_letter_spent(q, visible, at);
-            picks := picks || pgqueue._lock_ready(q, visible, picks, at, wanted - cardinality(picks));
+        if visible_ids <> '{}' then
+            perform pgqueue._remove_spent_messages(q, visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
-'The ids of up to wanted messages that have no group, locked, by id. With all_over, or if there are too few from
-fresh_from_id on, looks below it, too.';
+'The ids of up to wanted messages that have no group, locked, by id. With also_below, or if there are too few
+from fresh_from_id on, looks below it, too.';
 
-create function pgqueue._tend_groups(q pgqueue.queues, at timestamptz)
+create function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
-    seen_at timestamptz := known.first_check_at;
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    seen_at timestamptz := state.first_check_at;
     seen_id bigint := -9223372036854775808;
     rows record;
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
     perform pgqueue._do_periodic_work(at);
-    if known.recorded_at is null or at - known.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._learn(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
     end if;
-    perform pgqueue._promote_due(q, at, 100, known.first_due_at);
+    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
             where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= known.first_id
+                and pgqueue._group_position(m.headers, m.id) >= state.first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
@@ -4262,9 +4299,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._tend_groups(pgqueue.queues, timestamptz) is
-'What a sweep does besides finding messages, for a queue with groups: learns, moves due messages that the register
-first_due_at missed, and removes rows of requeued_messages.';
+comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups: records vacant ids, moves due messages that the
+register first_due_at missed, and removes rows of requeued_messages.';
 
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -4273,9 +4310,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
-    due constant bigint := pgqueue._register_value(q.first_due_at);
-    is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    first_due constant bigint := pgqueue._register_value(q.first_due_at);
+    is_maintenance_due constant boolean :=
+        pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
     first_position constant bigint := 4611686018427387904;
@@ -4283,34 +4321,36 @@ declare
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
     next_position bigint;
-    may_hold int := 100;
-    held bigint[];
-    spent bigint[];
-    picks bigint[] := '{}'::bigint[];
+    locks_left int := 100;
+    locked bigint[];
+    spent_ids bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
 begin
     if q.paused_at is not null then
-        return picks;
+        return candidate_ids;
     end if;
-    if due <= now_micros then
-        -- Those of blocked groups stay there.
-        perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
+    if first_due <= now_micros then
+        -- Moved messages stay in messages while their groups are blocked.
+        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
     end if;
-    if is_tending then
-        perform pgqueue._tend_groups(q, at);
+    if is_maintenance_due then
+        perform pgqueue._maintain_groups(q, at);
     end if;
     if ungrouped_first then
-        picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
+        candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
-    while cardinality(picks) < wanted and may_hold > 0 loop
+    while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
         -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
         -- transaction has locked waits for its next turn.
         with recursive walk as (
-            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            select
+                0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_locked, 0 as found
             union all
             select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_locked,
+                w.found + h.is_locked::int
             from walk w
             cross join lateral (
                 select
@@ -4324,36 +4364,36 @@ begin
             ) s
             cross join lateral (
                 select case when s.visible_at <= at or q.group_limit > 1
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
             ) h
-            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < 500
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
-            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            array_agg(w.id) filter (where w.is_spent and w.is_locked), locks_left - max(w.found),
             case
-                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= 500
                     then max(w.position) + 1
             end
-        into held, spent, may_hold, next_position
+        into locked, spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
-        if held is not null and pgqueue._has_fixed_snapshot() then
+        if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
             next_position := from_position;
-        elsif held is not null and q.group_limit > 1 then
-            picks := picks || pgqueue._claim_by_limit(
-                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
-        elsif held is not null then
+        elsif locked is not null and q.group_limit > 1 then
+            candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
+                q, at, locked, pgqueue._first_id_of(q.name), wanted - cardinality(candidate_ids));
+        elsif locked is not null then
             -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
             -- id can be in flight if this message came later.
-            picks := picks || array(
+            candidate_ids := candidate_ids || array(
                 select m.id
-                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                from pgqueue._lookup_keys(q.name, locked) k, pgqueue.messages m
                 where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
                     and not exists (
                         select from pgqueue.messages c
@@ -4373,9 +4413,9 @@ begin
                     )
                     and not (
                         q.on_dead = 'hold'
-                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                        and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
                     )
-                limit wanted - cardinality(picks) for update of m skip locked
+                limit wanted - cardinality(candidate_ids) for update of m skip locked
             );
         end if;
         from_position := next_position;
@@ -4386,14 +4426,15 @@ begin
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
-    if cardinality(picks) < wanted and not ungrouped_first then
-        picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
+    if cardinality(candidate_ids) < wanted and not ungrouped_first then
+        candidate_ids := candidate_ids || pgqueue._claim_ungrouped(
+            q, at, wanted - cardinality(candidate_ids), is_maintenance_due);
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
@@ -4444,7 +4485,7 @@ as $$
 begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _ends_in_flight, for which the primary key cannot serve.
+        -- _claim_end_times, for which the primary key cannot serve.
         execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
             format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
     end if;
@@ -4505,21 +4546,21 @@ $$;
 comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
 'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
 
-create function pgqueue._tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
+create function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-comment on function pgqueue._tokens(pgqueue.queues, bigint, bigint) is
+comment on function pgqueue._available_tokens(pgqueue.queues, bigint, bigint) is
 'How many tokens there are if those up to a time are used.';
 
-create function pgqueue._micros_of_tokens(q pgqueue.queues, tokens bigint)
+create function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
-comment on function pgqueue._micros_of_tokens(pgqueue.queues, bigint) is
+comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
 'The time that it takes until there are so many more tokens, rounded up.';
 
-create function pgqueue._ends_in_flight(q pgqueue.queues, at timestamptz)
+create function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
 returns timestamptz[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4541,7 +4582,7 @@ begin
     return ends;
 end;
 $$;
-comment on function pgqueue._ends_in_flight(pgqueue.queues, timestamptz) is
+comment on function pgqueue._claim_end_times(pgqueue.queues, timestamptz) is
 'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
 
 create function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
@@ -4553,10 +4594,10 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
 begin
     if q.rate_limit is not null then
-        wanted := least(wanted, pgqueue._tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+        wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._ends_in_flight(q, at)));
+        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._claim_end_times(q, at)));
     end if;
     return wanted;
 end;
@@ -4564,7 +4605,7 @@ $$;
 comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
 'How many of the wanted messages the limits of a queue allow now.';
 
-create function pgqueue._full_until(q pgqueue.queues, at timestamptz)
+create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4573,10 +4614,13 @@ begin
     if q.max_in_flight is null then
         return null;
     end if;
-    return (select e from unnest(pgqueue._ends_in_flight(q, at)) as e order by e desc offset q.max_in_flight - 1 limit 1);
+    return (
+        select e from unnest(pgqueue._claim_end_times(q, at)) as e
+        order by e desc offset q.max_in_flight - 1 limit 1
+    );
 end;
 $$;
-comment on function pgqueue._full_until(pgqueue.queues, timestamptz) is
+comment on function pgqueue._in_flight_full_until(pgqueue.queues, timestamptz) is
 'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
 
 create function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
@@ -4587,14 +4631,14 @@ as $$
 begin
     return greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
-            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._micros_of_tokens(q, 1)) end,
-        pgqueue._full_until(q, at));
+            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
+        pgqueue._in_flight_full_until(q, at));
 end;
 $$;
 comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
 'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
 
-create function pgqueue._lock_places(q pgqueue.queues)
+create function pgqueue._lock_max_in_flight(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4612,7 +4656,7 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_places(pgqueue.queues) is
+comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
 'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
 one. False if another transaction keeps the lock for longer than 100 ms.';
 
@@ -4630,9 +4674,9 @@ begin
         perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
         now_micros := pgqueue._to_micros(pgqueue._now());
         used_until := pgqueue._rate_used_until(q, now_micros);
-        taken := least(wanted, pgqueue._tokens(q, now_micros, used_until));
+        taken := least(wanted, pgqueue._available_tokens(q, now_micros, used_until));
         if taken > 0 then
-            perform setval(pgqueue._rate_register(q), used_until + pgqueue._micros_of_tokens(q, taken));
+            perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
         perform pgqueue._raise_queue_busy(q.name, 'claim');
@@ -4655,70 +4699,75 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
-    fresh bigint := pgqueue._register_value(q.fresh_from_id);
-    due bigint;
+    fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
+    first_due bigint;
     next_sweep bigint;
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     found_ids bigint[];
     last_id bigint;
     swept boolean := false;
 begin
     if q.paused_at is not null then
-        return picks;
+        return candidate_ids;
     end if;
 
-    due := pgqueue._register_value(q.first_due_at);
-    if due <= now_micros then
-        picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
+    first_due := pgqueue._register_value(q.first_due_at);
+    if first_due <= now_micros then
+        candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
     end if;
     -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
-    if cardinality(picks) < wanted and next_sweep <= now_micros then
+    if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
         swept := true;
-        picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+        candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
     end if;
 
-    if cardinality(picks) < wanted then
+    if cardinality(candidate_ids) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and pgqueue._is_ready(m, at)
-            order by m.id limit wanted - cardinality(picks) for update skip locked
+            where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
+                and pgqueue._is_ready(m, at)
+            order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
-        if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        if last_id >= fresh_from_id then
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
-        picks := picks || found_ids;
+        candidate_ids := candidate_ids || found_ids;
     end if;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
-    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
-    -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. If it has
+    -- found some messages, it checks fewer ids there: most claims find some but too few where consumers are faster than
+    -- producers.
     -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
     -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
-    if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
-        picks := picks || pgqueue._sweep_held(
-            q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
-    elsif cardinality(picks) < wanted then
-        -- The claim could not take the messages above fresh. From now on the sweep finds them.
-        -- If there are none, delayed messages may have come back above fresh and left since. Later claims skip their
-        -- dead rows.
+    if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
+            case candidate_ids when '{}' then 4096 else 128 end);
+    elsif cardinality(candidate_ids) < wanted then
+        -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
+        -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
-            (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
+            (
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1
+            ),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
-        if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        if last_id >= fresh_from_id then
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
-            picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+            candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
@@ -4731,11 +4780,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
-    picks bigint[];
-    taken int;
+    candidate_ids bigint[];
+    tokens_taken int;
 begin
     if allowed > 0 and q.max_in_flight is not null then
-        if not pgqueue._lock_places(q) then
+        if not pgqueue._lock_max_in_flight(q) then
             return '{}'::bigint[];
         end if;
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
@@ -4747,20 +4796,20 @@ begin
         return '{}'::bigint[];
     end if;
     if q.group_limit is null then
-        picks := pgqueue._claim_candidates(q, at, allowed);
+        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
     else
-        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+        candidate_ids := pgqueue._claim_candidates_grouped(q, at, allowed);
     end if;
-    if q.rate_limit is null or picks = '{}' then
-        return picks;
+    if q.rate_limit is null or candidate_ids = '{}' then
+        return candidate_ids;
     end if;
-    taken := pgqueue._take_tokens(q, cardinality(picks));
-    if taken < cardinality(picks) then
+    tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
+    if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(picks[taken + 1:]) as p;
+        from unnest(candidate_ids[tokens_taken + 1:]) as p;
     end if;
-    return picks[:taken];
+    return candidate_ids[:tokens_taken];
 end;
 $$;
 comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
@@ -4775,10 +4824,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at timestamptz;
-    fresh_from_id regclass;
-    fresh bigint;
-    plain boolean;
-    picks bigint[];
+    fresh_register regclass;
+    fresh_from_id bigint;
+    is_fast_path boolean;
+    candidate_ids bigint[];
     q pgqueue.queues;
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -4787,28 +4836,31 @@ begin
 
     at := pgqueue._now();
     -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
-    -- queue is not paused, no message is due, and enough messages are ready above fresh. All other cases are handled
-    -- below. While claims find enough, a sweep may be late by 5 s: with a thousand queues, each claim would sweep, as
-    -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
+    -- queue is not paused, no message is due, and enough messages are ready from fresh_from_id on. All other cases are
+    -- handled below. While claims find enough, a sweep may be late by 5 s. Otherwise, with a thousand queues, each
+    -- claim would sweep, as the last claim of its queue is long ago, and a sweep costs three times as much as the rest
+    -- of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
-    into fresh_from_id, fresh, plain
+    into fresh_register, fresh_from_id, is_fast_path
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
-    if plain then
-        picks := array(
+    if is_fast_path then
+        candidate_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh := setval(fresh_from_id, picks[max_messages] + (picks[max_messages] < 9223372036854775807)::int);
-        if fresh is not null then
-            return picks;
+        fresh_from_id := setval(
+            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
+        if fresh_from_id is not null then
+            return candidate_ids;
         end if;
     end if;
 
@@ -4851,7 +4903,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
     -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
@@ -4866,7 +4918,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(claim.queue_name collate "C", picks) k
+    from pgqueue._lookup_keys(claim.queue_name collate "C", candidate_ids) k
     where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
@@ -4894,17 +4946,17 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
+    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin
-    -- All picks are locked, so all of them are deleted below.
-    if pgqueue._count('acknowledged', queue_name, cardinality(picks)) >= 0
+    -- All candidates are locked, so all of them are deleted below.
+    if pgqueue._count('acknowledged', queue_name, cardinality(candidate_ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
         return query
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
@@ -4915,7 +4967,7 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", picks) k
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
@@ -5115,7 +5167,7 @@ create function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -5127,7 +5179,7 @@ comment on function pgqueue._merged_headers(jsonb, jsonb) is
 not an object.';
 
 create function pgqueue._retry_or_dead_letter(
-    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
 )
 returns void
 language plpgsql volatile
@@ -5140,17 +5192,17 @@ begin
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
     perform pgqueue._count('failed', q.name, 1);
 
-    if given_up is not null or m.attempt_count >= m.max_attempts then
+    if final_reason is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
             perform pgqueue._count('dead', q.name, 1);
-            perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
+            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
         end if;
         return;
     end if;
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
-        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;
@@ -5163,7 +5215,7 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
-        m.id, m.queue_name, pgqueue._due_from_now(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.id, m.queue_name, pgqueue._clamp_due_at(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._announce_due(q, due_at);
@@ -5173,10 +5225,10 @@ comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
 'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
-messages. If given_up is not null, the message becomes a dead letter with this reason even if attempts are left.';
+messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
-create function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
+create function pgqueue._nack_or_reject(
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
 )
 returns boolean
 language plpgsql volatile
@@ -5190,17 +5242,17 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
+    where c.queue_name = q.name and c.id = _nack_or_reject.id
+        and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
     if not found then
         return false;
     end if;
-    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, given_up);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, final_reason);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
+comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
 'The common part of nack and reject.';
 
 create function pgqueue.nack(
@@ -5219,7 +5271,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
@@ -5250,7 +5302,7 @@ begin
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
@@ -5341,7 +5393,7 @@ begin
             and pgqueue._is_claimed_by(m, release.claim_token);
         get diagnostics released = row_count;
         if released > 0 then
-            perform pgqueue._wake_waiting(q, at);
+            perform pgqueue._wake_if_waiting(q, at);
         end if;
         return released;
     end if;
@@ -5359,7 +5411,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        g.id, g.queue_name, pgqueue._due_from_now(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.id, g.queue_name, pgqueue._clamp_due_at(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;
@@ -5394,7 +5446,7 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    picks bigint[];
+    candidate_ids bigint[];
 begin
     if given > 0 then
         if claim_token is null then
@@ -5421,7 +5473,7 @@ begin
             where i is not null;
         end if;
     end if;
-    picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidate_ids := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
@@ -5434,7 +5486,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(exchange.queue_name collate "C", picks) k
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidate_ids) k
     where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
@@ -5461,7 +5513,7 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return pgqueue._dead_letter_spent(q, pgqueue._spent_ids(q, at, 0, max_messages), at);
+    return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
 end;
 $$;
 comment on function pgqueue.sweep_queue(text, int) is
@@ -5483,27 +5535,27 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    picks bigint[];
+    dead_ids bigint[];
     redriven int;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
-    perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, max_messages)), at);
+    perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at);
     if ids is null then
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked);
     else
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked);
     end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, dead_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
@@ -5514,7 +5566,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, pgqueue._due_from_now(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
+        r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
@@ -5542,7 +5594,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
-    picks bigint[];
+    dead_ids bigint[];
     purged bigint;
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
@@ -5557,22 +5609,22 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, 1000000)), at);
+        perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at);
     end if;
     if ids is null then
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
                 and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
             order by d.id for update);
     else
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
             where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
             order by d.id for update of d);
     end if;
     delete from pgqueue.dead_messages d
-    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", picks) k
+    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", dead_ids) k
     where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;
@@ -5623,34 +5675,35 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    picks bigint[];
-    scheduled_picks tid[];
+    expired_ids bigint[];
+    expired_scheduled tid[];
     died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    picks := array(
+    expired_ids := array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.expires_at <= at and m.visible_at <= at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
-    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
-    scheduled_picks := array(
+    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
+    -- it for each.
+    expired_scheduled := array(
         select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
-        order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
+        order by s.expires_at limit batch_size - cardinality(expired_ids) for update skip locked);
     with gone_messages as (
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, expired_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        where s.ctid = any (scheduled_picks)
+        where s.ctid = any (expired_scheduled)
         returning pgqueue._as_message(s) as m
     ),
     gone as (
@@ -5659,14 +5712,14 @@ begin
         select g.m from gone_scheduled g
     )
     insert into pgqueue.dead_messages
-    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
     -- The same conflict as in _add_dead_letter.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
     get diagnostics died = row_count;
     perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(picks) + cardinality(scheduled_picks);
+    return cardinality(expired_ids) + cardinality(expired_scheduled);
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is
@@ -5705,32 +5758,32 @@ comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';
 
-create function pgqueue._returned(
+create function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
     -- At most wanted ids, at even distances among the first 5,000.
-    with watched as (
+    with requeued as (
         select distinct r.id
         from (
             select c.id from pgqueue.requeued_messages c
-            where c.queue_name = _returned.queue_name
-                and c.check_at >= pgqueue._first_check_at_of(_returned.queue_name, _returned.at)
+            where c.queue_name = _sample_requeued_ids.queue_name
+                and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
             order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
     placed as (
         select w.id, row_number() over (order by w.id) as place, greatest(ceil(count(*) over () / wanted::numeric), 1)::bigint as step
-        from watched w
+        from requeued w
     )
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._returned(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
-otherwise, and the number of messages for which each stands.';
+comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
+'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
+not read otherwise, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
@@ -5745,8 +5798,8 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
     examined int;
     ready int;
     total int;
@@ -5766,7 +5819,7 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= known.first_due_at and s.due_at <= at
+        where s.queue_name = q.name and s.due_at >= state.first_due_at and s.due_at <= at
             and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
@@ -5778,7 +5831,7 @@ begin
             from (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh
+                where m.queue_name = q.name and m.id >= fresh_from_id
                 order by m.id limit max_records + 400
             ) w
             where w.is_ready and not pgqueue._is_locked(w.held_by)
@@ -5792,12 +5845,12 @@ begin
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (
                 select from pgqueue.requeued_messages c
-                where c.queue_name = q.name and c.check_at >= known.first_check_at
+                where c.queue_name = q.name and c.check_at >= state.first_check_at
             )
         into examined, ready, some_came_back
         from (
             select c.is_ready, c.held_by
-            from unnest(int8multirange(int8range(1, greatest(1, fresh))) - known.vacant_ids) as r
+            from unnest(int8multirange(int8range(1, greatest(1, fresh_from_id))) - state.vacant_ids) as r
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
@@ -5813,7 +5866,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(known))), at, 400) c;
+        select c.ids into ids from pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(state))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
@@ -5914,7 +5967,7 @@ begin
     end if;
     perform pgqueue._check_page(max_messages, after_id);
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    spent := case when found then pgqueue._spent_ids(q, at, after_id, max_messages) end;
+    spent := case when found then pgqueue._find_spent_messages(q, at, after_id, max_messages) end;
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
@@ -5935,7 +5988,7 @@ begin
                 select m as spent_message from pgqueue.messages m where m.queue_name = q.name and m.id = i offset 0
             ) g
             cross join lateral pgqueue._as_dead_letter(g.spent_message, (g.spent_message).visible_at, null) l
-            where pgqueue._keeps_spent(q, g.spent_message)
+            where pgqueue._keeps_dead_letter(q, g.spent_message)
         )
     ) d
     order by d.id limit browse_dead_messages.max_messages;
@@ -5967,13 +6020,13 @@ comment on function pgqueue._check_page(int, bigint) is
 -- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
 -- depth is counted beyond 300 messages.
 
-create function pgqueue._samples(ids int8multirange)
+create function pgqueue._sample_ranges(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
     -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
     -- messages are neither always hit nor always missed.
-    with stretches as (
+    with id_ranges as (
         select lower(r) as from_id, upper(r) as below_id,
             least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
         from unnest(ids) as r
@@ -5983,7 +6036,7 @@ as $$
             s.from_id + floor((s.below_id - s.from_id) * (n - 1) / s.parts)::bigint as from_id,
             s.from_id + floor((s.below_id - s.from_id) * n / s.parts)::bigint as below_id,
             row_number() over () * 0.618034 % 1 as place
-        from stretches s cross join lateral generate_series(1, s.parts) as n
+        from id_ranges s cross join lateral generate_series(1, s.parts) as n
     )
     select
         t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint,
@@ -5991,16 +6044,18 @@ as $$
         t.below_id - t.from_id
     from strata t
 $$;
-comment on function pgqueue._samples(int8multirange) is
+comment on function pgqueue._sample_ranges(int8multirange) is
 'Ranges of ids to read, and the number of ids for which each range stands.';
 
-create function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
+create function pgqueue._sample_weight(
+    n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
+)
 returns numeric
 language sql immutable
 as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
-comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
+comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
 'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
 read completely, else up to last_id.';
 
@@ -6013,20 +6068,20 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
-    fresh bigint;
+    max_counted int;
+    fresh_from_id bigint;
     counted bigint;
     lowest_id bigint;
     last_id bigint;
-    stretches int8multirange;
+    id_ranges int8multirange;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select
             count(*), min(w.id),
             count(*) filter (where w.is_ready),
             count(*) filter (where w.visible_at > at and w.attempt_count > 0),
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            count(*) filter (where w.is_dead),
             min(w.enqueued_at) filter (where w.is_ready)
         into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
@@ -6035,17 +6090,18 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                order by m.id limit most + 1
+                order by m.id limit max_counted + 1
             ) c
-            limit most + 1
+            limit max_counted + 1
         ) w;
         -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
-        estimated := counted > most and pgqueue._try_lock_existing_queue(q);
+        estimated := counted > max_counted and pgqueue._try_lock_existing_queue(q);
         exit when not estimated;
-        fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+        fresh_from_id := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
         select m.id into last_id
         from (
@@ -6058,30 +6114,31 @@ begin
             order by c.id desc limit 1
         ) m
         limit 1;
-        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
+        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into id_ranges
         from pgqueue.sweep_state s where s.queue_name = q.name;
-        -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
+        -- The samples are split at fresh_from_id: messages in flight lie below it, ready ones mostly above.
         select
             sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
             least(_message_stats.oldest_at, min(p.oldest_at))
         into ready, inflight, scheduled, dead, oldest_at
         from (
-            select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
+            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(null, fresh_from_id)))
             union all
-            select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
+            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(fresh_from_id, null)))
         ) t
         cross join lateral (
             select
-                pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
                 count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                count(*) filter (where w.is_dead) as dead,
                 min(w.enqueued_at) filter (where w.is_ready) as oldest_at
             from (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
@@ -6095,7 +6152,7 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
 dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
 
-create function pgqueue._returned_stats(
+create function pgqueue._requeued_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
     out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
     out estimated boolean
@@ -6122,25 +6179,26 @@ begin
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
     into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, at, 1000);
+    select * into r from pgqueue._sample_requeued_ids(q.name, hidden, at, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+        r.stand_for * count(*) filter (where w.is_dead),
         min(w.enqueued_at) filter (where w.is_ready)
     into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+            pgqueue._is_ready(m, at) as is_ready,
+            pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
 $$;
-comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
+comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz, boolean) is
 'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
 beyond.';
 
@@ -6149,19 +6207,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
+    max_counted int;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
         from (
             select from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
-            order by s.id limit most + 1
+            order by s.id limit max_counted + 1
         ) w;
-        estimated := messages > most;
+        estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
-        from pgqueue._samples(int8multirange(int8range(
+        from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(s.id) from pgqueue.scheduled_messages s
                 where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
@@ -6169,7 +6227,9 @@ begin
             (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
             '[]'))) t
         cross join lateral (
-            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            select
+                count(*) as n,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
             from (
                 select s.id from pgqueue.scheduled_messages s
                 where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
@@ -6188,19 +6248,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
+    max_counted int;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
         from (
             select from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
-            order by d.id limit most + 1
+            order by d.id limit max_counted + 1
         ) w;
-        estimated := messages > most;
+        estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
-        from pgqueue._samples(int8multirange(int8range(
+        from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(d.id) from pgqueue.dead_messages d
                 where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
@@ -6208,7 +6268,9 @@ begin
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
             '[]'))) t
         cross join lateral (
-            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            select
+                count(*) as n,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
             from (
                 select d.id from pgqueue.dead_messages d
                 where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
@@ -6228,24 +6290,24 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    m record;
-    b record;
-    s record;
-    d record;
+    counted record;
+    requeued record;
+    scheduled record;
+    dead record;
     due bigint;
     due_oldest_at timestamptz;
-    r pgqueue.queue_stats;
+    result pgqueue.queue_stats;
 begin
-    select * into m from pgqueue._message_stats(q, at);
-    select * into b from pgqueue._returned_stats(q, at, m.estimated);
-    m.ready := m.ready + b.ready;
-    m.inflight := m.inflight + b.inflight;
-    m.scheduled := m.scheduled + b.scheduled;
-    m.dead := m.dead + b.dead;
-    m.oldest_at := least(m.oldest_at, b.oldest_at);
-    m.estimated := m.estimated or b.estimated;
-    select * into s from pgqueue._scheduled_count(q.name);
-    select * into d from pgqueue._dead_count(q.name);
+    select * into counted from pgqueue._message_stats(q, at);
+    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    counted.ready := counted.ready + requeued.ready;
+    counted.inflight := counted.inflight + requeued.inflight;
+    counted.scheduled := counted.scheduled + requeued.scheduled;
+    counted.dead := counted.dead + requeued.dead;
+    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
+    counted.estimated := counted.estimated or requeued.estimated;
+    select * into scheduled from pgqueue._scheduled_count(q.name);
+    select * into dead from pgqueue._dead_count(q.name);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
@@ -6254,30 +6316,30 @@ begin
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
-    if due = 10000 and s.estimated then
+    if due = 10000 and scheduled.estimated then
         -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
-        due := greatest(due, s.messages);
+        due := greatest(due, scheduled.messages);
     end if;
-    r.queue_name := q.name;
-    r.ready_messages := m.ready + due;
-    r.inflight_messages := m.inflight;
-    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages + m.dead;
-    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
-    r.paused := q.paused_at is not null;
-    r.estimates := array(
+    result.queue_name := q.name;
+    result.ready_messages := counted.ready + due;
+    result.inflight_messages := counted.inflight;
+    result.scheduled_messages := counted.scheduled + greatest(scheduled.messages - due, 0);
+    result.dead_messages := dead.messages + counted.dead;
+    result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
+    result.paused := q.paused_at is not null;
+    result.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 10000),
-            ('inflight_messages', m.estimated),
-            ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
-            ('oldest_age_seconds', m.estimated)
+            ('ready_messages', counted.estimated or due > 10000),
+            ('inflight_messages', counted.estimated),
+            ('scheduled_messages', counted.estimated or scheduled.estimated),
+            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
+            ('oldest_age_seconds', counted.estimated)
         ) as e (figure, estimated)
         where e.estimated
     );
-    return r;
+    return result;
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
@@ -6441,7 +6503,7 @@ begin
         until := least(until, pgqueue._now() + interval '1 s');
     end if;
     due_at := pgqueue.next_due_at(queue_name);
-    if pgqueue._full_until(q, pgqueue._now()) is not null then
+    if pgqueue._in_flight_full_until(q, pgqueue._now()) is not null then
         -- An acknowledgement, which frees a place, notifies no consumer.
         until := least(until, pgqueue._now() + interval '1 s');
     end if;
@@ -6730,7 +6792,7 @@ begin
         (
             -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
+            from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -7650,7 +7712,7 @@ begin
     where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
-        perform pgqueue._require_unrewritten('{pgqueue.streams}');
+        perform pgqueue._require_untruncated('{pgqueue.streams}');
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     return s;
@@ -7672,7 +7734,7 @@ $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
 'Returns the public columns of a stream.';
 
-create function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
+create function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
 language sql stable
 as $$
@@ -7681,7 +7743,7 @@ as $$
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
     )::pgqueue.stream_batch
 $$;
-comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
+comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
 'Returns the open batch of a stream in the form that the public functions return.';
 
 create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
@@ -7711,7 +7773,7 @@ comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create function pgqueue._settle_batch(s pgqueue.streams)
+create function pgqueue._ack_open_batch(s pgqueue.streams)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -7733,11 +7795,11 @@ begin
     return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
-comment on function pgqueue._settle_batch(pgqueue.streams) is
+comment on function pgqueue._ack_open_batch(pgqueue.streams) is
 'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
 the archive if on_ack of the stream, or else the queue, says so.';
 
-create function pgqueue._close_batch(s pgqueue.streams)
+create function pgqueue._without_open_batch(s pgqueue.streams)
 returns pgqueue.streams
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -7755,7 +7817,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._close_batch(pgqueue.streams) is
+comment on function pgqueue._without_open_batch(pgqueue.streams) is
 'Returns the stream without an open batch.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
@@ -7821,16 +7883,16 @@ as $$
 declare
     -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
     -- all of them up to up_to_id are read.
-    returned constant bigint[] := array(
+    requeued_ids constant bigint[] := array(
         select distinct r.id from pgqueue.requeued_messages r
         where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id <= up_to_id);
-    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
+    candidate_ids constant bigint[] := pgqueue._lock_ready(q, requeued_ids, '{}', at, wanted);
 begin
-    return picks || array(
+    return candidate_ids || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (picks) and pgqueue._is_ready(m, at)
-        order by m.id limit wanted - cardinality(picks) for update skip locked
+            and m.id <> all (candidate_ids) and pgqueue._is_ready(m, at)
+        order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
     );
 end;
 $$;
@@ -7838,7 +7900,7 @@ comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz,
 'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it
 misses no message that no other session has locked.';
 
-create function pgqueue._reserve(
+create function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
 )
 returns pgqueue.streams
@@ -7849,47 +7911,48 @@ declare
     token constant uuid := gen_random_uuid();
     span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
     wanted int;
-    picks bigint[];
+    candidate_ids bigint[];
     ids bigint[] := '{}'::bigint[];
     until timestamptz;
     first_until timestamptz;
-    is_short boolean;
-    by_walk boolean := false;
+    found_fewer boolean;
+    searches_range boolean := false;
 begin
-    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
+    -- The batch is claimed in portions of at most 10,000 messages, because each search compares the ids that it finds
+    -- with those of its portion.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
-        if by_walk then
-            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
-            is_short := cardinality(picks) < wanted;
+        if searches_range then
+            candidate_ids := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
+            found_fewer := cardinality(candidate_ids) < wanted;
         else
-            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
-            is_short := cardinality(picks) < wanted;
-            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
+            candidate_ids := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
+            found_fewer := cardinality(candidate_ids) < wanted;
+            if up_to_id is not null and (found_fewer or up_to_id < any (candidate_ids)) then
                 -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
                 -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
                 perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-                from unnest(picks) as p
+                from unnest(candidate_ids) as p
                 where p > up_to_id
                 having count(*) > 0;
-                picks := array(select p from unnest(picks) as p where p <= up_to_id);
-                by_walk := q.paused_at is null;
-                is_short := not by_walk;
+                candidate_ids := array(select p from unnest(candidate_ids) as p where p <= up_to_id);
+                searches_range := q.paused_at is null;
+                found_fewer := not searches_range;
             end if;
         end if;
-        if picks <> '{}' then
+        if candidate_ids <> '{}' then
             -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
             until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._lookup_keys(q.name, picks) k
+            from pgqueue._lookup_keys(q.name, candidate_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-            ids := ids || picks;
+            ids := ids || candidate_ids;
             first_until := coalesce(first_until, until);
         end if;
-        exit when is_short;
+        exit when found_fewer;
     end loop;
     if ids <> '{}' then
         s.claim_token := token;
@@ -7903,7 +7966,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
 'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an
 open batch if none were ready.';
 
@@ -7964,16 +8027,16 @@ begin
                 update pgqueue.streams t
                 set left_out = s.left_out, claimed_until = s.claimed_until
                 where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-                return next pgqueue._open_batch(s, lost);
+                return next pgqueue._public_batch(s, lost);
                 return;
             end if;
-            s := pgqueue._close_batch(s);
+            s := pgqueue._without_open_batch(s);
         else
             changed := false;
         end if;
     elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
-        perform pgqueue._settle_batch(s);
-        s := pgqueue._close_batch(s);
+        perform pgqueue._ack_open_batch(s);
+        s := pgqueue._without_open_batch(s);
         s.acked_seq := after_seq;
         s.acked_token := after_token;
     elsif fail_on_data_loss then
@@ -7982,15 +8045,15 @@ begin
         if s.claim_token is not null then
             perform pgqueue.release(queue_name, s.ids, s.claim_token);
         end if;
-        s := pgqueue._close_batch(s);
+        s := pgqueue._without_open_batch(s);
         s.acked_seq := after_seq;
         s.acked_token := after_token;
     end if;
 
-    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
+    s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, up_to_id);
     if s.claim_token is not null then
         s.partitions := partitions;
-        return next pgqueue._open_batch(s, '{}');
+        return next pgqueue._public_batch(s, '{}');
     elsif not changed then
         -- An idle stream writes nothing.
         return;
@@ -8071,7 +8134,7 @@ begin
     update pgqueue.streams t
     set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-    return pgqueue._open_batch(s, lost);
+    return pgqueue._public_batch(s, lost);
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
@@ -8137,7 +8200,7 @@ $$;
 comment on function pgqueue._read_batch(text, text, bigint, bigint, uuid, int) is
 'What stream_read returns, by one snapshot.';
 
-create function pgqueue._read_batch_again(
+create function pgqueue._lock_and_read_batch(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
 )
 returns setof pgqueue.message
@@ -8146,12 +8209,12 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     lock table pgqueue.streams, pgqueue.messages in access share mode;
-    perform pgqueue._require_unrewritten('{pgqueue.streams,pgqueue.messages}');
+    perform pgqueue._require_untruncated('{pgqueue.streams,pgqueue.messages}');
     return query
     select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
-comment on function pgqueue._read_batch_again(text, text, bigint, bigint, uuid, int) is
+comment on function pgqueue._lock_and_read_batch(text, text, bigint, bigint, uuid, int) is
 'What stream_read returns, by a snapshot that is taken after the tables are locked. Raises 40001 if the transaction
 keeps an older one.';
 
@@ -8173,12 +8236,12 @@ begin
         return;
     exception when sqlstate 'PQ005' or sqlstate 'PQ008' then
         -- The tables look empty if a compaction ended between the snapshot of the caller and this read.
-        if pgqueue._rewritten_table('{pgqueue.streams,pgqueue.messages}') is null then
+        if pgqueue._table_truncated_after_snapshot('{pgqueue.streams,pgqueue.messages}') is null then
             raise;
         end if;
     end;
     return query
-    select r.* from pgqueue._read_batch_again(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+    select r.* from pgqueue._lock_and_read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
@@ -8214,7 +8277,7 @@ begin
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;
-    return next pgqueue._open_batch(s, lost);
+    return next pgqueue._public_batch(s, lost);
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
@@ -8246,8 +8309,8 @@ begin
     if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
-    acked := pgqueue._settle_batch(s);
-    s := pgqueue._close_batch(s);
+    acked := pgqueue._ack_open_batch(s);
+    s := pgqueue._without_open_batch(s);
     s.queue_name := q.name;
     s.acked_seq := seq;
     s.acked_token := stream_ack.claim_token;
@@ -8620,7 +8683,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
@@ -8714,7 +8777,7 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
+    perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
@@ -8749,7 +8812,7 @@ begin
             perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
-        perform pgqueue._wake_waiting(q, pgqueue._now());
+        perform pgqueue._wake_if_waiting(q, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
     return true;
@@ -8798,7 +8861,7 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
+    perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
     -- Attempts that are being committed are locked. They are skipped.
@@ -9085,7 +9148,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at,
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at,
             case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
             pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q
@@ -9251,7 +9314,7 @@ declare
     days int[];
     months int[];
     weekdays int[];
-    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _tick_of_day.
+    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _first_tick_of_day.
     is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
     needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -9277,7 +9340,7 @@ begin
         is_day := date_part('day', day)::int = any (days);
         is_weekday := date_part('dow', day)::int = any (weekdays);
         if date_part('month', day)::int = any (months) and (is_day and is_weekday or not needs_both and (is_day or is_weekday)) then
-            tick := pgqueue._tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
+            tick := pgqueue._first_tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
         end if;
         day := day + 1;
     end loop;
@@ -9288,7 +9351,7 @@ comment on function pgqueue._next_tick(text, text, timestamptz) is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
-create function pgqueue._tick_of_day(
+create function pgqueue._first_tick_of_day(
     day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
 )
 returns timestamptz
@@ -9333,7 +9396,7 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._tick_of_day(date, int[], int[], text, boolean, timestamptz) is
+comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
 'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
 create function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
@@ -9400,7 +9463,7 @@ $$;
 comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
 'The headers of the message of a tick.';
 
-create function pgqueue._schedule(s pgqueue.schedules, tick timestamptz)
+create function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -9409,7 +9472,7 @@ begin
     s.next_id := null;
     insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
     select
-        q.name, pgqueue._due_from_now(tick), tick, q.max_attempts,
+        q.name, pgqueue._clamp_due_at(tick), tick, q.max_attempts,
         case when not s.catch_up then pgqueue._next_tick(s.cron, s.time_zone, tick) end,
         s.payload, pgqueue._tick_headers(s, tick)
     from pgqueue.queues q
@@ -9420,10 +9483,10 @@ begin
     where c.name = s.name;
 end;
 $$;
-comment on function pgqueue._schedule(pgqueue.schedules, timestamptz) is
+comment on function pgqueue._add_tick_message(pgqueue.schedules, timestamptz) is
 'Adds the message of a tick and records it as the next one. If tick is null, the schedule has no next tick.';
 
-create function pgqueue._schedule_first(s pgqueue.schedules, at timestamptz)
+create function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -9431,15 +9494,15 @@ as $$
 declare
     tick constant timestamptz := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
 begin
-    perform pgqueue._schedule(s, tick);
+    perform pgqueue._add_tick_message(s, tick);
     perform pgqueue._announce_due(q, tick) from pgqueue.queues q where q.name = s.queue_name and tick is not null;
     return tick;
 end;
 $$;
-comment on function pgqueue._schedule_first(pgqueue.schedules, timestamptz) is
+comment on function pgqueue._add_first_tick_message(pgqueue.schedules, timestamptz) is
 'Adds the message of the first tick after a moment, unless the schedule is paused, and announces it. Returns its time.';
 
-create function pgqueue._schedule_after_this()
+create function pgqueue._add_next_tick_message()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9472,25 +9535,25 @@ begin
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
-            -- It was removed before its time, for example by a purge.
+            -- The message was removed before it was due, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
         -- No notification is needed: a consumer that waits knows when the message that was removed was due.
-        perform pgqueue._schedule(s, tick);
+        perform pgqueue._add_tick_message(s, tick);
     exception when invalid_parameter_value then
         -- The server does not know the time zone any more. This must not fail a claim.
-        perform pgqueue._schedule(s, null);
+        perform pgqueue._add_tick_message(s, null);
     end;
     return null;
 end;
 $$;
-comment on function pgqueue._schedule_after_this() is
+comment on function pgqueue._add_next_tick_message() is
 'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick. If its time
 cannot be computed, the schedule stops: housekeeping tries again, and doctor reports it.';
 
-drop trigger if exists schedule_after_this on pgqueue.scheduled_messages;
-create trigger schedule_after_this after delete on pgqueue.scheduled_messages
-for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._schedule_after_this();
+drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
+create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
+for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
 create function pgqueue._lock_schedule(name text)
 returns pgqueue.schedules
@@ -9521,7 +9584,7 @@ $$;
 comment on function pgqueue._lock_schedule(text) is
 'Locks a schedule and its message, and returns the schedule. Raises PQ011.';
 
-create function pgqueue._remove_next(s pgqueue.schedules)
+create function pgqueue._remove_tick_message(s pgqueue.schedules)
 returns void
 language sql volatile
 set search_path = pg_catalog, pg_temp
@@ -9532,7 +9595,7 @@ as $$
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
     delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
 $$;
-comment on function pgqueue._remove_next(pgqueue.schedules) is
+comment on function pgqueue._remove_tick_message(pgqueue.schedules) is
 'Removes the message of the next tick.';
 
 create function pgqueue._check_schedule(s pgqueue.schedules)
@@ -9602,7 +9665,7 @@ begin
     if not found then
         perform pgqueue._raise_schedule_exists(name);
     end if;
-    return pgqueue._schedule_first(s, pgqueue._now());
+    return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
@@ -9645,12 +9708,12 @@ begin
     if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
         s := pgqueue._check_schedule(s);
     end if;
-    perform pgqueue._remove_next(s);
+    perform pgqueue._remove_tick_message(s);
     update pgqueue.schedules c
     set cron = s.cron, payload = s.payload, headers = s.headers, time_zone = s.time_zone, paused = s.paused,
         catch_up = s.catch_up
     where c.name = s.name;
-    return pgqueue._schedule_first(s, pgqueue._now());
+    return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
@@ -9664,7 +9727,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._remove_next(pgqueue._lock_schedule(name));
+    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name));
     delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
     return true;
 exception when sqlstate 'PQ011' then
@@ -9724,7 +9787,7 @@ declare
     s pgqueue.schedules;
 begin
     for s in select schedules.* from pgqueue.schedules where schedules.queue_name = q.name loop
-        perform pgqueue._remove_next(s);
+        perform pgqueue._remove_tick_message(s);
         delete from pgqueue.schedules c where c.name = s.name;
     end loop;
 end;
@@ -9792,7 +9855,7 @@ begin
             if q.name is not null and pgqueue._try_lock_existing_queue(q)
                 and not exists (select from pgqueue.scheduled_messages m where m.queue_name = q.name and m.id = s.next_id)
             then
-                perform pgqueue._schedule_first(s, at);
+                perform pgqueue._add_first_tick_message(s, at);
             end if;
         exception when others then
             -- A time zone that the server does not know, for example, must not fail a claim.
@@ -9866,11 +9929,11 @@ begin
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
     perform pgqueue._check_dedup(array[dedup_key], 'keep');
-    id := pgqueue._key_holder(q, dedup_key, at);
+    id := pgqueue._dedup_key_holder(q, dedup_key, at);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;
-    perform pgqueue._free_key(q, dedup_key, id, at);
+    perform pgqueue._free_dedup_key(q, dedup_key, id, at);
     return true;
 end;
 $$;
@@ -10066,7 +10129,7 @@ begin
         case when not pgqueue._is_transport_id(id) then id end
     )
     returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
-    perform pgqueue._wake_waiting(q, at);
+    perform pgqueue._wake_if_waiting(q, at);
     return seq;
 end;
 $$;
@@ -10216,7 +10279,7 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As in _learn: read the sequence first and the running writers second. Once these writers have ended,
+    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
     -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
@@ -10277,9 +10340,9 @@ begin
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
-        perform pgqueue._promote_due(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
         -- Without claims there are no sweeps, which would learn where the next scan may start.
-        perform pgqueue._learn(q, at, pgqueue._register_value(q.fresh_from_id));
+        perform pgqueue._record_vacant_ids(q, at, pgqueue._register_value(q.fresh_from_id));
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -10548,7 +10611,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
     if not q.dedicated then
-        perform pgqueue._tell_rooms('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception
@@ -10648,7 +10711,7 @@ begin
         perform pgqueue._raise_null_column(tg_relid, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
-    perform pgqueue._require_unrewritten('{pgqueue.transports}');
+    perform pgqueue._require_untruncated('{pgqueue.transports}');
     select t.queue_name into found_name
     from pgqueue.transports t
     where pgqueue._transport_address(t.relation) = new.queue_address;
@@ -11080,7 +11143,7 @@ comment on function pgqueue._has_exclusive_lock_on_messages() is
 'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
 table.';
 
-create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
+create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -11090,7 +11153,7 @@ set lock_timeout = '100 ms'
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
+    if q.dedicated and not may_block and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
     -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
@@ -11114,9 +11177,9 @@ end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
+dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
 
-create function pgqueue._drop_idle_queues(max_queues int, patient boolean)
+create function pgqueue._drop_idle_queues(max_queues int, may_block boolean)
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -11135,11 +11198,11 @@ begin
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
-        order by case when patient then queues.name end, random()
-        limit case when not patient then 100 end
+        order by case when may_block then queues.name end, random()
+        limit case when not may_block then 100 end
     loop
         exit when dropped >= max_queues;
-        if pgqueue._drop_if_idle(q, at, patient) then
+        if pgqueue._drop_if_idle(q, at, may_block) then
             dropped := dropped + 1;
             return next q.name;
         end if;
@@ -11147,7 +11210,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. may_block is
 passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
 create function pgqueue.drop_idle_queues()
@@ -11361,9 +11424,8 @@ declare
     places tid[];
     bytes bigint;
 begin
-    -- This scan over the dead rows takes nearly all of the time. An index does not help: it has an entry for each of
-    -- them.
-    -- The scan does not read the values that are stored out of line.
+    -- This scan over the dead rows takes nearly all of the time. An index does not help, because it has an entry for
+    -- each dead row. The scan does not read values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
         pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)

@@ -83,7 +83,7 @@ begin
     end if;
     perform pgqueue._check_page(max_messages, after_id);
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    spent := case when found then pgqueue._spent_ids(q, at, after_id, max_messages) end;
+    spent := case when found then pgqueue._find_spent_messages(q, at, after_id, max_messages) end;
     return query
     select
         d.id, d.queue_name, d.payload, d.body, d.headers, d.message_id, d.attempt_count, d.max_attempts,
@@ -104,7 +104,7 @@ begin
                 select m as spent_message from pgqueue.messages m where m.queue_name = q.name and m.id = i offset 0
             ) g
             cross join lateral pgqueue._as_dead_letter(g.spent_message, (g.spent_message).visible_at, null) l
-            where pgqueue._keeps_spent(q, g.spent_message)
+            where pgqueue._keeps_dead_letter(q, g.spent_message)
         )
     ) d
     order by d.id limit browse_dead_messages.max_messages;

@@ -53,11 +53,11 @@ begin
         perform pgqueue._raise_invalid('dedup_key', null, '1 to 255 characters');
     end if;
     perform pgqueue._check_dedup(array[dedup_key], 'keep');
-    id := pgqueue._key_holder(q, dedup_key, at);
+    id := pgqueue._dedup_key_holder(q, dedup_key, at);
     if id is null or not pgqueue.cancel(queue_name, id) then
         return false;
     end if;
-    perform pgqueue._free_key(q, dedup_key, id, at);
+    perform pgqueue._free_dedup_key(q, dedup_key, id, at);
     return true;
 end;
 $$;

@@ -8,70 +8,75 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
-    fresh bigint := pgqueue._register_value(q.fresh_from_id);
-    due bigint;
+    fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
+    first_due bigint;
     next_sweep bigint;
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     found_ids bigint[];
     last_id bigint;
     swept boolean := false;
 begin
     if q.paused_at is not null then
-        return picks;
+        return candidate_ids;
     end if;
 
-    due := pgqueue._register_value(q.first_due_at);
-    if due <= now_micros then
-        picks := pgqueue._promote_due(q, at, wanted, pgqueue._from_micros(due - 1));
+    first_due := pgqueue._register_value(q.first_due_at);
+    if first_due <= now_micros then
+        candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
     end if;
     -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
-    if cardinality(picks) < wanted and next_sweep <= now_micros then
+    if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
         swept := true;
-        picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+        candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
     end if;
 
-    if cardinality(picks) < wanted then
+    if cardinality(candidate_ids) < wanted then
         found_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh and m.id <> all (picks) and pgqueue._is_ready(m, at)
-            order by m.id limit wanted - cardinality(picks) for update skip locked
+            where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
+                and pgqueue._is_ready(m, at)
+            order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
-        if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        if last_id >= fresh_from_id then
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
         end if;
-        picks := picks || found_ids;
+        candidate_ids := candidate_ids || found_ids;
     end if;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
-    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back, and fewer of
-    -- these places if it has found some messages: where producers are slower than consumers, most claims are such ones.
+    -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. If it has
+    -- found some messages, it checks fewer ids there: most claims find some but too few where consumers are faster than
+    -- producers.
     -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
     -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
-    if cardinality(picks) < wanted and next_sweep > now_micros + 150000 then
-        picks := picks || pgqueue._sweep_held(
-            q, picks, at, wanted - cardinality(picks), fresh, case picks when '{}' then 4096 else 128 end);
-    elsif cardinality(picks) < wanted then
-        -- The claim could not take the messages above fresh. From now on the sweep finds them.
-        -- If there are none, delayed messages may have come back above fresh and left since. Later claims skip their
-        -- dead rows.
+    if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
+            case candidate_ids when '{}' then 4096 else 128 end);
+    elsif cardinality(candidate_ids) < wanted then
+        -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
+        -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
-            (select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= fresh order by m.id desc limit 1),
+            (
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1
+            ),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
-        if last_id >= fresh then
-            fresh := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        if last_id >= fresh_from_id then
+            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
             swept := false;
         end if;
         if not swept then
-            picks := pgqueue._sweep(q, picks, at, wanted, fresh);
+            candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
@@ -84,11 +89,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
-    picks bigint[];
-    taken int;
+    candidate_ids bigint[];
+    tokens_taken int;
 begin
     if allowed > 0 and q.max_in_flight is not null then
-        if not pgqueue._lock_places(q) then
+        if not pgqueue._lock_max_in_flight(q) then
             return '{}'::bigint[];
         end if;
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
@@ -100,20 +105,20 @@ begin
         return '{}'::bigint[];
     end if;
     if q.group_limit is null then
-        picks := pgqueue._claim_candidates(q, at, allowed);
+        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
     else
-        picks := pgqueue._claim_candidates_grouped(q, at, allowed);
+        candidate_ids := pgqueue._claim_candidates_grouped(q, at, allowed);
     end if;
-    if q.rate_limit is null or picks = '{}' then
-        return picks;
+    if q.rate_limit is null or candidate_ids = '{}' then
+        return candidate_ids;
     end if;
-    taken := pgqueue._take_tokens(q, cardinality(picks));
-    if taken < cardinality(picks) then
+    tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
+    if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(picks[taken + 1:]) as p;
+        from unnest(candidate_ids[tokens_taken + 1:]) as p;
     end if;
-    return picks[:taken];
+    return candidate_ids[:tokens_taken];
 end;
 $$;
 comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
@@ -128,10 +133,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     at timestamptz;
-    fresh_from_id regclass;
-    fresh bigint;
-    plain boolean;
-    picks bigint[];
+    fresh_register regclass;
+    fresh_from_id bigint;
+    is_fast_path boolean;
+    candidate_ids bigint[];
     q pgqueue.queues;
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -140,28 +145,31 @@ begin
 
     at := pgqueue._now();
     -- The common case with few expressions, as a transaction has to prepare each of them: the arguments are valid, the
-    -- queue is not paused, no message is due, and enough messages are ready above fresh. All other cases are handled
-    -- below. While claims find enough, a sweep may be late by 5 s: with a thousand queues, each claim would sweep, as
-    -- the last claim of its queue is long ago, and a sweep costs three times as much as the rest of the claim.
+    -- queue is not paused, no message is due, and enough messages are ready from fresh_from_id on. All other cases are
+    -- handled below. While claims find enough, a sweep may be late by 5 s. Otherwise, with a thousand queues, each
+    -- claim would sweep, as the last claim of its queue is long ago, and a sweep costs three times as much as the rest
+    -- of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
-    into fresh_from_id, fresh, plain
+    into fresh_register, fresh_from_id, is_fast_path
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
-    if plain then
-        picks := array(
+    if is_fast_path then
+        candidate_ids := array(
             select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh and pgqueue._is_ready(m, at)
+            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                and pgqueue._is_ready(m, at)
             order by m.id limit max_messages for update skip locked
         );
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh := setval(fresh_from_id, picks[max_messages] + (picks[max_messages] < 9223372036854775807)::int);
-        if fresh is not null then
-            return picks;
+        fresh_from_id := setval(
+            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
+        if fresh_from_id is not null then
+            return candidate_ids;
         end if;
     end if;
 
@@ -204,7 +212,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    picks constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
     return query
     -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
@@ -219,7 +227,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(claim.queue_name collate "C", picks) k
+    from pgqueue._lookup_keys(claim.queue_name collate "C", candidate_ids) k
     where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;

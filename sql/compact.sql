@@ -167,9 +167,8 @@ declare
     places tid[];
     bytes bigint;
 begin
-    -- This scan over the dead rows takes nearly all of the time. An index does not help: it has an entry for each of
-    -- them.
-    -- The scan does not read the values that are stored out of line.
+    -- This scan over the dead rows takes nearly all of the time. An index does not help, because it has an entry for
+    -- each dead row. The scan does not read values that are stored out of line.
     execute format(
         'select array_agg(l.ctid), sum(l.bytes) from (select t.ctid, %s as bytes from only %s t limit 10001) l',
         pgqueue._column_list(relation, 'coalesce(pg_column_size(t.%I), 0)', ' + '), relation)

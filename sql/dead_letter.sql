@@ -15,7 +15,7 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return pgqueue._dead_letter_spent(q, pgqueue._spent_ids(q, at, 0, max_messages), at);
+    return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
 end;
 $$;
 comment on function pgqueue.sweep_queue(text, int) is
@@ -37,27 +37,27 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    picks bigint[];
+    dead_ids bigint[];
     redriven int;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
-    perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, max_messages)), at);
+    perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at);
     if ids is null then
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked);
     else
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked);
     end if;
     with revived as (
         delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, dead_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
     )
@@ -68,7 +68,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, pgqueue._due_from_now(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
+        r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
     from revived r;
     get diagnostics redriven = row_count;
@@ -96,7 +96,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
-    picks bigint[];
+    dead_ids bigint[];
     purged bigint;
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
@@ -111,22 +111,22 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._dead_letter_spent(q, coalesce(ids, pgqueue._spent_ids(q, at, 0, 1000000)), at);
+        perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at);
     end if;
     if ids is null then
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d
             where d.queue_name = purge_dead_messages.queue_name collate "C"
                 and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
             order by d.id for update);
     else
-        picks := array(
+        dead_ids := array(
             select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
             where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
             order by d.id for update of d);
     end if;
     delete from pgqueue.dead_messages d
-    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", picks) k
+    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", dead_ids) k
     where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
     get diagnostics purged = row_count;
     return purged;

@@ -26,11 +26,11 @@ as $$ select 3 * class + (period % 3)::int $$;
 comment on function pgqueue._dedup_slice(int, bigint) is
 'The number of the table that records the keys of a period. Each class has three tables, which take turns. Inlined.';
 
-create or replace function pgqueue._end_of_window(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._end_of_dedup_window(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language sql stable parallel safe
 as $$ select pgqueue._add_interval(at, case q.dedup_window when '0' then '30 days' else q.dedup_window end) $$;
-comment on function pgqueue._end_of_window(pgqueue.queues, timestamptz) is
+comment on function pgqueue._end_of_dedup_window(pgqueue.queues, timestamptz) is
 'The end of the window of a key sent at a given time. With dedup_window 0 the key is taken while its message exists, at
 most 30 days.';
 
@@ -51,7 +51,7 @@ $$;
 comment on function pgqueue._check_dedup(text[], text) is
 'Raises 22023 for a key that is empty or too long, and for an unknown on_duplicate. Null keys are allowed.';
 
-create or replace function pgqueue._read_keys(
+create or replace function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
     out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
 )
@@ -63,7 +63,7 @@ as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
 begin
-    perform pgqueue._require_unrewritten(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
+    perform pgqueue._require_untruncated(array[format('pgqueue.dedup_keys_%s', slice)::regclass]);
     -- The statements name the table. A plan for the parent would lock the tables of all periods, and wait for the
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
@@ -76,7 +76,7 @@ begin
     -- `offset 0` keeps the planner from a join that reads all keys of the queue.
     execute format('
         select array_agg(u.key), array_agg(k.id), array_agg(case
-            when pgqueue._end_of_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
             then k.id
         end)
         from unnest($3) as u (key)
@@ -94,7 +94,7 @@ begin
     using q, period, keys, at, new_ids, gone;
 end;
 $$;
-comment on function pgqueue._read_keys(
+comment on function pgqueue._read_dedup_keys(
     pgqueue.queues, bigint, text[], timestamptz, bigint[], bigint[], boolean
 ) is
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
@@ -102,7 +102,7 @@ or null if the key is free. A key is free if its window has ended or its message
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
 other transactions that replace the messages.';
 
-create or replace function pgqueue._move_key(
+create or replace function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
 )
 returns boolean
@@ -130,10 +130,10 @@ begin
     return moved = 1;
 end;
 $$;
-comment on function pgqueue._move_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
+comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
 'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
 
-create or replace function pgqueue._take_key(
+create or replace function pgqueue._take_dedup_key(
     q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
     lock boolean
 )
@@ -150,13 +150,13 @@ begin
     -- Another transaction can free the key, or take it over, between two of the statements. The loop then starts again.
     while holder is null loop
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
-        values (slice, _take_key.period, q.queue_id, key, new_id, at)
+        values (slice, _take_dedup_key.period, q.queue_id, key, new_id, at)
         on conflict do nothing
         returning dedup_keys.id into holder;
         if not found then
-            earlier := pgqueue._read_keys(q, period, array[key], at, new_ids, gone, lock);
+            earlier := pgqueue._read_dedup_keys(q, period, array[key], at, new_ids, gone, lock);
             holder := earlier.taken_ids[1];
-            if holder is null and pgqueue._move_key(q, period, key, earlier.found_ids[1], new_id, at) then
+            if holder is null and pgqueue._move_dedup_key(q, period, key, earlier.found_ids[1], new_id, at) then
                 holder := new_id;
             end if;
         end if;
@@ -164,13 +164,13 @@ begin
     return holder;
 end;
 $$;
-comment on function pgqueue._take_key(
+comment on function pgqueue._take_dedup_key(
     pgqueue.queues, bigint, text, bigint, timestamptz, bigint[], bigint[], boolean
 ) is
 'Records a key for new_id if the key is free, and returns the message that has it afterwards. Waits for a transaction
 that has sent the same key.';
 
-create or replace function pgqueue._take_keys(
+create or replace function pgqueue._take_dedup_keys(
     q pgqueue.queues, keys text[], ids bigint[], at timestamptz, on_duplicate text, gone bigint[]
 )
 returns bigint[]
@@ -181,7 +181,7 @@ as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
     present constant bigint := pgqueue._dedup_period(class, at);
-    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_window(q, at));
+    latest constant bigint := pgqueue._dedup_period(class, pgqueue._end_of_dedup_window(q, at));
     replaces constant boolean := on_duplicate = 'replace';
     holders bigint[] := ids;
     added bigint[];
@@ -208,7 +208,7 @@ begin
         );
         continue when missed = '{}';
 
-        found := pgqueue._read_keys(q, period, missed, at, ids, gone, replaces);
+        found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
         for e in
             select u.key, u.id, u.n, k.id as taken_by
             from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
@@ -216,16 +216,17 @@ begin
             where u.key = any (missed) and u.id = u.holder
             order by u.key collate "C", case when replaces then -u.id else u.id end
         loop
-            holders[e.n] := coalesce(e.taken_by, pgqueue._take_key(q, period, e.key, e.id, at, ids, gone, replaces));
+            holders[e.n] := coalesce(
+                e.taken_by, pgqueue._take_dedup_key(q, period, e.key, e.id, at, ids, gone, replaces));
             if holders[e.n] <> e.id and period < latest then
-                perform pgqueue._move_key(q, latest, e.key, e.id, null, at);
+                perform pgqueue._move_dedup_key(q, latest, e.key, e.id, null, at);
             end if;
         end loop;
     end loop;
     return holders;
 end;
 $$;
-comment on function pgqueue._take_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
+comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
 'For each element, the message that has the key: the given id or, if the key is taken, an earlier one. Keys of the
 messages in gone count as free. If several elements have the same key, the first one keeps it; with on_duplicate
 replace, the last. An element without a key keeps its id.';
@@ -242,7 +243,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    new_due_at constant timestamptz := pgqueue._due_from_now(pgqueue._add_interval(at, delay));
+    new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
 begin
     -- If another transaction has locked the row, it claims or replaces the message.
     update pgqueue.scheduled_messages s
@@ -289,28 +290,28 @@ comment on function pgqueue._replace_message(
 'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
 claimed it, if another transaction has locked it, or if it is gone.';
 
-create or replace function pgqueue._key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+create or replace function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
 language sql volatile
 as $$
-    select (pgqueue._read_keys(
+    select (pgqueue._read_dedup_keys(
         q, pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at), array[dedup_key], at, '{}', '{}', false
     )).taken_ids[1]
 $$;
-comment on function pgqueue._key_holder(pgqueue.queues, text, timestamptz) is
+comment on function pgqueue._dedup_key_holder(pgqueue.queues, text, timestamptz) is
 'The message that has a key; null if the key is free.';
 
-create or replace function pgqueue._free_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
+create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key text, id bigint, at timestamptz)
 returns void
 language sql volatile
 as $$
-    select pgqueue._move_key(q, period, dedup_key, id, null, at)
+    select pgqueue._move_dedup_key(q, period, dedup_key, id, null, at)
     from generate_series(
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
     ) as period
 $$;
-comment on function pgqueue._free_key(pgqueue.queues, text, bigint, timestamptz) is
+comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
 create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
@@ -323,7 +324,7 @@ declare
     slice int;
 begin
     -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- So does a dump, which would fail.
+    -- A dump delays it, too, because the dump would fail.
     for class in 0..2 loop
         period := pgqueue._dedup_period(class, at - interval '1 min');
         slice := pgqueue._dedup_slice(class, period + 2);

@@ -269,7 +269,7 @@ begin
         (
             -- Messages that came back from scheduled_messages have ids below the head.
             select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
+            from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;

@@ -109,7 +109,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         values (
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at, q.max_attempts, pgqueue._add_interval(at, expires_in),
             message_id, payload, body, headers
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then scheduled_messages.id end into new_id;
@@ -122,7 +122,7 @@ begin
             q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
-        perform pgqueue._wake_waiting(q, at);
+        perform pgqueue._wake_if_waiting(q, at);
     end if;
     return new_id;
 end;
@@ -131,7 +131,7 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
-create or replace function pgqueue._is_plain(
+create or replace function pgqueue._notify_and_check_fast_path(
     q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
 )
 returns boolean
@@ -149,10 +149,13 @@ as $$
         and octet_length(payload::text) <= q.max_payload_bytes
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
 $$;
-comment on function pgqueue._is_plain(pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea) is
-'Whether a message has a valid payload, and neither body, delay nor expiry. Also notifies waiting consumers. Inlined.';
+comment on function pgqueue._notify_and_check_fast_path(
+    pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
+) is
+'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message: the payload is valid,
+and there is neither body, delay nor expiry. Inlined.';
 
-create or replace function pgqueue._enqueue_once(
+create or replace function pgqueue._enqueue_deduplicated(
     queue_name text,
     payload jsonb,
     delay interval,
@@ -177,14 +180,16 @@ begin
         insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
         select
             pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), p.period), p.period, q.queue_id,
-            _enqueue_once.dedup_key, nextval('pgqueue.message_id'), at
+            _enqueue_deduplicated.dedup_key, nextval('pgqueue.message_id'), at
         from pgqueue.queues q
         cross join lateral (select pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at) as period) p
-        where q.name = _enqueue_once.queue_name collate "C"
-            and p.period = pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_window(q, at))
-            and char_length(_enqueue_once.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
-            and pgqueue._is_plain(
-                q, at, _enqueue_once.payload, _enqueue_once.delay, _enqueue_once.headers, expires_in, _enqueue_once.body)
+        where q.name = _enqueue_deduplicated.queue_name collate "C"
+            and p.period = pgqueue._dedup_period(
+                pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
+            and char_length(_enqueue_deduplicated.dedup_key) between 1 and 255 and on_duplicate in ('keep', 'replace')
+            and pgqueue._notify_and_check_fast_path(
+                q, at, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
+                _enqueue_deduplicated.body)
         on conflict do nothing
         returning dedup_keys.id
     )
@@ -193,10 +198,10 @@ begin
     )
     select
         k.id, q.name, at, at,
-        case when pgqueue._count('enqueued', _enqueue_once.queue_name, 1) = 1 then q.max_attempts end,
-        _enqueue_once.message_id, _enqueue_once.payload, _enqueue_once.headers
+        case when pgqueue._count('enqueued', _enqueue_deduplicated.queue_name, 1) = 1 then q.max_attempts end,
+        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers
     from new_key k
-    join pgqueue.queues q on q.name = _enqueue_once.queue_name collate "C"
+    join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found then
         new_id := pgqueue.enqueue_batch(
@@ -206,7 +211,7 @@ begin
     return new_id;
 end;
 $$;
-comment on function pgqueue._enqueue_once(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
+comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
 'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
 
 create or replace function pgqueue.enqueue(
@@ -251,13 +256,14 @@ begin
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and enqueue.dedup_key is null
-        and pgqueue._is_plain(q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+        and pgqueue._notify_and_check_fast_path(
+            q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
     returning messages.id into new_id;
     if found then
         return new_id;
     end if;
     if dedup_key is not null then
-        return pgqueue._enqueue_once(
+        return pgqueue._enqueue_deduplicated(
             queue_name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate);
     end if;
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
@@ -341,7 +347,7 @@ begin
     if dedup_keys is not null then
         perform pgqueue._check_dedup(dedup_keys, on_duplicate);
         loop
-            holders := pgqueue._take_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+            holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
             exit when on_duplicate = 'keep';
             lost := array(
                 select d.holder
@@ -373,7 +379,7 @@ begin
         as u (id, payload, body, headers, message_id, delay, holder)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
-        perform pgqueue._wake_waiting(q, at);
+        perform pgqueue._wake_if_waiting(q, at);
     end if;
 
     if delay > interval '0' or delays is not null then
@@ -382,7 +388,7 @@ begin
                 id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
             )
             select
-                d.id, q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+                d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
                 at, q.max_attempts,
                 pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
             -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they

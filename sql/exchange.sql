@@ -20,7 +20,7 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    picks bigint[];
+    candidate_ids bigint[];
 begin
     if given > 0 then
         if claim_token is null then
@@ -47,7 +47,7 @@ begin
             where i is not null;
         end if;
     end if;
-    picks := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidate_ids := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
     return query
     update pgqueue.messages m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
@@ -60,7 +60,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(exchange.queue_name collate "C", picks) k
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidate_ids) k
     where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;

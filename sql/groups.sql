@@ -48,7 +48,7 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
-create or replace function pgqueue._claim_by_limit(
+create or replace function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
 )
 returns bigint[]
@@ -56,7 +56,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
     inflight int;
 begin
@@ -69,99 +69,101 @@ begin
                 and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w;
-        picks := picks || array(
+        candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
-                and not (q.on_dead = 'hold' and pgqueue._is_held(q.name, place))
-            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(picks)) for update skip locked
+                and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(candidate_ids))
+            for update skip locked
         );
-        exit when cardinality(picks) >= wanted;
+        exit when cardinality(candidate_ids) >= wanted;
     end loop;
-    return picks;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_by_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
+comment on function pgqueue._claim_up_to_group_limit(pgqueue.queues, timestamptz, bigint[], bigint, int) is
 'The part of _claim_candidates_grouped for a group_limit above one.';
 
-create or replace function pgqueue._is_held(queue_name text, place bigint)
+create or replace function pgqueue._has_group_dead_letter(queue_name text, place bigint)
 returns boolean
 language sql stable
 as $$
     select exists (
         select from pgqueue.dead_messages d
-        where d.queue_name = _is_held.queue_name and d.headers ->> 'pgqueue.group' is not null
+        where d.queue_name = _has_group_dead_letter.queue_name and d.headers ->> 'pgqueue.group' is not null
             and pgqueue._group_position(d.headers, d.id) = place
     )
 $$;
-comment on function pgqueue._is_held(text, bigint) is
-'Whether a group has a dead letter.';
+comment on function pgqueue._has_group_dead_letter(text, bigint) is
+'Whether the group at this position has a dead letter.';
 
-create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, all_over boolean)
+create or replace function pgqueue._claim_ungrouped(q pgqueue.queues, at timestamptz, wanted int, also_below boolean)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh bigint := pgqueue._register_value(q.fresh_from_id);
+    fresh_from_id bigint := pgqueue._register_value(q.fresh_from_id);
     first_id constant bigint := pgqueue._first_id_of(q.name);
-    picks bigint[];
-    visible bigint[];
+    candidate_ids bigint[];
+    visible_ids bigint[];
 begin
-    picks := array(
+    candidate_ids := array(
         select m.id from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
-            and pgqueue._group_position(m.headers, m.id) >= fresh
+            and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
             and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
         limit wanted for update skip locked
     );
-    if picks <> '{}' then
-        perform setval(q.fresh_from_id, picks[cardinality(picks)] + 1);
+    if candidate_ids <> '{}' then
+        perform setval(q.fresh_from_id, candidate_ids[cardinality(candidate_ids)] + 1);
     end if;
-    if all_over or cardinality(picks) < wanted then
-        visible := array(
+    if also_below or cardinality(candidate_ids) < wanted then
+        visible_ids := array(
             select m.id from pgqueue.messages m
             where pgqueue._is_in_partition_of(m.queue_name, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
-                and m.visible_at <= at and m.id <> all (picks)
+                and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
-        if visible <> '{}' then
-            perform pgqueue._dead_letter_spent(q, visible, at);
-            picks := picks || pgqueue._lock_ready(q, visible, picks, at, wanted - cardinality(picks));
+        if visible_ids <> '{}' then
+            perform pgqueue._remove_spent_messages(q, visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_ungrouped(pgqueue.queues, timestamptz, int, boolean) is
-'The ids of up to wanted messages that have no group, locked, by id. With all_over, or if there are too few from
-fresh_from_id on, looks below it, too.';
+'The ids of up to wanted messages that have no group, locked, by id. With also_below, or if there are too few
+from fresh_from_id on, looks below it, too.';
 
-create or replace function pgqueue._tend_groups(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._maintain_groups(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
-    seen_at timestamptz := known.first_check_at;
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    seen_at timestamptz := state.first_check_at;
     seen_id bigint := -9223372036854775808;
     rows record;
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
     perform pgqueue._do_periodic_work(at);
-    if known.recorded_at is null or at - known.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._learn(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
     end if;
-    perform pgqueue._promote_due(q, at, 100, known.first_due_at);
+    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
             where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= known.first_id
+                and pgqueue._group_position(m.headers, m.id) >= state.first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
@@ -176,9 +178,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._tend_groups(pgqueue.queues, timestamptz) is
-'What a sweep does besides finding messages, for a queue with groups: learns, moves due messages that the register
-first_due_at missed, and removes rows of requeued_messages.';
+comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups: records vacant ids, moves due messages that the
+register first_due_at missed, and removes rows of requeued_messages.';
 
 create or replace function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
@@ -187,9 +189,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     now_micros constant bigint := pgqueue._to_micros(at);
-    due constant bigint := pgqueue._register_value(q.first_due_at);
-    is_tending constant boolean := pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
-    -- Neither kind of messages starves the other: each goes first in half of the claims.
+    first_due constant bigint := pgqueue._register_value(q.first_due_at);
+    is_maintenance_due constant boolean :=
+        pgqueue._register_value(q.next_sweep_at) - now_micros not between 1 and 15000000;
+    -- Half of the claims look for messages without a group first, so that both kinds of messages are claimed.
     ungrouped_first constant boolean :=
         pgqueue._register_value(q.fresh_from_id) < 4611686018427387904 and random() < 0.5;
     first_position constant bigint := 4611686018427387904;
@@ -197,34 +200,36 @@ declare
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
     next_position bigint;
-    may_hold int := 100;
-    held bigint[];
-    spent bigint[];
-    picks bigint[] := '{}'::bigint[];
+    locks_left int := 100;
+    locked bigint[];
+    spent_ids bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
 begin
     if q.paused_at is not null then
-        return picks;
+        return candidate_ids;
     end if;
-    if due <= now_micros then
-        -- Those of blocked groups stay there.
-        perform pgqueue._promote_due(q, at, greatest(wanted, 20), pgqueue._from_micros(due - 1));
+    if first_due <= now_micros then
+        -- Moved messages stay in messages while their groups are blocked.
+        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
     end if;
-    if is_tending then
-        perform pgqueue._tend_groups(q, at);
+    if is_maintenance_due then
+        perform pgqueue._maintain_groups(q, at);
     end if;
     if ungrouped_first then
-        picks := pgqueue._claim_ungrouped(q, at, wanted, is_tending);
+        candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
-    while cardinality(picks) < wanted and may_hold > 0 loop
+    while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
         -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
         -- transaction has locked waits for its next turn.
         with recursive walk as (
-            select 0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_held, 0 as found
+            select
+                0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_locked, 0 as found
             union all
             select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_held, w.found + h.is_held::int
+                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_locked,
+                w.found + h.is_locked::int
             from walk w
             cross join lateral (
                 select
@@ -238,36 +243,36 @@ begin
             ) s
             cross join lateral (
                 select case when s.visible_at <= at or q.group_limit > 1
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_held
+                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
             ) h
-            where w.found < least(wanted - cardinality(picks), may_hold) and w.n < 500
+            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < 500
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_held),
-            array_agg(w.id) filter (where w.is_spent and w.is_held), may_hold - max(w.found),
+            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            array_agg(w.id) filter (where w.is_spent and w.is_locked), locks_left - max(w.found),
             case
-                when max(w.found) >= least(wanted - cardinality(picks), may_hold) or max(w.n) >= 500
+                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= 500
                     then max(w.position) + 1
             end
-        into held, spent, may_hold, next_position
+        into locked, spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
-        if held is not null and pgqueue._has_fixed_snapshot() then
+        if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent is not null and pgqueue._dead_letter_spent(q, spent, at) > 0 then
+        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
             next_position := from_position;
-        elsif held is not null and q.group_limit > 1 then
-            picks := picks || pgqueue._claim_by_limit(
-                q, at, held, pgqueue._first_id_of(q.name), wanted - cardinality(picks));
-        elsif held is not null then
+        elsif locked is not null and q.group_limit > 1 then
+            candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
+                q, at, locked, pgqueue._first_id_of(q.name), wanted - cardinality(candidate_ids));
+        elsif locked is not null then
             -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
             -- id can be in flight if this message came later.
-            picks := picks || array(
+            candidate_ids := candidate_ids || array(
                 select m.id
-                from pgqueue._lookup_keys(q.name, held) k, pgqueue.messages m
+                from pgqueue._lookup_keys(q.name, locked) k, pgqueue.messages m
                 where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
                     and not exists (
                         select from pgqueue.messages c
@@ -287,9 +292,9 @@ begin
                     )
                     and not (
                         q.on_dead = 'hold'
-                        and pgqueue._is_held(q.name, pgqueue._group_position(m.headers, m.id))
+                        and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
                     )
-                limit wanted - cardinality(picks) for update of m skip locked
+                limit wanted - cardinality(candidate_ids) for update of m skip locked
             );
         end if;
         from_position := next_position;
@@ -300,14 +305,15 @@ begin
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
-    -- The next claim continues behind the last group that this one has visited, so each group gets its turn.
+    -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
     end if;
-    if cardinality(picks) < wanted and not ungrouped_first then
-        picks := picks || pgqueue._claim_ungrouped(q, at, wanted - cardinality(picks), is_tending);
+    if cardinality(candidate_ids) < wanted and not ungrouped_first then
+        candidate_ids := candidate_ids || pgqueue._claim_ungrouped(
+            q, at, wanted - cardinality(candidate_ids), is_maintenance_due);
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is

@@ -15,7 +15,9 @@ $$;
 comment on function pgqueue._handlers(text) is
 'The functions whose names begin with the name of the event, in the order of their names.';
 
-create or replace function pgqueue._tell_rooms(event text, q pgqueue.queues, before pgqueue.queues default null)
+create or replace function pgqueue._call_queue_handlers(
+    event text, q pgqueue.queues, before pgqueue.queues default null
+)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -29,7 +31,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._tell_rooms(text, pgqueue.queues, pgqueue.queues) is
+comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
 'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
 after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
 exist. The queue is locked, exclusively for queue_dropping.';

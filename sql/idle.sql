@@ -51,7 +51,7 @@ comment on function pgqueue._has_exclusive_lock_on_messages() is
 'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
 table.';
 
-create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, patient boolean)
+create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -61,7 +61,7 @@ set lock_timeout = '100 ms'
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not patient and not pgqueue._has_exclusive_lock_on_messages() then
+    if q.dedicated and not may_block and not pgqueue._has_exclusive_lock_on_messages() then
         return false;
     end if;
     -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
@@ -85,9 +85,9 @@ end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if patient is true, or if the transaction already holds the access exclusive lock on messages.';
+dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
 
-create or replace function pgqueue._drop_idle_queues(max_queues int, patient boolean)
+create or replace function pgqueue._drop_idle_queues(max_queues int, may_block boolean)
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -106,11 +106,11 @@ begin
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
-        order by case when patient then queues.name end, random()
-        limit case when not patient then 100 end
+        order by case when may_block then queues.name end, random()
+        limit case when not may_block then 100 end
     loop
         exit when dropped >= max_queues;
-        if pgqueue._drop_if_idle(q, at, patient) then
+        if pgqueue._drop_if_idle(q, at, may_block) then
             dropped := dropped + 1;
             return next q.name;
         end if;
@@ -118,7 +118,7 @@ begin
 end;
 $$;
 comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. patient is
+'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. may_block is
 passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
 create or replace function pgqueue.drop_idle_queues()

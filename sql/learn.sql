@@ -1,4 +1,4 @@
--- Learns where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
+-- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
 create or replace function pgqueue._running_writers()
@@ -63,14 +63,14 @@ comment on function pgqueue._possible_ranges(text, bigint, bigint) is
 'The ranges of ids from from_id to below_id, in order, in which the queue can have messages, except those in
 requeued_messages.';
 
-create or replace function pgqueue._unless_future(recorded timestamptz, at timestamptz)
+create or replace function pgqueue._discard_future_time(recorded timestamptz, at timestamptz)
 returns timestamptz
 language sql immutable parallel safe
 as $$ select case when recorded <= at then recorded else '-infinity' end $$;
-comment on function pgqueue._unless_future(timestamptz, timestamptz) is
+comment on function pgqueue._discard_future_time(timestamptz, timestamptz) is
 'A recorded time; -infinity if it is in the future, as it was then recorded before the clock was set back. Inlined.';
 
-create or replace function pgqueue._known_keys(queue_name text, at timestamptz)
+create or replace function pgqueue._sweep_state_of(queue_name text, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -78,16 +78,17 @@ as $$
 declare
     s pgqueue.sweep_state;
 begin
-    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _known_keys.queue_name;
+    select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = _sweep_state_of.queue_name;
     s.vacant_ids := coalesce(s.vacant_ids, '{(,1)}');
     s.first_id := coalesce(s.first_id, 1);
-    s.first_due_at := pgqueue._unless_future(s.first_due_at, at);
-    s.first_check_at := pgqueue._unless_future(s.first_check_at, at);
+    s.first_due_at := pgqueue._discard_future_time(s.first_due_at, at);
+    s.first_check_at := pgqueue._discard_future_time(s.first_check_at, at);
     return s;
 end;
 $$;
-comment on function pgqueue._known_keys(text, timestamptz) is
-'What is known about where the queue can have rows. For callers that need several values.';
+comment on function pgqueue._sweep_state_of(text, timestamptz) is
+'The row of the queue in sweep_state. A value that is not recorded, or a time in the future, is replaced by one that
+excludes no row. For callers that need several values.';
 
 create or replace function pgqueue._first_id_of(queue_name text)
 returns bigint
@@ -104,7 +105,7 @@ language sql stable
 as $$
     select coalesce(
         (
-            select pgqueue._unless_future(s.first_due_at, at) from pgqueue.sweep_state s
+            select pgqueue._discard_future_time(s.first_due_at, at) from pgqueue.sweep_state s
             where s.queue_name = _first_due_at_of.queue_name
         ), '-infinity')
 $$;
@@ -117,22 +118,23 @@ language sql stable
 as $$
     select coalesce(
         (
-            select pgqueue._unless_future(s.first_check_at, at) from pgqueue.sweep_state s
+            select pgqueue._discard_future_time(s.first_check_at, at) from pgqueue.sweep_state s
             where s.queue_name = _first_check_at_of.queue_name
         ), '-infinity')
 $$;
 comment on function pgqueue._first_check_at_of(text, timestamptz) is
 'The earliest check_at that the queue can have in requeued_messages; -infinity if nothing is known.';
 
-create or replace function pgqueue._are_times_old(s pgqueue.sweep_state, at timestamptz)
+create or replace function pgqueue._is_hourly_reset_due(s pgqueue.sweep_state, at timestamptz)
 returns boolean
 language sql stable parallel safe
 as $$
     select greatest(s.first_due_at, s.first_check_at) > '-infinity'
         and date_trunc('hour', s.recorded_at) <> date_trunc('hour', at)
 $$;
-comment on function pgqueue._are_times_old(pgqueue.sweep_state, timestamptz) is
-'Whether first_due_at and first_check_at were recorded in another hour than the present one.';
+comment on function pgqueue._is_hourly_reset_due(pgqueue.sweep_state, timestamptz) is
+'Whether first_due_at and first_check_at must be determined from the earliest time on again, because they were recorded
+in another hour than the present one.';
 
 create or replace function pgqueue._next_span(span bigint)
 returns bigint
@@ -157,7 +159,7 @@ declare
     below_id bigint;
     found_id bigint;
 begin
-    -- If a message has the recorded id, there is nothing to learn. Otherwise all three tables are read in one snapshot,
+    -- If a message has the recorded id, nothing has changed. Otherwise all three tables are read in one snapshot,
     -- as messages move between them.
     if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
@@ -193,7 +195,7 @@ begin
 
     -- Once an hour the scans start at the earliest times again. They then find messages that the recorded times
     -- exclude, because the clock was set back or plain SQL has set a due time in the past.
-    if s.first_due_at > at or s.first_check_at > at or pgqueue._are_times_old(s, at) then
+    if s.first_due_at > at or s.first_check_at > at or pgqueue._is_hourly_reset_due(s, at) then
         s.first_due_at := '-infinity';
         s.first_check_at := '-infinity';
     end if;
@@ -237,7 +239,7 @@ $$;
 comment on function pgqueue._widest_ranges(int8multirange) is
 'The first range, if it has no lower bound, and the widest others, 64 in total.';
 
-create or replace function pgqueue._learn(q pgqueue.queues, at timestamptz, fresh bigint)
+create or replace function pgqueue._record_vacant_ids(q pgqueue.queues, at timestamptz, fresh_from_id bigint)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -247,11 +249,11 @@ declare
     bound bigint;
     writers text[];
     waited boolean := false;
-    stretch int8range;
+    id_range int8range;
     from_id bigint;
     below_id bigint;
     span bigint;
-    live bigint[];
+    found_ids bigint[];
 begin
     -- The rows must be read with a snapshot taken after the writers are listed. A fixed snapshot is older.
     if pgqueue._has_fixed_snapshot() then
@@ -288,26 +290,28 @@ begin
     end if;
 
     <<walk>>
-    for stretch in
+    for id_range in
         select r
         from unnest(
-            int8multirange(int8range(pgqueue._first_possible_id(s), greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh)))) - s.vacant_ids
+            int8multirange(int8range(
+                pgqueue._first_possible_id(s),
+                greatest(pgqueue._first_possible_id(s), least(s.settled_id + 1, fresh_from_id)))) - s.vacant_ids
         ) as r
     loop
-        from_id := lower(stretch);
+        from_id := lower(id_range);
         span := 4096;
-        while from_id < upper(stretch) loop
+        while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
-            below_id := from_id + least(span, upper(stretch) - from_id);
-            live := array(
+            below_id := from_id + least(span, upper(id_range) - from_id);
+            found_ids := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= from_id and m.id < below_id
                 order by m.id limit 1000);
             -- A range that is dense with messages has no gaps worth recording.
-            exit walk when cardinality(live) = 1000;
+            exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (
                 int8multirange(int8range(from_id, below_id))
-                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(live) as l), '{}')
+                - coalesce((select range_agg(int8range(l, l, '[]')) from unnest(found_ids) as l), '{}')
             );
             from_id := below_id;
             span := pgqueue._next_span(span);
@@ -327,6 +331,6 @@ begin
     return waited;
 end;
 $$;
-comment on function pgqueue._learn(pgqueue.queues, timestamptz, bigint) is
-'Records the ids below fresh at which no message can appear any more, and the first keys of the other tables, so that
-scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
+'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
+that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';

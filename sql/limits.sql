@@ -43,7 +43,7 @@ as $$
 begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _ends_in_flight, for which the primary key cannot serve.
+        -- _claim_end_times, for which the primary key cannot serve.
         execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
             format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
     end if;
@@ -104,21 +104,21 @@ $$;
 comment on function pgqueue._rate_used_until(pgqueue.queues, bigint) is
 'The time up to which the tokens of a queue are used, at most one rate_period ago: no more tokens are saved up.';
 
-create or replace function pgqueue._tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
+create or replace function pgqueue._available_tokens(q pgqueue.queues, now_micros bigint, used_until bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select greatest(0, (now_micros - used_until) * q.rate_limit / pgqueue._rate_period_micros(q)) $$;
-comment on function pgqueue._tokens(pgqueue.queues, bigint, bigint) is
+comment on function pgqueue._available_tokens(pgqueue.queues, bigint, bigint) is
 'How many tokens there are if those up to a time are used.';
 
-create or replace function pgqueue._micros_of_tokens(q pgqueue.queues, tokens bigint)
+create or replace function pgqueue._token_refill_micros(q pgqueue.queues, tokens bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
-comment on function pgqueue._micros_of_tokens(pgqueue.queues, bigint) is
+comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
 'The time that it takes until there are so many more tokens, rounded up.';
 
-create or replace function pgqueue._ends_in_flight(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
 returns timestamptz[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -140,7 +140,7 @@ begin
     return ends;
 end;
 $$;
-comment on function pgqueue._ends_in_flight(pgqueue.queues, timestamptz) is
+comment on function pgqueue._claim_end_times(pgqueue.queues, timestamptz) is
 'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
 
 create or replace function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
@@ -152,10 +152,10 @@ declare
     now_micros constant bigint := pgqueue._to_micros(at);
 begin
     if q.rate_limit is not null then
-        wanted := least(wanted, pgqueue._tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
+        wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._ends_in_flight(q, at)));
+        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._claim_end_times(q, at)));
     end if;
     return wanted;
 end;
@@ -163,7 +163,7 @@ $$;
 comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
 'How many of the wanted messages the limits of a queue allow now.';
 
-create or replace function pgqueue._full_until(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -172,10 +172,13 @@ begin
     if q.max_in_flight is null then
         return null;
     end if;
-    return (select e from unnest(pgqueue._ends_in_flight(q, at)) as e order by e desc offset q.max_in_flight - 1 limit 1);
+    return (
+        select e from unnest(pgqueue._claim_end_times(q, at)) as e
+        order by e desc offset q.max_in_flight - 1 limit 1
+    );
 end;
 $$;
-comment on function pgqueue._full_until(pgqueue.queues, timestamptz) is
+comment on function pgqueue._in_flight_full_until(pgqueue.queues, timestamptz) is
 'When fewer than max_in_flight messages will be in flight because claims end. Null if there are fewer now.';
 
 create or replace function pgqueue._allowed_at(q pgqueue.queues, at timestamptz)
@@ -186,14 +189,14 @@ as $$
 begin
     return greatest(
         case when q.rate_limit is not null then pgqueue._from_micros(
-            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._micros_of_tokens(q, 1)) end,
-        pgqueue._full_until(q, at));
+            pgqueue._rate_used_until(q, pgqueue._to_micros(at)) + pgqueue._token_refill_micros(q, 1)) end,
+        pgqueue._in_flight_full_until(q, at));
 end;
 $$;
 comment on function pgqueue._allowed_at(pgqueue.queues, timestamptz) is
 'When the limits of a queue allow the next message, if no message leaves before. Null if there is no limit.';
 
-create or replace function pgqueue._lock_places(q pgqueue.queues)
+create or replace function pgqueue._lock_max_in_flight(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -211,7 +214,7 @@ exception when lock_not_available then
     return false;
 end;
 $$;
-comment on function pgqueue._lock_places(pgqueue.queues) is
+comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
 'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
 one. False if another transaction keeps the lock for longer than 100 ms.';
 
@@ -229,9 +232,9 @@ begin
         perform pg_advisory_xact_lock(hashtextextended(format('pgqueue.rate_limit.%s', q.queue_id), 0));
         now_micros := pgqueue._to_micros(pgqueue._now());
         used_until := pgqueue._rate_used_until(q, now_micros);
-        taken := least(wanted, pgqueue._tokens(q, now_micros, used_until));
+        taken := least(wanted, pgqueue._available_tokens(q, now_micros, used_until));
         if taken > 0 then
-            perform setval(pgqueue._rate_register(q), used_until + pgqueue._micros_of_tokens(q, taken));
+            perform setval(pgqueue._rate_register(q), used_until + pgqueue._token_refill_micros(q, taken));
         end if;
         -- Only an error releases the lock before the transaction ends, which may take long. It does not undo setval.
         perform pgqueue._raise_queue_busy(q.name, 'claim');

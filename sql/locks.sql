@@ -75,7 +75,7 @@ comment on function pgqueue._require_current_snapshot(text) is
 40001 if the transaction keeps its snapshot and any transaction has committed since. Whether that commit concerned the
 object cannot be known.';
 
-create or replace function pgqueue._rewritten_table(tables regclass[])
+create or replace function pgqueue._table_truncated_after_snapshot(tables regclass[])
 returns regclass
 language sql stable
 as $$
@@ -90,11 +90,11 @@ as $$
         and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
     limit 1
 $$;
-comment on function pgqueue._rewritten_table(regclass[]) is
+comment on function pgqueue._table_truncated_after_snapshot(regclass[]) is
 'One of the tables, or of their partitions and children, that was truncated after the snapshot of the caller, as a
 compaction does: with this snapshot it looks empty. Null if there is none.';
 
-create or replace function pgqueue._require_unrewritten(tables regclass[])
+create or replace function pgqueue._require_untruncated(tables regclass[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -106,16 +106,14 @@ begin
         return;
     end if;
     -- After these locks no table is rewritten until the transaction ends. Partitions and children are locked, too.
-    foreach relation in array tables loop
-        execute format('lock table %s in access share mode', relation);
-    end loop;
-    relation := pgqueue._rewritten_table(tables);
+    execute format('lock table %s in access share mode', array_to_string(tables, ', '));
+    relation := pgqueue._table_truncated_after_snapshot(tables);
     if relation is not null then
         perform pgqueue._raise_stale_snapshot(format('table %s', relation));
     end if;
 end;
 $$;
-comment on function pgqueue._require_unrewritten(regclass[]) is
+comment on function pgqueue._require_untruncated(regclass[]) is
 'Raises 40001 if the transaction keeps its snapshot and one of the tables was truncated after it. Otherwise locks the
 tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
 first and takes its snapshot second.';
@@ -139,7 +137,7 @@ begin
         if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
             perform pgqueue._refuse_missing_queue(queue_name);
         end if;
-        perform pgqueue._require_unrewritten(array[
+        perform pgqueue._require_untruncated(array[
             'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
             'pgqueue.sweep_state'
         ]::regclass[]);

@@ -25,7 +25,7 @@ create or replace function pgqueue._merged_headers(own jsonb, added jsonb)
 returns jsonb
 language sql immutable parallel safe
 as $$
-    -- Headers of a failure must not prevent its record: if they do not fit, the message keeps its own.
+    -- A failure is recorded even if its headers do not fit. The message then keeps its own headers.
     select case
         when added is null or jsonb_typeof(own) <> 'object' then own
         when octet_length((coalesce(own, '{}') || added)::text) > 65536 then own
@@ -37,7 +37,7 @@ comment on function pgqueue._merged_headers(jsonb, jsonb) is
 not an object.';
 
 create or replace function pgqueue._retry_or_dead_letter(
-    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, given_up text
+    q pgqueue.queues, m pgqueue.messages, at timestamptz, delay interval, error text, headers jsonb, final_reason text
 )
 returns void
 language plpgsql volatile
@@ -50,17 +50,17 @@ begin
     m.headers := pgqueue._merged_headers(m.headers, _retry_or_dead_letter.headers);
     perform pgqueue._count('failed', q.name, 1);
 
-    if given_up is not null or m.attempt_count >= m.max_attempts then
+    if final_reason is not null or m.attempt_count >= m.max_attempts then
         if q.dlq_enabled then
             perform pgqueue._count('dead', q.name, 1);
-            perform pgqueue._add_dead_letter(m, at, coalesce(given_up, 'attempts_exhausted'));
+            perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
         end if;
         return;
     end if;
 
     due_at := pgqueue._add_interval(at, coalesce(delay, pgqueue._backoff(q, m.attempt_count)));
     if q.group_limit = 1 and m.headers ->> 'pgqueue.group' is not null then
-        -- The message stays in messages, hidden until then, and so keeps the later ones of its group waiting.
+        -- The message stays in messages, hidden until it is due, so that the later ones of its group wait.
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;
@@ -73,7 +73,7 @@ begin
         payload, body, headers, claimed_by, last_error, transport_headers
     )
     values (
-        m.id, m.queue_name, pgqueue._due_from_now(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.id, m.queue_name, pgqueue._clamp_due_at(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
         m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
     );
     perform pgqueue._announce_due(q, due_at);
@@ -83,10 +83,10 @@ comment on function pgqueue._retry_or_dead_letter(
     pgqueue.queues, pgqueue.messages, timestamptz, interval, text, jsonb, text
 ) is
 'Schedules a message for a retry after a failed attempt, or makes it a dead letter. The caller has deleted it from
-messages. If given_up is not null, the message becomes a dead letter with this reason even if attempts are left.';
+messages. If final_reason is not null, the message becomes a dead letter with this reason even if attempts are left.';
 
-create or replace function pgqueue._settle_failed(
-    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, given_up text
+create or replace function pgqueue._nack_or_reject(
+    queue_name text, id bigint, claim_token uuid, delay interval, error text, headers jsonb, final_reason text
 )
 returns boolean
 language plpgsql volatile
@@ -100,17 +100,17 @@ begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
     delete from pgqueue.messages c
-    where c.queue_name = q.name and c.id = _settle_failed.id
-        and pgqueue._is_claimed_by(c, _settle_failed.claim_token)
+    where c.queue_name = q.name and c.id = _nack_or_reject.id
+        and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
     if not found then
         return false;
     end if;
-    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, given_up);
+    perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, final_reason);
     return true;
 end;
 $$;
-comment on function pgqueue._settle_failed(text, bigint, uuid, interval, text, jsonb, text) is
+comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, jsonb, text) is
 'The common part of nack and reject.';
 
 create or replace function pgqueue.nack(
@@ -129,7 +129,7 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 begin
-    return pgqueue._settle_failed(queue_name, id, claim_token, delay, error, headers, null);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
 comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
@@ -160,7 +160,7 @@ begin
     if reason is null or reason not in ('rejected', 'attempts_exhausted') then
         perform pgqueue._raise_invalid('reason', reason, 'rejected or attempts_exhausted');
     end if;
-    return pgqueue._settle_failed(queue_name, id, claim_token, null, error, headers, reason);
+    return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
 comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
@@ -251,7 +251,7 @@ begin
             and pgqueue._is_claimed_by(m, release.claim_token);
         get diagnostics released = row_count;
         if released > 0 then
-            perform pgqueue._wake_waiting(q, at);
+            perform pgqueue._wake_if_waiting(q, at);
         end if;
         return released;
     end if;
@@ -269,7 +269,7 @@ begin
     select
         -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
         -- scan the dead index entries of all messages already taken.
-        g.id, g.queue_name, pgqueue._due_from_now(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
+        g.id, g.queue_name, pgqueue._clamp_due_at(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
         g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
     from given_back g;
     get diagnostics released = row_count;

@@ -22,7 +22,7 @@ $$;
 comment on function pgqueue._wake(pgqueue.queues) is
 'Notifies waiting consumers when the transaction commits.';
 
-create or replace function pgqueue._wake_waiting(q pgqueue.queues, at timestamptz)
+create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -41,7 +41,7 @@ begin
     end if;
 end;
 $$;
-comment on function pgqueue._wake_waiting(pgqueue.queues, timestamptz) is
+comment on function pgqueue._wake_if_waiting(pgqueue.queues, timestamptz) is
 'Notifies the consumers if any are waiting.';
 
 create or replace function pgqueue._announce_due(q pgqueue.queues, due_at timestamptz)
@@ -56,7 +56,7 @@ begin
         perform setval(q.first_due_at, pgqueue._to_micros(due_at));
     end if;
     -- Without a notification, a waiting consumer could sleep past this due time.
-    perform pgqueue._wake_waiting(q, pgqueue._now());
+    perform pgqueue._wake_if_waiting(q, pgqueue._now());
 end;
 $$;
 comment on function pgqueue._announce_due(pgqueue.queues, timestamptz) is

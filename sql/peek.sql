@@ -29,32 +29,32 @@ comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';
 
-create or replace function pgqueue._returned(
+create or replace function pgqueue._sample_requeued_ids(
     queue_name text, within int8multirange, at timestamptz, wanted int, out ids bigint[], out stand_for bigint
 )
 language sql stable
 as $$
     -- At most wanted ids, at even distances among the first 5,000.
-    with watched as (
+    with requeued as (
         select distinct r.id
         from (
             select c.id from pgqueue.requeued_messages c
-            where c.queue_name = _returned.queue_name
-                and c.check_at >= pgqueue._first_check_at_of(_returned.queue_name, _returned.at)
+            where c.queue_name = _sample_requeued_ids.queue_name
+                and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
             order by c.check_at, c.id limit 5000
         ) r
         where r.id <@ within
     ),
     placed as (
         select w.id, row_number() over (order by w.id) as place, greatest(ceil(count(*) over () / wanted::numeric), 1)::bigint as step
-        from watched w
+        from requeued w
     )
     select coalesce(array_agg(p.id order by p.id) filter (where p.place % p.step = 0), '{}'), coalesce(max(p.step), 1)
     from placed p
 $$;
-comment on function pgqueue._returned(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back from scheduled_messages, within a range that the calling function does not read
-otherwise, and the number of messages for which each stands.';
+comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
+'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
+not read otherwise, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name text, max_records int default 100)
 returns int
@@ -69,8 +69,8 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
+    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
     examined int;
     ready int;
     total int;
@@ -90,7 +90,7 @@ begin
     select count(*) into total
     from (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= known.first_due_at and s.due_at <= at
+        where s.queue_name = q.name and s.due_at >= state.first_due_at and s.due_at <= at
             and (s.expires_at is null or s.expires_at > at)
             and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
@@ -102,7 +102,7 @@ begin
             from (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh
+                where m.queue_name = q.name and m.id >= fresh_from_id
                 order by m.id limit max_records + 400
             ) w
             where w.is_ready and not pgqueue._is_locked(w.held_by)
@@ -116,12 +116,12 @@ begin
             count(*) filter (where w.is_ready and not pgqueue._is_locked(w.held_by)),
             exists (
                 select from pgqueue.requeued_messages c
-                where c.queue_name = q.name and c.check_at >= known.first_check_at
+                where c.queue_name = q.name and c.check_at >= state.first_check_at
             )
         into examined, ready, some_came_back
         from (
             select c.is_ready, c.held_by
-            from unnest(int8multirange(int8range(1, greatest(1, fresh))) - known.vacant_ids) as r
+            from unnest(int8multirange(int8range(1, greatest(1, fresh_from_id))) - state.vacant_ids) as r
             cross join lateral (
                 select pgqueue._is_ready(m, at) as is_ready, m.xmax as held_by
                 from pgqueue.messages m
@@ -137,7 +137,7 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._returned(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(known))), at, 400) c;
+        select c.ids into ids from pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(state))), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)

@@ -233,7 +233,7 @@ begin
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
     perform pgqueue._create_counters(q.name);
-    perform pgqueue._tell_rooms('queue_created', q);
+    perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -373,7 +373,7 @@ begin
     if pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
-    perform pgqueue._tell_rooms('queue_altered', q, before);
+    perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
 end;
 $$;
@@ -430,22 +430,19 @@ set enable_bitmapscan = off
 as $$
 declare
     removed bigint;
-    register regclass;
 begin
     delete from pgqueue.queues where queues.name = q.name;
-    perform pgqueue._tell_rooms('queue_dropping', q);
+    perform pgqueue._call_queue_handlers('queue_dropping', q);
     delete from pgqueue.dead_messages d where d.queue_name = q.name;
     get diagnostics removed = row_count;
     if q.dlq_enabled then
-        perform pgqueue._dead_letter_delayed(q);
+        perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
-    foreach register in array array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ] loop
-        execute format('drop sequence %s', register);
-    end loop;
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
 end;
@@ -465,7 +462,7 @@ declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
     first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
         (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
-    picks bigint[];
+    message_ids bigint[];
     n bigint;
     removed bigint;
 begin
@@ -481,11 +478,11 @@ begin
     else
         -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
         -- snapshot does not show and the result does not count.
-        picks := array(
+        message_ids := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= first_id order by m.id for update);
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, picks) k
+        using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
@@ -612,7 +609,7 @@ $$;
 comment on function pgqueue.resume_queue(text) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
-create or replace function pgqueue._add_undelivered(m pgqueue.messages, at timestamptz)
+create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -623,10 +620,10 @@ begin
     perform pgqueue._add_dead_letter(m, at, 'queue_dropped');
 end;
 $$;
-comment on function pgqueue._add_undelivered(pgqueue.messages, timestamptz) is
+comment on function pgqueue._add_undelivered_dead_letter(pgqueue.messages, timestamptz) is
 'Inserts a dead letter for a delayed message whose queue is dropped before the message is due.';
 
-create or replace function pgqueue._dead_letter_delayed(q pgqueue.queues)
+create or replace function pgqueue._move_delayed_to_dead_letters(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -641,17 +638,18 @@ begin
         'with gone as ('
         ' delete from %s m where m.queue_name = $1 and m.visible_at > $2 and m.attempt_count = 0'
         ' and coalesce(m.expires_at > $2, true) returning m)'
-        ' select pgqueue._add_undelivered((g.m)::pgqueue.messages, $2) from gone g', pgqueue._partition_of(q))
+        ' select pgqueue._add_undelivered_dead_letter((g.m)::pgqueue.messages, $2) from gone g',
+        pgqueue._partition_of(q))
     using q.name, at;
     for m in
         delete from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at > at and s.attempt_count = 0 and coalesce(s.expires_at > at, true)
         returning (pgqueue._as_message(s)).*
     loop
-        perform pgqueue._add_undelivered(m, at);
+        perform pgqueue._add_undelivered_dead_letter(m, at);
     end loop;
 end;
 $$;
-comment on function pgqueue._dead_letter_delayed(pgqueue.queues) is
+comment on function pgqueue._move_delayed_to_dead_letters(pgqueue.queues) is
 'Makes dead letters of the messages of a queue that are still delayed and were never claimed. Called while the queue is
 dropped.';

@@ -17,11 +17,11 @@ as $$ select timestamptz '1970-01-01 00:00:00+00' + micros * interval '1 microse
 comment on function pgqueue._from_micros(bigint) is
 'The moment that a register value denotes.';
 
-create or replace function pgqueue._due_from_now(due_at timestamptz)
+create or replace function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
 as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
-comment on function pgqueue._due_from_now(timestamptz) is
+comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 

@@ -123,7 +123,7 @@ declare
     days int[];
     months int[];
     weekdays int[];
-    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _tick_of_day.
+    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _first_tick_of_day.
     is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
     -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
     needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
@@ -149,7 +149,7 @@ begin
         is_day := date_part('day', day)::int = any (days);
         is_weekday := date_part('dow', day)::int = any (weekdays);
         if date_part('month', day)::int = any (months) and (is_day and is_weekday or not needs_both and (is_day or is_weekday)) then
-            tick := pgqueue._tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
+            tick := pgqueue._first_tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
         end if;
         day := day + 1;
     end loop;
@@ -160,7 +160,7 @@ comment on function pgqueue._next_tick(text, text, timestamptz) is
 'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
 years. Raises 22023 for an invalid expression.';
 
-create or replace function pgqueue._tick_of_day(
+create or replace function pgqueue._first_tick_of_day(
     day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
 )
 returns timestamptz
@@ -205,7 +205,7 @@ begin
     return tick;
 end;
 $$;
-comment on function pgqueue._tick_of_day(date, int[], int[], text, boolean, timestamptz) is
+comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
 'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
 create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
@@ -272,7 +272,7 @@ $$;
 comment on function pgqueue._tick_headers(pgqueue.schedules, timestamptz) is
 'The headers of the message of a tick.';
 
-create or replace function pgqueue._schedule(s pgqueue.schedules, tick timestamptz)
+create or replace function pgqueue._add_tick_message(s pgqueue.schedules, tick timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -281,7 +281,7 @@ begin
     s.next_id := null;
     insert into pgqueue.scheduled_messages (queue_name, due_at, enqueued_at, max_attempts, expires_at, payload, headers)
     select
-        q.name, pgqueue._due_from_now(tick), tick, q.max_attempts,
+        q.name, pgqueue._clamp_due_at(tick), tick, q.max_attempts,
         case when not s.catch_up then pgqueue._next_tick(s.cron, s.time_zone, tick) end,
         s.payload, pgqueue._tick_headers(s, tick)
     from pgqueue.queues q
@@ -292,10 +292,10 @@ begin
     where c.name = s.name;
 end;
 $$;
-comment on function pgqueue._schedule(pgqueue.schedules, timestamptz) is
+comment on function pgqueue._add_tick_message(pgqueue.schedules, timestamptz) is
 'Adds the message of a tick and records it as the next one. If tick is null, the schedule has no next tick.';
 
-create or replace function pgqueue._schedule_first(s pgqueue.schedules, at timestamptz)
+create or replace function pgqueue._add_first_tick_message(s pgqueue.schedules, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -303,15 +303,15 @@ as $$
 declare
     tick constant timestamptz := case when not s.paused then pgqueue._next_tick(s.cron, s.time_zone, at) end;
 begin
-    perform pgqueue._schedule(s, tick);
+    perform pgqueue._add_tick_message(s, tick);
     perform pgqueue._announce_due(q, tick) from pgqueue.queues q where q.name = s.queue_name and tick is not null;
     return tick;
 end;
 $$;
-comment on function pgqueue._schedule_first(pgqueue.schedules, timestamptz) is
+comment on function pgqueue._add_first_tick_message(pgqueue.schedules, timestamptz) is
 'Adds the message of the first tick after a moment, unless the schedule is paused, and announces it. Returns its time.';
 
-create or replace function pgqueue._schedule_after_this()
+create or replace function pgqueue._add_next_tick_message()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -344,25 +344,25 @@ begin
             end if;
             perform pgqueue._count('enqueued', s.queue_name, 1);
         else
-            -- It was removed before its time, for example by a purge.
+            -- The message was removed before it was due, for example by a purge.
             tick := pgqueue._next_tick(s.cron, s.time_zone, at);
         end if;
         -- No notification is needed: a consumer that waits knows when the message that was removed was due.
-        perform pgqueue._schedule(s, tick);
+        perform pgqueue._add_tick_message(s, tick);
     exception when invalid_parameter_value then
         -- The server does not know the time zone any more. This must not fail a claim.
-        perform pgqueue._schedule(s, null);
+        perform pgqueue._add_tick_message(s, null);
     end;
     return null;
 end;
 $$;
-comment on function pgqueue._schedule_after_this() is
+comment on function pgqueue._add_next_tick_message() is
 'Trigger: when the message of a tick leaves scheduled_messages, adds the message of the following tick. If its time
 cannot be computed, the schedule stops: housekeeping tries again, and doctor reports it.';
 
-drop trigger if exists schedule_after_this on pgqueue.scheduled_messages;
-create trigger schedule_after_this after delete on pgqueue.scheduled_messages
-for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._schedule_after_this();
+drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
+create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
+for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
 create or replace function pgqueue._lock_schedule(name text)
 returns pgqueue.schedules
@@ -393,7 +393,7 @@ $$;
 comment on function pgqueue._lock_schedule(text) is
 'Locks a schedule and its message, and returns the schedule. Raises PQ011.';
 
-create or replace function pgqueue._remove_next(s pgqueue.schedules)
+create or replace function pgqueue._remove_tick_message(s pgqueue.schedules)
 returns void
 language sql volatile
 set search_path = pg_catalog, pg_temp
@@ -404,7 +404,7 @@ as $$
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
     delete from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = s.next_id;
 $$;
-comment on function pgqueue._remove_next(pgqueue.schedules) is
+comment on function pgqueue._remove_tick_message(pgqueue.schedules) is
 'Removes the message of the next tick.';
 
 create or replace function pgqueue._check_schedule(s pgqueue.schedules)
@@ -474,7 +474,7 @@ begin
     if not found then
         perform pgqueue._raise_schedule_exists(name);
     end if;
-    return pgqueue._schedule_first(s, pgqueue._now());
+    return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
@@ -517,12 +517,12 @@ begin
     if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
         s := pgqueue._check_schedule(s);
     end if;
-    perform pgqueue._remove_next(s);
+    perform pgqueue._remove_tick_message(s);
     update pgqueue.schedules c
     set cron = s.cron, payload = s.payload, headers = s.headers, time_zone = s.time_zone, paused = s.paused,
         catch_up = s.catch_up
     where c.name = s.name;
-    return pgqueue._schedule_first(s, pgqueue._now());
+    return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
@@ -536,7 +536,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._remove_next(pgqueue._lock_schedule(name));
+    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name));
     delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
     return true;
 exception when sqlstate 'PQ011' then
@@ -596,7 +596,7 @@ declare
     s pgqueue.schedules;
 begin
     for s in select schedules.* from pgqueue.schedules where schedules.queue_name = q.name loop
-        perform pgqueue._remove_next(s);
+        perform pgqueue._remove_tick_message(s);
         delete from pgqueue.schedules c where c.name = s.name;
     end loop;
 end;
@@ -664,7 +664,7 @@ begin
             if q.name is not null and pgqueue._try_lock_existing_queue(q)
                 and not exists (select from pgqueue.scheduled_messages m where m.queue_name = q.name and m.id = s.next_id)
             then
-                perform pgqueue._schedule_first(s, at);
+                perform pgqueue._add_first_tick_message(s, at);
             end if;
         exception when others then
             -- A time zone that the server does not know, for example, must not fail a claim.

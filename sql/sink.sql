@@ -225,7 +225,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
             pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
         -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
         -- have the same one.
@@ -319,7 +319,7 @@ declare
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
-    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
+    perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
     perform pgqueue._get_locked_queue(n.queue_name)
     from (
@@ -354,7 +354,7 @@ begin
             perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
-        perform pgqueue._wake_waiting(q, pgqueue._now());
+        perform pgqueue._wake_if_waiting(q, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
     return true;
@@ -403,7 +403,7 @@ begin
     if forget_after is null or not pgqueue._is_interval_between(forget_after, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('forget_after', forget_after::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
-    perform pgqueue._require_unrewritten('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
+    perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- One sweep at a time: a sweep must see which versions other sweeps have deleted from the ledger.
     lock table pgqueue.sink_commits in share update exclusive mode;
     -- Attempts that are being committed are locked. They are skipped.

@@ -2,13 +2,13 @@
 -- even distances, and the result names the estimated figures. Samples are read first, so that only a queue of moderate
 -- depth is counted beyond 300 messages.
 
-create or replace function pgqueue._samples(ids int8multirange)
+create or replace function pgqueue._sample_ranges(ids int8multirange)
 returns table (from_id bigint, below_id bigint, stands_for bigint)
 language sql immutable
 as $$
     -- About 16 strata of equal width. A quarter of each is read, at a different place in each, so that clusters of
     -- messages are neither always hit nor always missed.
-    with stretches as (
+    with id_ranges as (
         select lower(r) as from_id, upper(r) as below_id,
             least(upper(r) - lower(r), ceil(16.0 * (upper(r) - lower(r)) / sum(upper(r) - lower(r)) over ())) as parts
         from unnest(ids) as r
@@ -18,7 +18,7 @@ as $$
             s.from_id + floor((s.below_id - s.from_id) * (n - 1) / s.parts)::bigint as from_id,
             s.from_id + floor((s.below_id - s.from_id) * n / s.parts)::bigint as below_id,
             row_number() over () * 0.618034 % 1 as place
-        from stretches s cross join lateral generate_series(1, s.parts) as n
+        from id_ranges s cross join lateral generate_series(1, s.parts) as n
     )
     select
         t.from_id + floor((t.below_id - t.from_id) * 0.75 * t.place)::bigint,
@@ -26,16 +26,18 @@ as $$
         t.below_id - t.from_id
     from strata t
 $$;
-comment on function pgqueue._samples(int8multirange) is
+comment on function pgqueue._sample_ranges(int8multirange) is
 'Ranges of ids to read, and the number of ids for which each range stands.';
 
-create or replace function pgqueue._weight(n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint)
+create or replace function pgqueue._sample_weight(
+    n bigint, last_id bigint, from_id bigint, below_id bigint, stands_for bigint
+)
 returns numeric
 language sql immutable
 as $$
     select stands_for::numeric / case when n < 16 then below_id - from_id else last_id - from_id + 1 end
 $$;
-comment on function pgqueue._weight(bigint, bigint, bigint, bigint, bigint) is
+comment on function pgqueue._sample_weight(bigint, bigint, bigint, bigint, bigint) is
 'The number of messages for which each of the n messages of a sample stands. With fewer than 16 messages the sample was
 read completely, else up to last_id.';
 
@@ -48,20 +50,20 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
-    fresh bigint;
+    max_counted int;
+    fresh_from_id bigint;
     counted bigint;
     lowest_id bigint;
     last_id bigint;
-    stretches int8multirange;
+    id_ranges int8multirange;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select
             count(*), min(w.id),
             count(*) filter (where w.is_ready),
             count(*) filter (where w.visible_at > at and w.attempt_count > 0),
             count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-            count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+            count(*) filter (where w.is_dead),
             min(w.enqueued_at) filter (where w.is_ready)
         into counted, lowest_id, ready, inflight, scheduled, dead, oldest_at
         from (
@@ -70,17 +72,18 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                order by m.id limit most + 1
+                order by m.id limit max_counted + 1
             ) c
-            limit most + 1
+            limit max_counted + 1
         ) w;
         -- Only a deep queue is locked: locks of thousands of queues would fill the lock table.
-        estimated := counted > most and pgqueue._try_lock_existing_queue(q);
+        estimated := counted > max_counted and pgqueue._try_lock_existing_queue(q);
         exit when not estimated;
-        fresh := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+        fresh_from_id := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
 
         select m.id into last_id
         from (
@@ -93,30 +96,31 @@ begin
             order by c.id desc limit 1
         ) m
         limit 1;
-        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into stretches
+        select int8multirange(int8range(lowest_id, last_id, '[]')) - s.vacant_ids into id_ranges
         from pgqueue.sweep_state s where s.queue_name = q.name;
-        -- The samples are split at fresh: messages in flight lie below it, ready ones mostly above.
+        -- The samples are split at fresh_from_id: messages in flight lie below it, ready ones mostly above.
         select
             sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
             least(_message_stats.oldest_at, min(p.oldest_at))
         into ready, inflight, scheduled, dead, oldest_at
         from (
-            select * from pgqueue._samples(stretches * int8multirange(int8range(null, fresh)))
+            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(null, fresh_from_id)))
             union all
-            select * from pgqueue._samples(stretches * int8multirange(int8range(fresh, null)))
+            select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(fresh_from_id, null)))
         ) t
         cross join lateral (
             select
-                pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
                 count(*) filter (where w.visible_at > at and w.attempt_count = 0) as scheduled,
-                count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept) as dead,
+                count(*) filter (where w.is_dead) as dead,
                 min(w.enqueued_at) filter (where w.is_ready) as oldest_at
             from (
                 select
                     m.id, m.visible_at, m.attempt_count, m.enqueued_at,
-                    pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+                    pgqueue._is_ready(m, at) as is_ready,
+                    pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= t.from_id and m.id < t.below_id
                 order by m.id limit 16
@@ -130,7 +134,7 @@ comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
 dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
 
-create or replace function pgqueue._returned_stats(
+create or replace function pgqueue._requeued_stats(
     q pgqueue.queues, at timestamptz, deep boolean,
     out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
     out estimated boolean
@@ -157,25 +161,26 @@ begin
     select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
     into hidden
     from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._returned(q.name, hidden, at, 1000);
+    select * into r from pgqueue._sample_requeued_ids(q.name, hidden, at, 1000);
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count = 0),
-        r.stand_for * count(*) filter (where w.visible_at <= at and not w.is_ready and w.is_kept),
+        r.stand_for * count(*) filter (where w.is_dead),
         min(w.enqueued_at) filter (where w.is_ready)
     into ready, inflight, scheduled, dead, oldest_at
     from (
         select
             m.visible_at, m.attempt_count, m.enqueued_at,
-            pgqueue._is_ready(m, at) as is_ready, pgqueue._keeps_spent(q, m) as is_kept
+            pgqueue._is_ready(m, at) as is_ready,
+            pgqueue._is_spent(m, at) and pgqueue._keeps_dead_letter(q, m) as is_dead
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, r.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w;
     estimated := r.stand_for > 1;
 end;
 $$;
-comment on function pgqueue._returned_stats(pgqueue.queues, timestamptz, boolean) is
+comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz, boolean) is
 'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
 beyond.';
 
@@ -184,19 +189,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
+    max_counted int;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
         from (
             select from pgqueue.scheduled_messages s
             where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
-            order by s.id limit most + 1
+            order by s.id limit max_counted + 1
         ) w;
-        estimated := messages > most;
+        estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
-        from pgqueue._samples(int8multirange(int8range(
+        from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(s.id) from pgqueue.scheduled_messages s
                 where s.queue_name = _scheduled_count.queue_name and s.id >= pgqueue._first_id_of(_scheduled_count.queue_name)
@@ -204,7 +209,9 @@ begin
             (select max(s.id) from pgqueue.scheduled_messages s where s.queue_name = _scheduled_count.queue_name),
             '[]'))) t
         cross join lateral (
-            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            select
+                count(*) as n,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
             from (
                 select s.id from pgqueue.scheduled_messages s
                 where s.queue_name = _scheduled_count.queue_name and s.id >= t.from_id and s.id < t.below_id
@@ -223,19 +230,19 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    most int;
+    max_counted int;
 begin
-    foreach most in array array[300, 10000] loop
+    foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
         from (
             select from pgqueue.dead_messages d
             where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
-            order by d.id limit most + 1
+            order by d.id limit max_counted + 1
         ) w;
-        estimated := messages > most;
+        estimated := messages > max_counted;
         exit when not estimated;
         select sum(p.weight * p.n) into messages
-        from pgqueue._samples(int8multirange(int8range(
+        from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(d.id) from pgqueue.dead_messages d
                 where d.queue_name = _dead_count.queue_name and d.id >= pgqueue._first_id_of(_dead_count.queue_name)
@@ -243,7 +250,9 @@ begin
             (select max(d.id) from pgqueue.dead_messages d where d.queue_name = _dead_count.queue_name),
             '[]'))) t
         cross join lateral (
-            select count(*) as n, pgqueue._weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
+            select
+                count(*) as n,
+                pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight
             from (
                 select d.id from pgqueue.dead_messages d
                 where d.queue_name = _dead_count.queue_name and d.id >= t.from_id and d.id < t.below_id
@@ -263,24 +272,24 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    m record;
-    b record;
-    s record;
-    d record;
+    counted record;
+    requeued record;
+    scheduled record;
+    dead record;
     due bigint;
     due_oldest_at timestamptz;
-    r pgqueue.queue_stats;
+    result pgqueue.queue_stats;
 begin
-    select * into m from pgqueue._message_stats(q, at);
-    select * into b from pgqueue._returned_stats(q, at, m.estimated);
-    m.ready := m.ready + b.ready;
-    m.inflight := m.inflight + b.inflight;
-    m.scheduled := m.scheduled + b.scheduled;
-    m.dead := m.dead + b.dead;
-    m.oldest_at := least(m.oldest_at, b.oldest_at);
-    m.estimated := m.estimated or b.estimated;
-    select * into s from pgqueue._scheduled_count(q.name);
-    select * into d from pgqueue._dead_count(q.name);
+    select * into counted from pgqueue._message_stats(q, at);
+    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    counted.ready := counted.ready + requeued.ready;
+    counted.inflight := counted.inflight + requeued.inflight;
+    counted.scheduled := counted.scheduled + requeued.scheduled;
+    counted.dead := counted.dead + requeued.dead;
+    counted.oldest_at := least(counted.oldest_at, requeued.oldest_at);
+    counted.estimated := counted.estimated or requeued.estimated;
+    select * into scheduled from pgqueue._scheduled_count(q.name);
+    select * into dead from pgqueue._dead_count(q.name);
     -- Scheduled messages that are due count as ready: the next claim moves them to messages.
     select count(*), min(w.enqueued_at) into due, due_oldest_at
     from (
@@ -289,30 +298,30 @@ begin
             and coalesce(c.expires_at > at, true)
         order by c.due_at limit 10000
     ) w;
-    if due = 10000 and s.estimated then
+    if due = 10000 and scheduled.estimated then
         -- Due messages are counted up to 10,000 only. Beyond, all scheduled messages are assumed to be due.
-        due := greatest(due, s.messages);
+        due := greatest(due, scheduled.messages);
     end if;
-    r.queue_name := q.name;
-    r.ready_messages := m.ready + due;
-    r.inflight_messages := m.inflight;
-    r.scheduled_messages := m.scheduled + greatest(s.messages - due, 0);
-    r.dead_messages := d.messages + m.dead;
-    r.oldest_age_seconds := date_part('epoch', at - nullif(least(m.oldest_at, due_oldest_at), '-infinity'));
-    r.paused := q.paused_at is not null;
-    r.estimates := array(
+    result.queue_name := q.name;
+    result.ready_messages := counted.ready + due;
+    result.inflight_messages := counted.inflight;
+    result.scheduled_messages := counted.scheduled + greatest(scheduled.messages - due, 0);
+    result.dead_messages := dead.messages + counted.dead;
+    result.oldest_age_seconds := date_part('epoch', at - nullif(least(counted.oldest_at, due_oldest_at), '-infinity'));
+    result.paused := q.paused_at is not null;
+    result.estimates := array(
         select e.figure
         from (
             values
-            ('ready_messages', m.estimated or due > 10000),
-            ('inflight_messages', m.estimated),
-            ('scheduled_messages', m.estimated or s.estimated),
-            ('dead_messages', d.estimated or m.estimated and m.dead > 0),
-            ('oldest_age_seconds', m.estimated)
+            ('ready_messages', counted.estimated or due > 10000),
+            ('inflight_messages', counted.estimated),
+            ('scheduled_messages', counted.estimated or scheduled.estimated),
+            ('dead_messages', dead.estimated or counted.estimated and counted.dead > 0),
+            ('oldest_age_seconds', counted.estimated)
         ) as e (figure, estimated)
         where e.estimated
     );
-    return r;
+    return result;
 end;
 $$;
 comment on function pgqueue._stats(pgqueue.queues, timestamptz) is

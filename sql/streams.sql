@@ -173,7 +173,7 @@ begin
     where t.queue_name = _lock_stream.queue_name collate "C" and t.stream_name = _lock_stream.stream_name collate "C"
     for no key update;
     if not found then
-        perform pgqueue._require_unrewritten('{pgqueue.streams}');
+        perform pgqueue._require_untruncated('{pgqueue.streams}');
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
     return s;
@@ -195,7 +195,7 @@ $$;
 comment on function pgqueue._public_stream(pgqueue.streams) is
 'Returns the public columns of a stream.';
 
-create or replace function pgqueue._open_batch(s pgqueue.streams, lost bigint[])
+create or replace function pgqueue._public_batch(s pgqueue.streams, lost bigint[])
 returns pgqueue.stream_batch
 language sql stable
 as $$
@@ -204,7 +204,7 @@ as $$
         s.partitions, s.replays, s.claimed_at, s.claimed_until, lost
     )::pgqueue.stream_batch
 $$;
-comment on function pgqueue._open_batch(pgqueue.streams, bigint[]) is
+comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
 'Returns the open batch of a stream in the form that the public functions return.';
 
 create or replace function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
@@ -234,7 +234,7 @@ comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
-create or replace function pgqueue._settle_batch(s pgqueue.streams)
+create or replace function pgqueue._ack_open_batch(s pgqueue.streams)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -256,11 +256,11 @@ begin
     return pgqueue._count('acknowledged', s.queue_name, acked);
 end;
 $$;
-comment on function pgqueue._settle_batch(pgqueue.streams) is
+comment on function pgqueue._ack_open_batch(pgqueue.streams) is
 'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
 the archive if on_ack of the stream, or else the queue, says so.';
 
-create or replace function pgqueue._close_batch(s pgqueue.streams)
+create or replace function pgqueue._without_open_batch(s pgqueue.streams)
 returns pgqueue.streams
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -278,7 +278,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._close_batch(pgqueue.streams) is
+comment on function pgqueue._without_open_batch(pgqueue.streams) is
 'Returns the stream without an open batch.';
 
 create or replace function pgqueue._save_batch(s pgqueue.streams)
@@ -344,16 +344,16 @@ as $$
 declare
     -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
     -- all of them up to up_to_id are read.
-    returned constant bigint[] := array(
+    requeued_ids constant bigint[] := array(
         select distinct r.id from pgqueue.requeued_messages r
         where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id <= up_to_id);
-    picks constant bigint[] := pgqueue._lock_ready(q, returned, '{}', at, wanted);
+    candidate_ids constant bigint[] := pgqueue._lock_ready(q, requeued_ids, '{}', at, wanted);
 begin
-    return picks || array(
+    return candidate_ids || array(
         select m.id from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (picks) and pgqueue._is_ready(m, at)
-        order by m.id limit wanted - cardinality(picks) for update skip locked
+            and m.id <> all (candidate_ids) and pgqueue._is_ready(m, at)
+        order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
     );
 end;
 $$;
@@ -361,7 +361,7 @@ comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz,
 'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it
 misses no message that no other session has locked.';
 
-create or replace function pgqueue._reserve(
+create or replace function pgqueue._claim_batch(
     q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
 )
 returns pgqueue.streams
@@ -372,47 +372,48 @@ declare
     token constant uuid := gen_random_uuid();
     span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
     wanted int;
-    picks bigint[];
+    candidate_ids bigint[];
     ids bigint[] := '{}'::bigint[];
     until timestamptz;
     first_until timestamptz;
-    is_short boolean;
-    by_walk boolean := false;
+    found_fewer boolean;
+    searches_range boolean := false;
 begin
-    -- In portions of at most 10000: each pick compares the ids it finds with those it already has.
+    -- The batch is claimed in portions of at most 10,000 messages, because each search compares the ids that it finds
+    -- with those of its portion.
     loop
         wanted := least(max_messages - cardinality(ids), 10000);
         exit when wanted = 0;
-        if by_walk then
-            picks := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
-            is_short := cardinality(picks) < wanted;
+        if searches_range then
+            candidate_ids := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
+            found_fewer := cardinality(candidate_ids) < wanted;
         else
-            picks := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
-            is_short := cardinality(picks) < wanted;
-            if up_to_id is not null and (is_short or up_to_id < any (picks)) then
+            candidate_ids := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
+            found_fewer := cardinality(candidate_ids) < wanted;
+            if up_to_id is not null and (found_fewer or up_to_id < any (candidate_ids)) then
                 -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
                 -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
                 perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-                from unnest(picks) as p
+                from unnest(candidate_ids) as p
                 where p > up_to_id
                 having count(*) > 0;
-                picks := array(select p from unnest(picks) as p where p <= up_to_id);
-                by_walk := q.paused_at is null;
-                is_short := not by_walk;
+                candidate_ids := array(select p from unnest(candidate_ids) as p where p <= up_to_id);
+                searches_range := q.paused_at is null;
+                found_fewer := not searches_range;
             end if;
         end if;
-        if picks <> '{}' then
+        if candidate_ids <> '{}' then
             -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
             until := pgqueue._add_interval(pgqueue._now(), span);
             update pgqueue.messages m
             set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
                 claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._lookup_keys(q.name, picks) k
+            from pgqueue._lookup_keys(q.name, candidate_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-            ids := ids || picks;
+            ids := ids || candidate_ids;
             first_until := coalesce(first_until, until);
         end if;
-        exit when is_short;
+        exit when found_fewer;
     end loop;
     if ids <> '{}' then
         s.claim_token := token;
@@ -426,7 +427,7 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._reserve(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
+comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
 'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an
 open batch if none were ready.';
 
@@ -487,16 +488,16 @@ begin
                 update pgqueue.streams t
                 set left_out = s.left_out, claimed_until = s.claimed_until
                 where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-                return next pgqueue._open_batch(s, lost);
+                return next pgqueue._public_batch(s, lost);
                 return;
             end if;
-            s := pgqueue._close_batch(s);
+            s := pgqueue._without_open_batch(s);
         else
             changed := false;
         end if;
     elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
-        perform pgqueue._settle_batch(s);
-        s := pgqueue._close_batch(s);
+        perform pgqueue._ack_open_batch(s);
+        s := pgqueue._without_open_batch(s);
         s.acked_seq := after_seq;
         s.acked_token := after_token;
     elsif fail_on_data_loss then
@@ -505,15 +506,15 @@ begin
         if s.claim_token is not null then
             perform pgqueue.release(queue_name, s.ids, s.claim_token);
         end if;
-        s := pgqueue._close_batch(s);
+        s := pgqueue._without_open_batch(s);
         s.acked_seq := after_seq;
         s.acked_token := after_token;
     end if;
 
-    s := pgqueue._reserve(q, s, max_messages, visibility_timeout, up_to_id);
+    s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, up_to_id);
     if s.claim_token is not null then
         s.partitions := partitions;
-        return next pgqueue._open_batch(s, '{}');
+        return next pgqueue._public_batch(s, '{}');
     elsif not changed then
         -- An idle stream writes nothing.
         return;
@@ -594,7 +595,7 @@ begin
     update pgqueue.streams t
     set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-    return pgqueue._open_batch(s, lost);
+    return pgqueue._public_batch(s, lost);
 end;
 $$;
 comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
@@ -660,7 +661,7 @@ $$;
 comment on function pgqueue._read_batch(text, text, bigint, bigint, uuid, int) is
 'What stream_read returns, by one snapshot.';
 
-create or replace function pgqueue._read_batch_again(
+create or replace function pgqueue._lock_and_read_batch(
     queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
 )
 returns setof pgqueue.message
@@ -669,12 +670,12 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     lock table pgqueue.streams, pgqueue.messages in access share mode;
-    perform pgqueue._require_unrewritten('{pgqueue.streams,pgqueue.messages}');
+    perform pgqueue._require_untruncated('{pgqueue.streams,pgqueue.messages}');
     return query
     select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
-comment on function pgqueue._read_batch_again(text, text, bigint, bigint, uuid, int) is
+comment on function pgqueue._lock_and_read_batch(text, text, bigint, bigint, uuid, int) is
 'What stream_read returns, by a snapshot that is taken after the tables are locked. Raises 40001 if the transaction
 keeps an older one.';
 
@@ -696,12 +697,12 @@ begin
         return;
     exception when sqlstate 'PQ005' or sqlstate 'PQ008' then
         -- The tables look empty if a compaction ended between the snapshot of the caller and this read.
-        if pgqueue._rewritten_table('{pgqueue.streams,pgqueue.messages}') is null then
+        if pgqueue._table_truncated_after_snapshot('{pgqueue.streams,pgqueue.messages}') is null then
             raise;
         end if;
     end;
     return query
-    select r.* from pgqueue._read_batch_again(queue_name, stream_name, epoch, seq, claim_token, partition) r;
+    select r.* from pgqueue._lock_and_read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
 comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
@@ -737,7 +738,7 @@ begin
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;
-    return next pgqueue._open_batch(s, lost);
+    return next pgqueue._public_batch(s, lost);
 end;
 $$;
 comment on function pgqueue.stream_extend(text, text, bigint, interval) is
@@ -769,8 +770,8 @@ begin
     if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
         perform pgqueue._raise_stream_out_of_step(s, seq);
     end if;
-    acked := pgqueue._settle_batch(s);
-    s := pgqueue._close_batch(s);
+    acked := pgqueue._ack_open_batch(s);
+    s := pgqueue._without_open_batch(s);
     s.queue_name := q.name;
     s.acked_seq := seq;
     s.acked_token := stream_ack.claim_token;

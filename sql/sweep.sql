@@ -2,7 +2,7 @@
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
 
-create or replace function pgqueue._are_delays_unsettled()
+create or replace function pgqueue._has_uncommitted_delays()
 returns boolean
 language sql volatile
 as $$
@@ -13,19 +13,19 @@ as $$
             and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
     )
 $$;
-comment on function pgqueue._are_delays_unsettled() is
+comment on function pgqueue._has_uncommitted_delays() is
 'Whether another running or prepared transaction has written to scheduled_messages.';
 
-create or replace function pgqueue._promote_due(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+create or replace function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    moved_ids bigint[] := '{}'::bigint[];
     next_due_at timestamptz;
     next_due bigint;
-    last_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
     this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
     is_unsettled boolean;
 begin
@@ -44,7 +44,7 @@ begin
                     order by c.due_at, c.id limit wanted for update skip locked))
                 returning s.*
             ),
-            noted as (
+            recorded as (
                 insert into pgqueue.requeued_messages (queue_name, check_at, id)
                 select q.name, (select pgqueue._now()), d.id from due d
             ),
@@ -60,7 +60,8 @@ begin
                 returning messages.id, messages.expires_at
             )
             -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
-            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into picks from moved m;
+            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved_ids
+            from moved m;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
             -- and frees some.
@@ -68,13 +69,14 @@ begin
             return '{}'::bigint[];
         end;
         -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
-        -- call checks twice as many as it has added. For a few, reading past the removed rows would cost more than it
-        -- gains. So it would for old rows while a transaction that writes for long holds first_check_at back.
-        if cardinality(picks) >= 50 then
+        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
+        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
+        -- write transaction can keep first_check_at far below them.
+        if cardinality(moved_ids) >= 50 then
             perform pgqueue._prune_requeued(q, r.gone, r.last_time)
             from pgqueue._read_requeued(
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
-                2 * cardinality(picks)) r;
+                2 * cardinality(moved_ids)) r;
         end if;
 
         select s.due_at into next_due_at
@@ -83,37 +85,37 @@ begin
         order by s.due_at limit 1;
     end if;
     next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-    -- A transaction announces a due time before it commits. Here its message is invisible, and the register would pass
-    -- the due time. So once a second, if nothing else is due, the scan starts at the first due time of the last minute.
-    -- While a transaction that has written delayed messages runs, the register stays in the present second. The
-    -- register is set first: a due time that is announced later lowers it. The message of one that was announced before
-    -- is visible below, or its transaction is found running.
-    if next_due > pgqueue._to_micros(at) and next_due <> last_due
-        and (last_due < this_second or next_due >= this_second + 1000000)
+    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
+    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
+    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
+    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
+    -- was announced before that, the statements below see its message, or find its transaction running.
+    if next_due > pgqueue._to_micros(at) and next_due <> announced_due
+        and (announced_due < this_second or next_due >= this_second + 1000000)
     then
         perform setval(q.first_due_at, next_due);
-        is_unsettled := pgqueue._are_delays_unsettled();
+        is_unsettled := pgqueue._has_uncommitted_delays();
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
         order by s.due_at limit 1;
         next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
         if is_unsettled then
-            next_due := least(next_due, greatest(last_due, this_second + 999999));
+            next_due := least(next_due, greatest(announced_due, this_second + 999999));
         end if;
     end if;
     if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
         perform setval(q.first_due_at, next_due);
     end if;
-    return picks;
+    return moved_ids;
 end;
 $$;
-comment on function pgqueue._promote_due(pgqueue.queues, timestamptz, int, timestamptz) is
+comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
 'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
 requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
 register first_due_at so that a message whose transaction commits later is found, too.';
 
-create or replace function pgqueue._dead_letter_spent(q pgqueue.queues, ids bigint[], at timestamptz)
+create or replace function pgqueue._remove_spent_messages(q pgqueue.queues, ids bigint[], at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -121,8 +123,7 @@ as $$
 declare
     spent_ids constant bigint[] := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
-            and (m.attempt_count >= m.max_attempts or m.expires_at <= at)
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
         for update of m skip locked);
     died int;
 begin
@@ -137,7 +138,7 @@ begin
             returning m
         )
         insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_spent(q, g.m)
+        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
         -- The same conflict as in _add_dead_letter.
         on conflict on constraint dead_messages_pkey do update
         set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
@@ -151,17 +152,17 @@ begin
     return cardinality(spent_ids);
 end;
 $$;
-comment on function pgqueue._dead_letter_spent(pgqueue.queues, bigint[], timestamptz) is
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz) is
 'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
 become dead letters if the queue keeps them.';
 
-create or replace function pgqueue._spent_ids(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
+create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     -- The highest bigint has no successor.
     from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin
@@ -170,11 +171,11 @@ begin
         from (
             (
                 select m.id
-                from pgqueue._possible_ranges(q.name, from_id, fresh) as r
+                from pgqueue._possible_ranges(q.name, from_id, fresh_from_id) as r
                 cross join lateral (
                     select c.id from pgqueue.messages c
                     where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
-                        and c.visible_at <= at and not pgqueue._is_ready(c, at)
+                        and pgqueue._is_spent(c, at)
                     order by c.id limit wanted
                 ) m
                 limit wanted
@@ -184,8 +185,8 @@ begin
                 -- Claims by plain SQL do not move the register.
                 select c.id
                 from (
-                    select m.id, m.visible_at <= at and not pgqueue._is_ready(m, at) as is_spent from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh)
+                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
                     order by m.id limit 1000
                 ) c
                 where c.is_spent
@@ -201,7 +202,7 @@ begin
                 -- `offset 0` keeps the planner from a join that reads the whole queue.
                 cross join lateral (
                     select w.id from pgqueue.messages w
-                    where w.queue_name = q.name and w.id = c.id and w.visible_at <= at and not pgqueue._is_ready(w, at)
+                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
                     offset 0
                 ) m
                 where m.id >= from_id
@@ -212,7 +213,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._spent_ids(pgqueue.queues, timestamptz, bigint, int) is
+comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
 'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
 expired. The next sweep that passes them removes them.';
 
@@ -239,7 +240,7 @@ their ids.';
 
 create or replace function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
-    out n int, out last_time timestamptz, out last_id bigint, out ready bigint[], out gone tid[]
+    out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -252,7 +253,7 @@ begin
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
         array_agg(w.ctid) filter (where m.id is null)
-    into n, last_time, last_id, ready, gone
+    into n, last_time, last_id, visible_ids, gone
     from (
         (
             select r.check_at, r.id, r.ctid from pgqueue.requeued_messages r
@@ -285,8 +286,8 @@ begin
     if gone is null or pgqueue._has_fixed_snapshot() then
         return;
     end if;
-    -- Since the row was read, another row can have got its place. That one has a later time. `offset 0` keeps the
-    -- planner from an index on check_at, whose dead entries it would read from the lowest on.
+    -- Since the row was read, another row can have been stored at its place. That row has a later check_at. `offset 0`
+    -- keeps the planner from an index on check_at: it would read the dead entries of that index from the lowest on.
     delete from pgqueue.requeued_messages r
     where r.ctid = any (array(
         select l.ctid
@@ -308,7 +309,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    picks bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := '{}'::bigint[];
     seen_at timestamptz := since;
     seen_id bigint := -9223372036854775808;
     page int := least(greatest(20, wanted), 500);
@@ -322,14 +323,15 @@ begin
         seen_at := rows.last_time;
         seen_id := rows.last_id;
         perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        if rows.ready is not null then
-            perform pgqueue._dead_letter_spent(q, rows.ready, at);
-            picks := picks || pgqueue._lock_ready(q, rows.ready, taken || picks, at, wanted - cardinality(picks));
+        if rows.visible_ids is not null then
+            perform pgqueue._remove_spent_messages(q, rows.visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
-        exit when rows.n < page or cardinality(picks) >= wanted or pgqueue._now() > at + interval '50 ms';
+        exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
@@ -337,48 +339,51 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
 ready messages, locked.';
 
-create or replace function pgqueue._sweep_held(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint, reach int
+create or replace function pgqueue._sweep_recent_and_locked(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    known constant pgqueue.sweep_state := pgqueue._known_keys(q.name, at);
-    picks bigint[] := '{}'::bigint[];
-    ready bigint[];
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    candidate_ids bigint[] := '{}'::bigint[];
+    visible_ids bigint[];
 begin
     if exists (
         select from pgqueue.requeued_messages r
-        where r.held and r.queue_name = q.name and r.check_at >= known.first_check_at
+        where r.held and r.queue_name = q.name and r.check_at >= state.first_check_at
     ) then
-        picks := pgqueue._sweep_requeued(q, taken, at, wanted, known.first_check_at, true);
+        candidate_ids := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
     end if;
-    if cardinality(picks) < wanted then
-        ready := array(
+    if cardinality(candidate_ids) < wanted then
+        visible_ids := array(
             select w.id
-            from unnest(int8multirange(int8range(fresh - reach, fresh)) - known.vacant_ids) as r
+            from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
             cross join lateral (
                 select m.id from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
                 order by m.id limit 1000
             ) w
             limit 1000);
-        if ready <> '{}' then
-            perform pgqueue._dead_letter_spent(q, ready, at);
-            picks := picks || pgqueue._lock_ready(q, ready, taken || picks, at, wanted - cardinality(picks));
+        if visible_ids <> '{}' then
+            perform pgqueue._remove_spent_messages(q, visible_ids, at);
+            candidate_ids := candidate_ids || pgqueue._lock_ready(
+                q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_held(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
-'Checks the places where a message can appear at any time, at a small bounded cost: the ids that _watch_held recorded,
-and the last ids below fresh, as many as reach, where transactions roll back or commit late. Returns up to wanted ids of
-ready messages, locked.';
+comment on function pgqueue._sweep_recent_and_locked(pgqueue.queues, bigint[], timestamptz, int, bigint, int) is
+'Checks the places where a message can appear at any time, at a small bounded cost: the messages that
+_record_locked_messages recorded, and the last recent_count ids below fresh_from_id, where transactions roll back or
+commit late. Returns up to wanted ids of ready messages, locked.';
 
-create or replace function pgqueue._watch_held(q pgqueue.queues, ids bigint[], picks bigint[], at timestamptz)
+create or replace function pgqueue._record_locked_messages(
+    q pgqueue.queues, ids bigint[], except_ids bigint[], at timestamptz
+)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -388,7 +393,7 @@ begin
     select q.name, (select pgqueue._now()), m.id, true
     from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and pgqueue._is_ready(m, at) and m.id <> all (picks)
+        and pgqueue._is_ready(m, at) and m.id <> all (except_ids)
         and not exists (
             select from pgqueue.requeued_messages r
             where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
@@ -398,9 +403,9 @@ exception when disk_full then
     null;
 end;
 $$;
-comment on function pgqueue._watch_held(pgqueue.queues, bigint[], bigint[], timestamptz) is
-'Records those of the ids, except picks, whose messages are ready but locked by another transaction, for example by a
-receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
+comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bigint[], timestamptz) is
+'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
+by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
 create or replace function pgqueue._do_periodic_work(at timestamptz)
 returns void
@@ -425,7 +430,7 @@ comment on function pgqueue._do_periodic_work(timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
 
 create or replace function pgqueue._sweep(
-    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh bigint
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
 )
 returns bigint[]
 language plpgsql volatile
@@ -433,21 +438,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     s pgqueue.sweep_state;
-    head bigint;
-    pos bigint := pgqueue._register_value(q.sweep_resume_id);
-    start bigint;
-    goal bigint;
+    head_id bigint;
+    next_id bigint := pgqueue._register_value(q.sweep_resume_id);
+    start_id bigint;
+    end_id bigint;
     started_at timestamptz;
-    picks bigint[] := taken;
-    stretch int8range;
+    candidate_ids bigint[] := taken;
+    id_range int8range;
     span bigint;
     below_id bigint;
-    live bigint[];
-    ready bigint[];
-    held bigint[] := '{}'::bigint[];
-    is_far boolean;
+    found_ids bigint[];
+    visible_ids bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
+    is_far_below_fresh boolean;
     is_full boolean := false;
-    is_quick boolean;
+    was_fast boolean;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -458,112 +463,122 @@ begin
         -- The row was deleted by hand: nothing is known, so the sweep walks over all ids again.
         insert into pgqueue.sweep_state (queue_name) values (q.name) on conflict do nothing returning * into s;
         if not found then
-            return picks;
+            return candidate_ids;
         end if;
     end if;
-    -- If there are no new ids to record, the other tables can still hold many removed rows. Then pos is not 1, because
-    -- the last full pass was not fast.
-    if pgqueue._are_times_old(s, at)
-        or (s.settled_id < fresh - 1 or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh) or pos <> 1)
+    -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
+    -- because the last full pass was not fast.
+    if pgqueue._is_hourly_reset_due(s, at)
+        or (
+            s.settled_id < fresh_from_id - 1
+            or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
+        )
         and (
             -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
-            at - s.recorded_at not between interval '0' and case pos when 1 then interval '30 s' else interval '1 s' end
+            at - s.recorded_at
+                not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
             -- The writers of a long wait have ended: record at once.
             or s.writers <> '{}' and s.recorded_at > s.bound_at and not s.writers && pgqueue._running_writers()
         )
     then
-        if pgqueue._learn(q, at, fresh) then
+        if pgqueue._record_vacant_ids(q, at, fresh_from_id) then
             -- A long write transaction may have left messages anywhere above the head: start there again.
-            pos := 0;
+            next_id := 0;
         end if;
         select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     end if;
 
     started_at := pgqueue._now();
-    -- A sweep starts where the last one stopped, goes up to fresh, and then from the head to its start: a full pass. It
-    -- stops early if it has found enough messages or the time is up.
-    head := pgqueue._first_possible_id(s);
-    if pos < head or pos >= fresh then
-        pos := head;
+    -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
+    -- pass. It stops early if it has found enough messages or the time is up.
+    head_id := pgqueue._first_possible_id(s);
+    if next_id < head_id or next_id >= fresh_from_id then
+        next_id := head_id;
     end if;
-    is_far := pos < fresh - 4096;
-    if is_far and cardinality(picks) < wanted then
-        -- A full pass takes long while a long write transaction runs. Messages of transactions that have just rolled
-        -- back or committed must not wait for it.
-        picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
+    is_far_below_fresh := next_id < fresh_from_id - 4096;
+    if is_far_below_fresh and cardinality(candidate_ids) < wanted then
+        -- While a long write transaction runs, a full pass takes long. Messages of transactions that have just rolled
+        -- back or committed are found here, before the full pass reaches them.
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
     end if;
-    start := pos;
-    goal := fresh;
+    start_id := next_id;
+    end_id := fresh_from_id;
     <<round>>
     loop
-        if pos = head then
-            picks := picks || pgqueue._sweep_requeued(
-                q, picks, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_check_at, at), false);
-            if cardinality(picks) < wanted then
-                picks := picks || pgqueue._promote_due(
-                    q, at, wanted - cardinality(picks), pgqueue._unless_future(s.first_due_at, at));
+        if next_id = head_id then
+            candidate_ids := candidate_ids || pgqueue._sweep_requeued(
+                q, candidate_ids, at, wanted - cardinality(candidate_ids),
+                pgqueue._discard_future_time(s.first_check_at, at), false);
+            if cardinality(candidate_ids) < wanted then
+                candidate_ids := candidate_ids || pgqueue._move_due_messages(
+                    q, at, wanted - cardinality(candidate_ids), pgqueue._discard_future_time(s.first_due_at, at));
             end if;
         end if;
-        for stretch in select r from unnest(int8multirange(int8range(pos, greatest(pos, goal))) - s.vacant_ids) as r loop
-            pos := lower(stretch);
+        for id_range in
+            select r from unnest(int8multirange(int8range(next_id, greatest(next_id, end_id))) - s.vacant_ids) as r
+        loop
+            next_id := lower(id_range);
             span := 1024;
-            while pos < upper(stretch) loop
-                exit round when cardinality(picks) >= wanted;
-                below_id := pos + least(span, upper(stretch) - pos);
-                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into live, ready
+            while next_id < upper(id_range) loop
+                exit round when cardinality(candidate_ids) >= wanted;
+                below_id := next_id + least(span, upper(id_range) - next_id);
+                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into found_ids, visible_ids
                 from (
                     select m.id, m.visible_at from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= pos and m.id < below_id
+                    where m.queue_name = q.name and m.id >= next_id and m.id < below_id
                     order by m.id limit 1000
                 ) w;
-                if cardinality(live) = 1000 then
-                    below_id := live[1000] + 1;
+                if cardinality(found_ids) = 1000 then
+                    below_id := found_ids[1000] + 1;
                 else
                     span := pgqueue._next_span(span);
                 end if;
-                pos := below_id;
-                if ready is not null then
-                    perform pgqueue._dead_letter_spent(q, ready, at);
-                    picks := picks || pgqueue._lock_ready(q, ready, picks, at, wanted - cardinality(picks));
-                    if cardinality(picks) >= wanted then
+                next_id := below_id;
+                if visible_ids is not null then
+                    perform pgqueue._remove_spent_messages(q, visible_ids, at);
+                    candidate_ids := candidate_ids || pgqueue._lock_ready(
+                        q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+                    if cardinality(candidate_ids) >= wanted then
                         -- The next sweep continues here.
-                        pos := picks[cardinality(picks)] + 1;
-                    elsif ready[1] < fresh - 4096 and cardinality(held) < 1000 then
-                        held := held || ready;
+                        next_id := candidate_ids[cardinality(candidate_ids)] + 1;
+                    elsif visible_ids[1] < fresh_from_id - 4096 and cardinality(passed_ids) < 1000 then
+                        passed_ids := passed_ids || visible_ids;
                     end if;
                 end if;
                 exit round when pgqueue._now() > started_at + interval '10 ms';
             end loop;
         end loop;
-        is_full := goal < fresh or start = head;
-        exit round when is_full or cardinality(picks) >= wanted;
-        pos := head;
-        goal := start;
+        is_full := end_id < fresh_from_id or start_id = head_id;
+        exit round when is_full or cardinality(candidate_ids) >= wanted;
+        next_id := head_id;
+        end_id := start_id;
     end loop;
 
-    if cardinality(picks) < wanted then
-        if not is_full and not is_far then
-            picks := picks || pgqueue._sweep_held(q, picks, at, wanted - cardinality(picks), fresh, 4096);
+    if cardinality(candidate_ids) < wanted then
+        if not is_full and not is_far_below_fresh then
+            candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
+                q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id, 4096);
         end if;
-        if held <> '{}' then
-            perform pgqueue._watch_held(q, held, picks, at);
+        if passed_ids <> '{}' then
+            perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
     -- 1 if the full pass was fast: the next sweep starts at the head.
-    is_quick := cardinality(picks) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when is_quick then 1 else greatest(pos, 1) end);
-    if cardinality(picks) >= wanted then
+    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
+    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
+    if cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
         perform setval(q.next_sweep_at, pgqueue._to_micros(
             pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')));
     end if;
-    return picks;
+    return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, bigint) is
-'Makes one sweep below fresh: appends to taken the ids of ready messages, locked, until there are wanted ids, and sets
-the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50 ms and
-at most 500 ms, as messages that commit late wait for it; else at once.';
+'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
+and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
+ms and at most 500 ms, as messages that commit late wait for it; else at once.';

@@ -215,7 +215,7 @@ begin
             queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            q.name, pgqueue._due_from_now(pgqueue._add_interval(at, delay)), at,
+            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, delay)), at,
             case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
             pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
         from pgqueue.queues q

@@ -187,7 +187,7 @@ begin
         case when not pgqueue._is_transport_id(id) then id end
     )
     returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
-    perform pgqueue._wake_waiting(q, at);
+    perform pgqueue._wake_if_waiting(q, at);
     return seq;
 end;
 $$;
@@ -337,7 +337,7 @@ declare
     writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As in _learn: read the sequence first and the running writers second. Once these writers have ended,
+    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
     -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
     t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
     if not t.writers && writers then
@@ -398,9 +398,9 @@ begin
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
-        perform pgqueue._promote_due(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
         -- Without claims there are no sweeps, which would learn where the next scan may start.
-        perform pgqueue._learn(q, at, pgqueue._register_value(q.fresh_from_id));
+        perform pgqueue._record_vacant_ids(q, at, pgqueue._register_value(q.fresh_from_id));
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -669,7 +669,7 @@ begin
     end if;
     address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
     if not q.dedicated then
-        perform pgqueue._tell_rooms('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
+        perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
 exception
@@ -769,7 +769,7 @@ begin
         perform pgqueue._raise_null_column(tg_relid, 'queue_address');
     end if;
     perform pgqueue._check_topic('topic', new.topic, true);
-    perform pgqueue._require_unrewritten('{pgqueue.transports}');
+    perform pgqueue._require_untruncated('{pgqueue.transports}');
     select t.queue_name into found_name
     from pgqueue.transports t
     where pgqueue._transport_address(t.relation) = new.queue_address;

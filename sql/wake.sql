@@ -89,7 +89,7 @@ begin
         until := least(until, pgqueue._now() + interval '1 s');
     end if;
     due_at := pgqueue.next_due_at(queue_name);
-    if pgqueue._full_until(q, pgqueue._now()) is not null then
+    if pgqueue._in_flight_full_until(q, pgqueue._now()) is not null then
         -- An acknowledgement, which frees a place, notifies no consumer.
         until := least(until, pgqueue._now() + interval '1 s');
     end if;

@@ -56,7 +56,7 @@ select pgqueue.create_queue('compact_deep', dedicated => true) is not null as ma
 select pgqueue._partition_of(q) as deep from pgqueue.queues q where q.name = 'compact_deep' \gset
 select count(*) as sent_batch from pgqueue.enqueue_batch('compact_deep', array(select '1'::jsonb from generate_series(1, 10001))) \gset
 select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 10,000 rows is not compacted');
-select is((select count(*) from pgqueue.messages m where m.queue_name = 'compact_deep'), 10001::bigint, 'no row is lost by the attempt');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'compact_deep'), 10001::bigint, 'an attempt that compacts nothing changes no row');
 select is(pgqueue.purge_queue('compact_deep'), 10001::bigint, 'the queue is purged');
 insert into pgqueue.messages (queue_name, body) select 'compact_deep', decode(string_agg(md5((n * 1000 + g)::text), ''), 'hex') from generate_series(1, 9) n, generate_series(1, 65536) g group by n;
 select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 8 MB of living rows is not compacted');
@@ -136,7 +136,7 @@ select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacte
 from set_config('pgqueue.compaction', 'off', true);
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'compaction'),
     'the horizon is 50000 transactions old: vacuum does not help, and automatic compaction is off', 'doctor says that automatic compaction is off while the horizon is pinned');
-select is_empty($$ select f.detail from pgqueue.doctor() f where f.finding = 'compaction' $$, 'doctor says nothing of compaction while the horizon is not pinned')
+select is_empty($$ select f.detail from pgqueue.doctor() f where f.finding = 'compaction' $$, 'doctor reports nothing about compaction while the horizon is not pinned')
 from set_config('test.pinned', '49999', true);
 select pgqueue._is_compaction_on() from set_config('test.pinned', '50000', true) \g /dev/null
 create trigger of_user after insert on pgqueue.dead_messages for each row execute function pg_temp.nothing();

@@ -102,30 +102,30 @@ begin
     return next is((select count(*) from pgqueue.browse(queue)), 0::bigint, queue || ': browse does not show messages without attempts as ready');
     return next is((select array_agg((d.id, d.reason, d.died_at)::text) from pgqueue.browse_dead_messages(queue, 2, ids[1]) d),
         array[(ids[2], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text, (ids[3], 'attempts_exhausted'::text, pgqueue._now() - interval '3 s')::text],
-        queue || ': browse_dead_messages shows them by page, with the end of their last claim as died_at');
-    return next is((select array_agg(f.finding || ': ' || f.detail) from pgqueue.doctor() f where f.queue_name = queue), array['dead_messages: 4 dead letters'], queue || ': doctor reports them');
-    return next is(pgqueue.purge_dead_messages(queue, ids[1:1]), 1::bigint, queue || ': purge_dead_messages of ids deletes such a message');
-    return next is(pgqueue.redrive(queue, ids => ids[2:2]), 1, queue || ': redrive of ids returns such a message to the queue');
-    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns it');
+        queue || ': browse_dead_messages shows messages without attempts by page, with the end of their last claim as died_at');
+    return next is((select array_agg(f.finding || ': ' || f.detail) from pgqueue.doctor() f where f.queue_name = queue), array['dead_messages: 4 dead letters'], queue || ': doctor reports messages whose attempts are exhausted');
+    return next is(pgqueue.purge_dead_messages(queue, ids[1:1]), 1::bigint, queue || ': purge_dead_messages of ids deletes a message without attempts');
+    return next is(pgqueue.redrive(queue, ids => ids[2:2]), 1, queue || ': redrive of ids returns a message without attempts to the queue');
+    return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns a message that was redriven before any claim removed it');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue returns the number of messages that it removed');
-    return next is((select array_agg(d.id order by d.id) from pgqueue.dead_messages d where d.queue_name = queue), ids[2:3] || late, queue || ': claim and sweep_queue have moved them to the dead letters');
+    return next is((select array_agg(d.id order by d.id) from pgqueue.dead_messages d where d.queue_name = queue), ids[2:3] || late, queue || ': claim and sweep_queue have moved messages without attempts to the dead letters');
     return next is(pgqueue.sweep_queue(queue), 0, queue || ': sweep_queue returns 0 if there is nothing to remove');
-    return next is(pgqueue.redrive(queue), 3, queue || ': redrive returns all of them to the queue');
+    return next is(pgqueue.redrive(queue), 3, queue || ': redrive returns all of these dead letters to the queue');
     perform pgqueue.claim(queue, 3);
     perform pg_temp.pass('31 s');
     return next is(pgqueue.sweep_queue(queue, 2), 2, queue || ': sweep_queue removes at most max_messages');
     return next is(pgqueue.redrive(queue), 3, queue || ': redrive includes messages that no claim has removed');
     perform pgqueue.claim(queue, 3);
     perform pg_temp.pass('31 s');
-    return next is(pgqueue.purge_dead_messages(queue), 3::bigint, queue || ': purge_dead_messages includes them, too');
+    return next is(pgqueue.purge_dead_messages(queue), 3::bigint, queue || ': purge_dead_messages includes messages that no claim has removed');
 
     perform pgqueue.alter_queue(queue, dlq_enabled => false);
     perform pgqueue.enqueue(queue, '3');
     perform pgqueue.claim(queue);
     perform pg_temp.pass('31 s');
-    return next is((select (s.dead_messages, (select count(*) from pgqueue.browse_dead_messages(queue)))::text from pgqueue.stats(queue) s), '(0,0)', queue || ': without dead letters such a message is not shown as one');
-    return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue deletes it');
+    return next is((select (s.dead_messages, (select count(*) from pgqueue.browse_dead_messages(queue)))::text from pgqueue.stats(queue) s), '(0,0)', queue || ': browse_dead_messages shows no message without attempts if the queue has no dead letters');
+    return next is(pgqueue.sweep_queue(queue), 1, queue || ': sweep_queue deletes a message without attempts if the queue has no dead letters');
 end;
 $$;
 select pg_temp.is_abandoned('dead_letter_abandoned', false);

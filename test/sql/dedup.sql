@@ -25,10 +25,10 @@ create function pg_temp.count(queue text) returns bigint language sql as $$ sele
 select pgqueue.create_queue('dedup'), pgqueue.create_queue('dedup-other') \g /dev/null
 select is((pgqueue.get_queue('dedup')).dedup_window, '5 min'::interval, 'the dedup_window of a queue is five minutes');
 select pgqueue.enqueue('dedup', '"first"', dedup_key => 'invoice-9') as first_id \gset
-select is(pgqueue.enqueue('dedup', '"second"', dedup_key => 'invoice-9'), :first_id::bigint, 'a second enqueue with a key returns the id of the first');
+select is(pgqueue.enqueue('dedup', '"second"', dedup_key => 'invoice-9'), :first_id::bigint, 'a second enqueue with a key returns the id of the first message');
 select is(pg_temp.contents('dedup'), array[:first_id || ':"first"'], 'a second enqueue with a key adds no message and changes none');
 select is((select s.enqueued_total from pgqueue.stats('dedup') s), 1::bigint, 'a message that is not added is not counted');
-select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-10'), :first_id::bigint, 'another key adds a message');
+select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-10'), :first_id::bigint, 'enqueue with another key adds a message');
 select isnt(pgqueue.enqueue('dedup', '1'), pgqueue.enqueue('dedup', '1'), 'messages without a key are not compared');
 select isnt(pgqueue.enqueue('dedup-other', '1', dedup_key => 'invoice-9'), :first_id::bigint, 'each queue has keys of its own');
 select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'INVOICE-9'), :first_id::bigint, 'keys are compared byte by byte');
@@ -104,7 +104,7 @@ begin
     return next is(pgqueue.enqueue(queue, '1', dedup_key => 'k'), got.id, queue || ': a key that was taken over is taken');
     perform pgqueue.reject(queue, got.id, got.claim_token);
     return next isnt(pgqueue.enqueue(queue, '1', dedup_key => 'k'), got.id, queue || ': the key of a dead letter is free');
-    return next is((select count(distinct e) from pgqueue.enqueue_batch(queue, '{1,2,3}'::jsonb[], dedup_keys => '{x,x,y}') e), 2::bigint, queue || ': a message of the same batch has its key');
+    return next is((select count(distinct e) from pgqueue.enqueue_batch(queue, '{1,2,3}'::jsonb[], dedup_keys => '{x,x,y}') e), 2::bigint, queue || ': a message of the same batch takes the key');
     perform pg_temp.at('2030-01-01 12:00:00');
 end;
 $$;
@@ -128,14 +128,14 @@ declare
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '10 s', dedicated => is_dedicated);
     first_id := pgqueue.enqueue(queue, '"old"', headers => '{"a": 1}', message_id => uuids[1], expires_in => '1 h', dedup_key => 'k');
-    return next is(pgqueue.enqueue(queue, body => 'new', headers => '{"b": 2}', message_id => uuids[2], dedup_key => 'k', on_duplicate => 'replace'), first_id, queue || ': replace returns the id of the first');
+    return next is(pgqueue.enqueue(queue, body => 'new', headers => '{"b": 2}', message_id => uuids[2], dedup_key => 'k', on_duplicate => 'replace'), first_id, queue || ': enqueue with on_duplicate replace returns the id of the first message');
     select * into got from pgqueue.claim(queue);
     return next is(array[got.id::text, got.payload::text, encode(got.body, 'escape'), got.headers::text, got.message_id::text, got.expires_at::text], array[first_id::text, null, 'new', '{"b": 2}', uuids[2]::text, null], queue || ': a ready message gets the content and the expiry of the second call');
     second_id := pgqueue.enqueue(queue, '"later"', delay => '1 min', dedup_key => 'k', on_duplicate => 'replace');
     return next isnt(second_id, first_id, queue || ': a claimed message is not replaced, a second one is added');
     return next is(pgqueue.enqueue(queue, '"even later"', delay => '2 min', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': the second message has the key');
     return next is((select array_agg(row(s.payload, s.due_at)::text) from pgqueue.scheduled_messages s where s.queue_name = queue), array[row('"even later"'::jsonb, '2030-01-01 12:02:00+00'::timestamptz)::text], queue || ': a scheduled message gets another due time');
-    return next is(pgqueue.enqueue(queue, '"now"', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': replace can make a scheduled message ready');
+    return next is(pgqueue.enqueue(queue, '"now"', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': a replacement without a delay makes a scheduled message ready');
     return next is((select array_agg(c.payload) from pgqueue.claim(queue, 10, '5 s') c), array['"now"'::jsonb], queue || ': a replacement without a delay is claimed at once');
     perform pg_temp.at('2030-01-01 12:00:30');
     return next is(pgqueue.enqueue(queue, '"again"', delay => '1 min', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': a message whose claim has ended is replaced');
@@ -155,10 +155,10 @@ select is((:'ids'::bigint[])[4], (:'ids'::bigint[])[1], 'two elements of a batch
 select is(pg_temp.count('dedup-batch'), 4::bigint, 'two elements of a batch with the same key add one message');
 select is((select s.enqueued_total from pgqueue.stats('dedup-batch') s), 4::bigint, 'the messages added by a batch are counted');
 select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-batch', '{6,7}'::jsonb[], dedup_keys => '{a,b}') e), array[(:'ids'::bigint[])[2], (:'ids'::bigint[])[1]], 'a batch returns the ids of earlier messages in the order of its elements');
-select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{10,11,12}'::jsonb[], delays => '{0,1 h,2 h}', dedup_keys => '{a,a,c}', on_duplicate => 'replace') e), 2::bigint, 'a batch can replace');
-select is((select array_agg(s.payload order by s.payload) from pgqueue.scheduled_messages s where s.queue_name = 'dedup-batch'), '{11,12}'::jsonb[], 'the last element with a key replaces, with its own delay');
+select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{10,11,12}'::jsonb[], delays => '{0,1 h,2 h}', dedup_keys => '{a,a,c}', on_duplicate => 'replace') e), 2::bigint, 'enqueue_batch replaces an earlier message with on_duplicate replace');
+select is((select array_agg(s.payload order by s.payload) from pgqueue.scheduled_messages s where s.queue_name = 'dedup-batch'), '{11,12}'::jsonb[], 'the last element of a batch with a key replaces the message, with its own delay');
 select array_agg(distinct e) as ids from pgqueue.enqueue_batch('dedup-batch', '{20,21}'::jsonb[], dedup_keys => '{z,z}', on_duplicate => 'replace') e \gset
-select is((select array_agg(m.payload) from pgqueue.messages m where m.id = any (:'ids')), '{21}'::jsonb[], 'of new messages the last element with a key is added');
+select is((select array_agg(m.payload) from pgqueue.messages m where m.id = any (:'ids')), '{21}'::jsonb[], 'a batch with on_duplicate replace adds the last of the elements with a new key');
 select count(*) from pgqueue.claim('dedup-batch', 100) \g /dev/null
 select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{30,31}'::jsonb[], dedup_keys => '{z,z}', on_duplicate => 'replace') e), 1::bigint, 'elements that replace a claimed message add one message');
 
@@ -168,7 +168,7 @@ select pgqueue.subscribe('dedup.*', q) from unnest('{dedup,dedup-other}'::text[]
 select is(pgqueue.publish('dedup.paid', '1', dedup_key => 'event-1'), 2, 'publish with a key sends a copy to each queue');
 select is(pgqueue.publish('dedup.paid', '2', dedup_key => 'event-1'), 2, 'a second publish counts the queues in which the key is taken');
 select is((select array_agg(m.payload) from pgqueue.messages m where m.headers ->> 'pgqueue.topic' = 'dedup.paid'), '{1,1}'::jsonb[], 'a second publish with a key adds no copy');
-select is(pgqueue.publish('dedup.paid', '3', dedup_key => 'event-1', on_duplicate => 'replace'), 2, 'publish can replace');
+select is(pgqueue.publish('dedup.paid', '3', dedup_key => 'event-1', on_duplicate => 'replace'), 2, 'publish replaces earlier copies with on_duplicate replace');
 select is((select array_agg(m.payload) from pgqueue.messages m where m.headers ->> 'pgqueue.topic' = 'dedup.paid'), '{3,3}'::jsonb[], 'each queue has one copy with the new content');
 
 -- Keys become free
@@ -192,7 +192,7 @@ select pgqueue.drop_queue('dedup-claimed') \g /dev/null
 select pgqueue.create_queue('dedup-claimed') \g /dev/null
 select isnt(pgqueue.enqueue('dedup-claimed', '1', dedup_key => 'claimed'), :claimed_id::bigint, 'the keys of a dropped queue are free');
 select is((pgqueue.alter_queue('dedup-claimed', dedup_window => '1 s')).dedup_window, '1 s'::interval, 'alter_queue sets the dedup_window');
-select is((pgqueue.alter_queue('dedup-claimed', dedup_window => '0')).dedup_window, '0'::interval, 'alter_queue can bind keys to the lives of messages');
+select is((pgqueue.alter_queue('dedup-claimed', dedup_window => '0')).dedup_window, '0'::interval, 'alter_queue sets a dedup_window of 0');
 
 -- Bad arguments
 
@@ -206,7 +206,7 @@ from unnest('{null,KEEP,skip}'::text[]) o;
 select throws_ok($$ select pgqueue.enqueue_batch('dedup', '{1,2}', dedup_keys => '{a}') $$, '22023', null, 'dedup_keys with another length than payloads are refused');
 select throws_ok($$ select pgqueue.publish('nobody.there', '1', dedup_key => '') $$, '22023', null, 'publish refuses a bad key even if no queue is subscribed');
 select throws_ok($$ select pgqueue.cancel_by_key('dedup', null) $$, '22023', null, 'cancel_by_key refuses a null key');
-select throws_ok($$ select pgqueue.enqueue('dedup', null, dedup_key => 'k') $$, '22023', 'invalid payload: null', 'a message with a key needs a content');
+select throws_ok($$ select pgqueue.enqueue('dedup', null, dedup_key => 'k') $$, '22023', 'invalid payload: null', 'enqueue with a key refuses a message without payload and body');
 
 -- Tables whose period has ended are truncated
 

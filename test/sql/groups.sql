@@ -60,7 +60,7 @@ select is(
     (select array_agg((m.payload #>> '{}') || ' ' || coalesce(m.headers::text, '-') order by m.payload) from (select payload, headers from pgqueue.messages where queue_name = 'plain' union all select payload, headers from pgqueue.scheduled_messages where queue_name = 'plain') m),
     array['1 {"a": 1, "pgqueue.group": "g"}', '2 {"pgqueue.group": "g"}', '3 {"pgqueue.group": "g"}', '4 {"a": 2, "pgqueue.group": "g"}', '5 -', '6 {"pgqueue.group": "g", "pgqueue.topic": "t"}'],
     'group_key becomes the header pgqueue.group in enqueue, enqueue_batch and publish');
-select is(pg_temp.claim('plain'), '1 3 4 5 6', 'a queue without group_limit gives out all messages of a group');
+select is(pg_temp.claim('plain'), '1 3 4 5 6', 'claim returns all messages of a group if the queue has no group_limit');
 
 -- Order, with a limit of one
 
@@ -68,11 +68,11 @@ select pg_temp.send('fifo', 'a1 a2 b1 a3 b2') \g /dev/null
 select is(pg_temp.claim('fifo'), 'a1 b1', 'a claim returns the first message of each group, by id');
 select is(pg_temp.claim('fifo'), null, 'while a message is in flight, the others of its group wait');
 select is(pg_temp.ack('fifo', 'a1'), true, 'a message of a group is acknowledged like others');
-select is(pg_temp.claim('fifo'), 'a2', 'an acknowledgement lets the next message of its group go');
+select is(pg_temp.claim('fifo'), 'a2', 'claim returns the next message of a group after an acknowledgement');
 select is(pg_temp.nack('fifo', 'b1', '1 min'), true, 'nack returns a message of a group');
 select is(pg_temp.claim('fifo'), null, 'while a message waits for its retry, the others of its group wait');
 select is((select s.inflight_messages from pgqueue.stats('fifo') s), 2::bigint, 'a message that waits for its retry counts as in flight');
-select is(pgqueue.next_due_at('fifo') <= '2030-01-01 12:01:00+00', true, 'next_due_at knows when a message of a group is due again');
+select is(pgqueue.next_due_at('fifo') <= '2030-01-01 12:01:00+00', true, 'next_due_at returns when a message of a group is due again');
 select pg_temp.ack('fifo', 'a2'), pg_temp.at('2030-01-01 12:01:00') \g /dev/null
 select is(pg_temp.claim('fifo'), 'b1 a3', 'a message is delivered again before the later ones of its group');
 select pg_temp.ack('fifo', 'a3') \g /dev/null
@@ -117,7 +117,7 @@ select is(pg_temp.claim('fifo'), 'c1', 'a message that came due is delivered whe
 select pg_temp.ack('fifo', 'c1'), pgqueue.enqueue('fifo', '"d1"', headers => '{"pgqueue.group": "d"}'), pgqueue.enqueue('fifo', '"d2"', group_key => 'd') \g /dev/null
 select is(pg_temp.claim('fifo'), 'd1', 'a group can be given by the header alone');
 select pg_temp.ack('fifo', 'd1'), pg_temp.claim('fifo'), pg_temp.ack('fifo', 'd2') \g /dev/null
-select is((select count(*) from pgqueue.messages m where m.queue_name = 'fifo'), 0::bigint, 'no message is left behind');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'fifo'), 0::bigint, 'the queue has no message left');
 
 -- Messages without a group
 
@@ -132,7 +132,7 @@ select is(pg_temp.claim('fifo'), '2', 'a released message without a group is del
 select pg_temp.at('2030-01-01 12:05:30') \g /dev/null
 select is(pg_temp.claim('fifo'), '1 2 3 a1', 'messages whose claims have ended are delivered again, with a group and without');
 select pgqueue.pause_queue('fifo'), pg_temp.at('2030-01-01 12:07:00') \g /dev/null
-select is(pg_temp.claim('fifo'), null, 'a paused queue gives out no message of a group');
+select is(pg_temp.claim('fifo'), null, 'claim returns no message of a group while the queue is paused');
 select pgqueue.resume_queue('fifo'), pgqueue.purge_queue('fifo') \g /dev/null
 select pg_temp.send('fifo', string_agg(n::text, ' ')) from generate_series(1, 50) as n \g /dev/null
 select pg_temp.send('fifo', 'a1 b1 c1') \g /dev/null
@@ -153,16 +153,16 @@ select is((select array_agg(array_length(string_to_array(pg_temp.claim('fifo', 1
 select pgqueue.create_queue('pairs', '30 s', group_limit => 2) \g /dev/null
 select pg_temp.send('pairs', 'a1 a2 a3 b1 a4') \g /dev/null
 select is(pg_temp.claim('pairs'), 'a1 a2 b1', 'a claim returns as many messages of a group as the limit allows');
-select is(pg_temp.claim('pairs'), null, 'no more messages of a group are given out than the limit allows');
+select is(pg_temp.claim('pairs'), null, 'claim returns no message of a group that has group_limit messages in flight');
 select pg_temp.ack('pairs', 'a2') \g /dev/null
-select is(pg_temp.claim('pairs'), 'a3', 'an acknowledgement lets one more message of its group go');
+select is(pg_temp.claim('pairs'), 'a3', 'claim returns one more message of a group after an acknowledgement');
 select pg_temp.nack('pairs', 'a1', '10 s') \g /dev/null
 select is(pg_temp.claim('pairs'), 'a4', 'with a higher limit, a message that waits for its retry does not count');
 select pgqueue.alter_queue('pairs', group_limit => 1), pg_temp.at('2030-01-01 12:07:10') \g /dev/null
 select is(pg_temp.claim('pairs'), null, 'a lower group_limit applies to the next claim');
 select pgqueue.purge_queue('pairs'), pgqueue.alter_queue('pairs', group_limit => 2), pg_temp.send('pairs', 'a1 a2 a3'), pg_temp.claim('pairs'), pg_temp.at('2030-01-01 12:07:41') \g /dev/null
 select is((select pgqueue.extend('pairs', c.id, c.token) from claims c where c.payload = 'a1'), false, 'a claim that has ended is not extended, as its place can be taken');
-select is((select count(*) from claims c cross join lateral pgqueue.extend_batch('pairs', array[c.id], c.token) where c.payload = 'a2'), 0::bigint, 'extend_batch does not extend a claim that has ended either');
+select is((select count(*) from claims c cross join lateral pgqueue.extend_batch('pairs', array[c.id], c.token) where c.payload = 'a2'), 0::bigint, 'extend_batch does not extend a claim that has ended');
 
 -- Dead letters that hold their group
 
@@ -185,7 +185,7 @@ select is((select count(*) from pgqueue.doctor() d where d.finding = 'held_group
 
 select throws_ok($$ select pgqueue.expose_transport('held') $$, '22023', 'invalid queue_name: ''held''', 'expose_transport refuses a queue with group_limit');
 select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['fifo', 'pairs', 'held', 'plain']) as q $$, 'queues with groups are dropped like others');
-select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'no index is left behind');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'a dropped queue leaves no index');
 
 select * from finish();
 rollback;

@@ -11,7 +11,7 @@ select plan(73);
 
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
--- As _learn does when no writer runs. In this transaction one always does.
+-- As _record_vacant_ids does when no writer runs. In this transaction one always does.
 create function pg_temp.learn(queue text) returns pgqueue.sweep_state language plpgsql as $$
 declare
     q pgqueue.queues;
@@ -72,7 +72,7 @@ begin
     perform pgqueue.create_queue(queue, max_attempts => 2, backoff_base => '0', dedicated => has_table);
     return next is(pg_temp.state(queue)::text, (queue, '{(,1)}'::int8multirange, 0, 0, '{}'::text[], timestamptz '1970-01-01 00:00+00',
         timestamptz '1970-01-01 00:00+00', timestamptz '-infinity', 1, timestamptz '-infinity', timestamptz '-infinity')::text,
-        queue || ': nothing is known of a new queue');
+        queue || ': a new queue has the lowest first keys');
 
     -- first_id is the lowest id in any of the three tables.
     low_id := pgqueue.enqueue(queue, '"low"');
@@ -103,7 +103,7 @@ begin
     return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '10 s', queue || ': first_due_at is the due time of the first scheduled message');
     perform pg_temp.pass('1 min');
     return next is(pg_temp.settle(queue, 10), 1, queue || ': a message at first_due_at is claimed');
-    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at moves on when the message has left');
+    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is higher after the message has left');
 
     -- Plain SQL sets a due time in the past, and the register does not know it. Once an hour a sweep starts at the
     -- earliest time.
@@ -122,7 +122,7 @@ begin
     perform setval(q.first_due_at, 9223372036854775807) from pgqueue.queues q where q.name = queue;
     perform pg_temp.pass('2 s');
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts a message that came due after the clock was set back');
-    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is learned again after the clock was set back');
+    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is recorded again after the clock was set back');
     update pgqueue.sweep_state set first_due_at = pgqueue._now() + interval '1 d' where queue_name = queue;
     return next is(pg_temp.settle(queue, 10), 1, queue || ': a message that came due after the clock was set back is claimed');
 
@@ -139,7 +139,7 @@ begin
     return next is((select array[count(*), count(distinct r.check_at)] from pgqueue.requeued_messages r where r.queue_name = queue and r.check_at = pgqueue._now()),
         array[100, 1]::bigint[], queue || ': a hundred old rows get the present time');
     perform pg_temp.pass('10 s');
-    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is then that time');
+    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is the new time of the old rows');
     perform pgqueue.purge_queue(queue);
 
     -- Claims that find enough due messages make no sweep. They remove as many rows of earlier messages as they add.
@@ -177,20 +177,20 @@ begin
         'pgqueue.browse_dead_messages(%L)', 'pgqueue.redrive(%L)', 'pgqueue.sweep_queue(%L)'
     ] loop
         return next cmp_ok(pg_temp.buffers(format('select ' || call, queue)), '<', 200,
-            queue || ': ' || format(call, queue) || ' does not read what has left the queue');
+            queue || ': ' || format(call, queue) || ' does not read rows that were removed from the queue');
     end loop;
     for n in 1..20 loop
         perform pg_temp.pass('100 ms');
         claims := claims || pg_temp.buffers(format('select pgqueue.claim(%L)', queue));
     end loop;
-    return next cmp_ok((select max(b) from unnest(claims) b), '<', 200, queue || ': claims do not read what has left the queue');
+    return next cmp_ok((select max(b) from unnest(claims) b), '<', 200, queue || ': claims do not read rows that were removed from the queue');
 end;
 $$;
 select * from pg_temp.learns('shared', false);
 select * from pg_temp.learns('dedicated', true);
 
-select is(pgqueue._due_from_now(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
-select is(pgqueue._due_from_now(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
+select is(pgqueue._clamp_due_at(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
+select is(pgqueue._clamp_due_at(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');
 
 -- A statement cannot look at the clock, so sweeps and records read ids in short steps. Here a page takes 50 us: a sweep
 -- has time for 200 pages, a record for 800.
@@ -237,15 +237,15 @@ end $$;
 select set_config('test.partition', :'partition', true) \gset
 select cmp_ok(pg_temp.pages($$ select pgqueue._sweep(q, '{}', pgqueue._now(), 1, pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
     '<', 700::bigint, 'a sweep ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
-select cmp_ok(pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
-    '<', 2500::bigint, 'a record ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
+select cmp_ok(pg_temp.pages($$ select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$),
+    '<', 2500::bigint, '_record_vacant_ids ends soon after its time is up, also if it has passed many vacant ranges before it meets removed messages');
 delete from pgqueue.messages m where m.queue_name = 'steps';
 select cmp_ok(pg_temp.pages($$ select pgqueue._record_first_keys(q, s, pgqueue._now()) from pgqueue.queues q, pgqueue.sweep_state s where q.name = 'steps' and s.queue_name = 'steps' $$),
     '<', 2500::bigint, 'the search for the first id ends soon after its time is up');
-select pg_temp.pages($$ select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$)
+select pg_temp.pages($$ select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q where q.name = 'steps' $$)
 from generate_series(1, 20) \g /dev/null
 select is((select s.first_id from pgqueue.sweep_state s where s.queue_name = 'steps'), (select s.settled_id + 1 from pgqueue.sweep_state s where s.queue_name = 'steps'),
-    'several records find the first id');
+    'several calls of _record_vacant_ids find the first id');
 -- The steps get longer, so that a gap of any width takes few of them.
 insert into pgqueue.messages (id, queue_name, payload, max_attempts, visible_at)
 overriding system value

@@ -50,7 +50,7 @@ select pg_temp.pass('1 us') \g /dev/null
 select is(pg_temp.claim('rated'), 1::bigint, 'a claim takes a message when the next token has come');
 select pg_temp.pass('550 ms') \g /dev/null
 select is(pg_temp.claim('rated'), 5::bigint, 'a claim takes a message for each token that has come');
-select is(pgqueue.next_due_at('rated'), pgqueue._now() + interval '50 ms', 'the part of a token that has come is kept');
+select is(pgqueue.next_due_at('rated'), pgqueue._now() + interval '50 ms', 'a claim does not discard the time that counts toward the next token');
 select pg_temp.pass('1 h') \g /dev/null
 select is(pg_temp.claim('rated'), 10::bigint, 'after a long pause there are no more tokens than rate_limit');
 select pg_temp.pass('100 ms') \g /dev/null
@@ -63,7 +63,7 @@ rollback to before_claim;
 select pg_temp.pass('100 ms') \g /dev/null
 select is(pg_temp.claim('rated'), 0::bigint, 'a rollback returns no token');
 select pg_temp.pass('1 h'), pgqueue.purge_queue('rated'), pg_temp.send('rated', 3) \g /dev/null
-select is(pg_temp.claim('rated'), 3::bigint, 'a claim that wants more messages than there are takes those');
+select is(pg_temp.claim('rated'), 3::bigint, 'a claim of more messages than the queue has takes all of them');
 select pg_temp.send('rated', 30) \g /dev/null
 select is(pg_temp.claim('rated'), 7::bigint, 'a claim takes tokens for the messages that it has found only');
 select pg_temp.pass('-1 h'), pg_temp.send('rated', 30) \g /dev/null
@@ -96,10 +96,10 @@ select throws_ok($$ select pgqueue.create_queue('x', max_in_flight => 10001) $$,
 select throws_ok($$ select pgqueue.alter_queue('unlimited', max_in_flight => 5) $$, '22023', 'invalid max_in_flight: ''5''', 'alter_queue gives no max_in_flight to a queue that was created without it');
 select pg_temp.send('few', 20) \g /dev/null
 select is(pgqueue.peek('few', 10), 3, 'peek counts no more messages than may be claimed');
-select is(pg_temp.claim('few', 2), 2::bigint, 'a claim takes as many messages as it wants while there are places');
-select is(pg_temp.claim('few'), 1::bigint, 'a claim takes no more messages than there are places');
-select is(pg_temp.claim('few'), 0::bigint, 'without places a claim takes no message');
-select is(pgqueue.peek('few'), 0, 'without places peek counts no message');
+select is(pg_temp.claim('few', 2), 2::bigint, 'a claim takes as many messages as it wants while max_in_flight allows them');
+select is(pg_temp.claim('few'), 1::bigint, 'a claim takes no more messages than max_in_flight allows');
+select is(pg_temp.claim('few'), 0::bigint, 'a claim takes no message while max_in_flight messages are in flight');
+select is(pgqueue.peek('few'), 0, 'peek counts no message while max_in_flight messages are in flight');
 select is(pgqueue.next_due_at('few'), pgqueue._now() + interval '30 s', 'next_due_at returns when the first claim ends');
 select is(pgqueue.prepare_wait('few'), pgqueue._now() + interval '1 s', 'prepare_wait returns a time that is one second ahead while there are no places');
 select is((select pgqueue.ack('few', t.id, t.token) from pg_temp.taken('few') t), true, 'a message of such a queue is acknowledged like others');
@@ -149,7 +149,7 @@ select is(pg_temp.claim('both'), 2::bigint, 'a queue with groups obeys max_in_fl
 select pgqueue.nack('both', t.id, t.token, '1 min') from pg_temp.taken('both') t \g /dev/null
 select is(pg_temp.claim('both'), 1::bigint, 'a message of a group that waits for its retry takes no place');
 select pgqueue.ack('both', t.id, t.token), pg_temp.claim('both'), pgqueue.ack('both', u.id, u.token) from pg_temp.taken('both') t, pg_temp.taken('both') u \g /dev/null
-select is(pgqueue.next_due_at('both'), pgqueue._now() + interval '250 ms', 'with both limits next_due_at waits for the one that holds');
+select is(pgqueue.next_due_at('both'), pgqueue._now() + interval '250 ms', 'next_due_at of a queue with both limits returns when the limit that is reached allows a message');
 
 select pgqueue.create_queue('grouped', group_limit => 1, rate_limit => 2) \g /dev/null
 select pgqueue.enqueue_batch('grouped', array_fill('1'::jsonb, array[5]), group_keys => array['a', 'b', 'c', 'd', null]) \g /dev/null
@@ -163,7 +163,7 @@ select throws_ok($$ select pgqueue.expose_transport('rated') $$, '22023', 'inval
 select pgqueue.create_queue('exposed'), pgqueue.expose_transport('exposed') \g /dev/null
 select throws_ok($$ select pgqueue.alter_queue('exposed', rate_limit => 5) $$, '22023', 'invalid rate_limit: ''5''', 'alter_queue gives no rate_limit to a queue with the relation of a transport');
 select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['rated', 'unlimited', 'grouped', 'few', 'both', 'failed']) as q $$, 'queues with limits are dropped like others');
-select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_rate_used_until$'), 0::bigint, 'no register of rates is left behind');
+select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_rate_used_until$'), 0::bigint, 'a dropped queue leaves no register rate_used_until');
 
 select * from finish();
 rollback;

@@ -162,6 +162,7 @@ begin
     perform pgqueue.stats(queue);
     select array_agg(id), min(claim_token::text)::uuid into ids, token from pgqueue.claim(queue, number);
     perform pgqueue.extend_batch(queue, ids, token, '1 min');
+    perform pgqueue.sweep_queue(queue);
     select array_agg(id) filter (where not lost), min(claim_token::text)::uuid into ids, token from pgqueue.exchange(queue, ids, token, number);
     perform pgqueue.ack_batch(queue, ids, token);
     perform pgqueue.receive(queue, number);

@@ -48,24 +48,24 @@ insert into expressions values
 ('@annually', '01-01 00:00, 01-01 00:00, 01-01 00:00', '@annually ticks on January 1'),
 (e' 0\t12  * * *\n', '01-02 12:00, 01-03 12:00, 01-04 12:00', 'fields may be separated by any white space');
 select is(pg_temp.ticks(e.cron, 'UTC', pgqueue._now(), 3), e.ticks, e.description) from expressions e;
-select is(pgqueue._next_tick('30 12 * * *', 'UTC', '2030-01-01 12:30:00+00'), '2030-01-02 12:30:00+00', 'a tick comes after the given moment, not at it');
+select is(pgqueue._next_tick('30 12 * * *', 'UTC', '2030-01-01 12:30:00+00'), '2030-01-02 12:30:00+00', '_next_tick returns a tick after the given moment, not at it');
 select is(pgqueue._next_tick('0 0 29 2 */7', 'UTC', '2088-03-01 00:00+00'), '2128-02-29 00:00+00', 'February 29 on a Sunday is found 40 years ahead');
 
 -- Daylight saving time: in Berlin the wall clock goes from 02:00 to 03:00 on March 31, and from 03:00 to 02:00 on
 -- October 27.
 select is(pg_temp.ticks('30 2 * * *', 'Europe/Berlin', '2030-03-30 00:00+00', 3), '03-30 02:30, 03-31 03:00, 04-01 02:30', 'a fixed time that a day skips ticks at the end of the gap');
-select is(pg_temp.ticks('10,50 2 * * *', 'Europe/Berlin', '2030-03-31 00:00+00', 2), '03-31 03:00, 04-01 02:10', 'two fixed times in a gap tick once');
-select is(pg_temp.ticks('30 2 * * *', 'Europe/Berlin', '2030-10-26 12:00+00', 2), '10-27 02:30, 10-28 02:30', 'a fixed time that comes twice ticks once');
-select is(pgqueue._next_tick('30 2 * * *', 'Europe/Berlin', '2030-10-26 12:00+00'), '2030-10-27 00:30+00', 'a fixed time that comes twice ticks the first time');
-select is(pg_temp.ticks('*/30 * * * *', 'Europe/Berlin', '2030-03-31 00:15+00', 3), '03-31 01:30, 03-31 03:00, 03-31 03:30', 'a repeated tick skips the gap');
-select is(pg_temp.ticks('*/30 * * * *', 'Europe/Berlin', '2030-10-26 23:45+00', 5), '10-27 02:00, 10-27 02:30, 10-27 02:00, 10-27 02:30, 10-27 03:00', 'a repeated tick comes in both hours that the wall clock shows twice');
+select is(pg_temp.ticks('10,50 2 * * *', 'Europe/Berlin', '2030-03-31 00:00+00', 2), '03-31 03:00, 04-01 02:10', 'two fixed times in a gap have one tick');
+select is(pg_temp.ticks('30 2 * * *', 'Europe/Berlin', '2030-10-26 12:00+00', 2), '10-27 02:30, 10-28 02:30', 'a fixed time that occurs twice has one tick');
+select is(pgqueue._next_tick('30 2 * * *', 'Europe/Berlin', '2030-10-26 12:00+00'), '2030-10-27 00:30+00', 'a fixed time that occurs twice has its tick at the first time');
+select is(pg_temp.ticks('*/30 * * * *', 'Europe/Berlin', '2030-03-31 00:15+00', 3), '03-31 01:30, 03-31 03:00, 03-31 03:30', 'a schedule with * in the hour has no tick in the gap');
+select is(pg_temp.ticks('*/30 * * * *', 'Europe/Berlin', '2030-10-26 23:45+00', 5), '10-27 02:00, 10-27 02:30, 10-27 02:00, 10-27 02:30, 10-27 03:00', 'a schedule with * in the hour has ticks in both hours that the wall clock shows twice');
 select is(pg_temp.ticks('30 * * * *', 'Australia/Lord_Howe', '2030-04-06 14:00+00', 4), '04-07 01:30, 04-07 01:30, 04-07 02:30, 04-07 03:30', 'an hourly tick follows a change of half an hour');
 select is(pg_temp.ticks('0 10 * * *', 'Pacific/Apia', '2011-12-29 12:00+00', 3), '12-29 10:00, 12-31 00:00, 12-31 10:00', 'a fixed time on a day that a time zone skips ticks when the next day begins');
 
 -- A message at each tick.
 select pgqueue.create_queue('schedules', max_attempts => 3) is not null as made \gset
 select is(pgqueue.create_schedule('nightly', 'schedules', '0 3 * * *', '{"job": "report"}', '{"tenant": "a"}'), '2030-01-02 03:00+00', 'create_schedule returns the time of the first tick');
-select is(pgqueue.next_due_at('schedules'), '2030-01-02 03:00+00', 'next_due_at knows the next tick');
+select is(pgqueue.next_due_at('schedules'), '2030-01-02 03:00+00', 'next_due_at returns the time of the next tick');
 select is((select s.scheduled_messages || ' ' || s.ready_messages || ' ' || s.enqueued_total from pgqueue.stats('schedules') s), '1 0 0', 'stats counts the next tick as scheduled, not yet as enqueued');
 select is_empty($$ select pgqueue.claim('schedules') $$, 'claim returns nothing before the tick');
 select pg_temp.pass('15 h') \gset
@@ -73,7 +73,7 @@ create temp table claimed as select * from pgqueue.claim('schedules', 10, '1 min
 select results_eq($$ select c.payload, c.headers, c.attempt_count, pg_temp.utc(c.enqueued_at) from claimed c $$,
     $$ values ('{"job": "report"}'::jsonb, '{"tenant": "a", "pgqueue.schedule": "nightly", "pgqueue.scheduled_for": "2030-01-02T03:00:00Z"}'::jsonb, 1, '2030-01-02 03:00:00') $$,
     'claim returns one message at the tick, with the content and the time of the schedule');
-select is(pgqueue.next_due_at('schedules'), '2030-01-02 03:01:30+00', 'next_due_at knows the end of the claim');
+select is(pgqueue.next_due_at('schedules'), '2030-01-02 03:01:30+00', 'next_due_at returns the end of the claim');
 select results_eq($$ select l.name, l.queue_name, l.cron, l.time_zone, l.paused, l.catch_up, pg_temp.utc(l.next_at), pg_temp.utc(l.last_at) from pgqueue.list_schedules('schedules') l $$,
     $$ values ('nightly', 'schedules', '0 3 * * *', 'UTC', false, true, '2030-01-03 03:00:00', '2030-01-02 03:00:00') $$, 'list_schedules returns the next and the last tick');
 select is((select s.enqueued_total || ' ' || s.inflight_messages || ' ' || s.scheduled_messages from pgqueue.stats('schedules') s), '1 1 1', 'stats counts the tick as enqueued when a claim takes it');
@@ -89,12 +89,12 @@ select is((select pgqueue.ack('schedules', c.id, c.claim_token) from claimed c),
 select pg_temp.pass('10 days') \gset
 truncate claimed;
 insert into claimed select * from pgqueue.claim('schedules', 10);
-select is((select array_agg(c.headers ->> 'pgqueue.scheduled_for') from claimed c), '{2030-01-03T03:00:00Z}', 'ticks that nobody claimed are made up for once');
+select is((select array_agg(c.headers ->> 'pgqueue.scheduled_for') from claimed c), '{2030-01-03T03:00:00Z}', 'claim returns one message for all ticks that no consumer claimed');
 select is((select pg_temp.utc(l.next_at) from pgqueue.list_schedules() l), '2030-01-13 03:00:00', 'ticks go on after the present moment');
 select is((select pgqueue.ack('schedules', c.id, c.claim_token) from claimed c), true, 'ack settles a late tick');
 select is(pgqueue.alter_schedule('nightly', catch_up => false), '2030-01-13 03:00+00', 'alter_schedule returns the time of the next tick');
 select pg_temp.pass('4 days') \gset
-select is((select c.headers ->> 'pgqueue.scheduled_for' from pgqueue.claim('schedules') c), '2030-01-16T03:00:00Z', 'without catch_up the last of the ticks that nobody claimed is delivered, and no other');
+select is((select c.headers ->> 'pgqueue.scheduled_for' from pgqueue.claim('schedules') c), '2030-01-16T03:00:00Z', 'without catch_up claim returns the last of the ticks that no consumer claimed, and no other');
 select is_empty($$ select pgqueue.claim('schedules') $$, 'without catch_up one tick is delivered after several were missed');
 select is((select pg_temp.utc(l.next_at) from pgqueue.list_schedules() l), '2030-01-17 03:00:00', 'without catch_up the ticks go on after the present moment');
 select set_config('test.now', '2030-01-17 20:00+00', true) is not null as passed \gset
@@ -124,9 +124,9 @@ select is_empty($$ select pgqueue.list_schedules() $$, 'list_schedules returns n
 
 -- Repair, and the end of a queue.
 select pgqueue.create_schedule('hourly', 'schedules', '@hourly') is not null as made, pgqueue.create_schedule('other', 'schedules', '@hourly', paused => true) is null as made_other \gset
-alter table pgqueue.scheduled_messages disable trigger schedule_after_this;
+alter table pgqueue.scheduled_messages disable trigger add_next_tick_message;
 delete from pgqueue.scheduled_messages where queue_name = 'schedules';
-alter table pgqueue.scheduled_messages enable trigger schedule_after_this;
+alter table pgqueue.scheduled_messages enable trigger add_next_tick_message;
 select results_eq($$ select d.severity, d.detail, d.repair from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$,
     $$ values ('error', 'schedule ''hourly'' has no next tick', 'select pgqueue.alter_schedule(''hourly'');') $$, 'doctor reports a schedule whose next tick is missing');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
@@ -142,14 +142,14 @@ select is((select d.detail from pgqueue.doctor() d where d.finding = 'stopped_sc
 select is(pgqueue.alter_schedule('hourly', paused => true), null, 'a schedule whose time zone is unknown can be paused');
 select is_empty($$ select from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$, 'doctor reports no paused schedule');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
-select is(pgqueue.alter_schedule('hourly', time_zone => 'UTC', paused => false), '2030-01-17 23:00+00', 'alter_schedule lets a stopped schedule go on');
+select is(pgqueue.alter_schedule('hourly', time_zone => 'UTC', paused => false), '2030-01-17 23:00+00', 'alter_schedule adds the next tick of a stopped schedule');
 update pgqueue.schedules set next_at = next_at + interval '10 years' where name = 'hourly';
 select alike((select d.detail from pgqueue.doctor() d where d.finding = 'stopped_schedule'), '%because the clock was ahead', 'doctor reports a schedule whose next tick was set while the clock was ahead');
 update pgqueue.schedules set next_at = next_at - interval '10 years' where name = 'hourly';
 
 -- The relation of a transport takes messages before they are due.
 select set_config('test.now', '2030-01-17 22:59:50+00', true) is not null as passed \gset
-select pgqueue._promote_due(q, pgqueue._now() + interval '15 s', 10, '-infinity') is not null as promoted from pgqueue.queues q where q.name = 'schedules' \gset
+select pgqueue._move_due_messages(q, pgqueue._now() + interval '15 s', 10, '-infinity') is not null as promoted from pgqueue.queues q where q.name = 'schedules' \gset
 select results_eq($$ select pg_temp.utc(l.last_at), pg_temp.utc(l.next_at) from pgqueue.list_schedules() l where l.name = 'hourly' $$,
     $$ values ('2030-01-17 23:00:00', '2030-01-18 00:00:00') $$, 'a message that is taken before its tick is followed by that of the next tick');
 delete from pgqueue.messages where queue_name = 'schedules';

@@ -343,18 +343,18 @@ declare
 begin
     select * into b from pgqueue.stream_claim('streams', 's', s.epoch, 0, null);
     perform pgqueue.claim('streams');
-    return next is(pg_temp.read(b, s.epoch), ids, 'claim does not bury messages of a batch in their last attempt before the batch expires');
+    return next is(pg_temp.read(b, s.epoch), ids, 'claim makes no dead letters of messages in their last attempt before their batch expires');
     s := pgqueue.stream_open('streams', 's');
     perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
     s := pgqueue.stream_open('streams', 's');
     perform pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token);
-    return next is(pg_temp.read(b, s.epoch), ids, 'replays do not bury messages of a batch in their last attempt');
+    return next is(pg_temp.read(b, s.epoch), ids, 'replays make no dead letters of messages in their last attempt');
     return next is(pgqueue.stream_skip('streams', 's', 1, ids[1:1]), 1, 'stream_skip returns the number of skipped messages if the queue has no dead letters');
     return next is((select array_agg(m.id) from pgqueue.messages m where m.queue_name = 'streams'), ids[2:2], 'stream_skip deletes skipped messages if the queue has no dead letters');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim('streams');
     s := pgqueue.stream_open('streams', 's');
-    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 1, %L)', 'streams', 's', s.epoch, b.claim_token)), format('PQ008 stream ''s'' of queue ''streams'' has lost 1 of 2 messages of batch 1: %s', ids[2]), 'messages of an expired batch in their last attempt are buried by claim and reported as lost');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 1, %L)', 'streams', 's', s.epoch, b.claim_token)), format('PQ008 stream ''s'' of queue ''streams'' has lost 1 of 2 messages of batch 1: %s', ids[2]), 'claim makes dead letters of messages of an expired batch in their last attempt, and the stream reports them as lost');
     return next is(pgqueue.stream_skip('streams', 's', 1), 0, 'stream_skip without ids skips a batch whose messages are lost');
     s := pgqueue.stream_open('streams', 's');
     return next is((pgqueue.stream_begin('streams', 's', s.epoch, 1, b.claim_token)).messages, 0, 'stream_begin returns a skipped batch without messages as an empty batch');

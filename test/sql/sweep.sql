@@ -170,8 +170,8 @@ select pg_temp.knows(2);
 select is((select count(*) from pgqueue.claim('scattered', 200)), 100::bigint, 'claim returns messages with expired claims from between the vacant ranges');
 select pg_temp.knows(2);
 select lives_ok($$
-    select pgqueue._learn(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
-    from pgqueue.queues q where q.name = 'scattered' $$, '_learn succeeds with 60 vacant ranges');
+    select pgqueue._record_vacant_ids(q, pgqueue._now(), (select max(s.id) + 1 from scattered s))
+    from pgqueue.queues q where q.name = 'scattered' $$, '_record_vacant_ids succeeds with 60 vacant ranges');
 
 -- Recording vacant ids costs more than a fast pass of the sweep. After fast passes it therefore happens rarely.
 create function pg_temp.learns_after(span interval) returns boolean language plpgsql as $$
@@ -227,7 +227,7 @@ begin
     return next cmp_ok(pg_temp.buffers(format('create temp table found on commit drop as select id from pgqueue.claim(%L)', queue)), '<', 800,
         queue || ': a claim that finds a message sent a little late does not read all consumed messages before it');
     select f.id into found_id from found f;
-    return next is(found_id, late_id, queue || ': that claim returns the message that was sent a little late');
+    return next is(found_id, late_id, queue || ': claim returns the message that was sent a little late');
     drop table found;
     perform pgqueue.purge_queue(queue);
 

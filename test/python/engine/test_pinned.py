@@ -70,7 +70,8 @@ def churned(empty_database: Callable[[], str]) -> Any:
             # As a sweep does by itself, but only twice a minute after fast ones.
             assert connection.execute("select pgqueue.claim('orders')").fetchall() == []
             connection.execute("""
-                select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id)) from pgqueue.queues q
+                select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))
+                from pgqueue.queues q
             """)
             row = connection.execute("""
                 select s.first_id > pg_sequence_last_value('pgqueue.message_id')
@@ -132,7 +133,7 @@ def test_stats_and_doctor_do_not_read_what_was_sent_later_than_a_backlog_and_has
 
     def is_learned() -> bool:
         churned.execute("""
-            select pgqueue._learn(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))
+            select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))
             from pgqueue.queues q where q.name = 'deep'
         """)
         known = "select s.vacant_ids @> pg_sequence_last_value('pgqueue.message_id')"
