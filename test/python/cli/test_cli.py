@@ -459,6 +459,23 @@ def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders:
     assert nothing == (3, "", f"pgqueue: no message of queue {orders.name} is ready\n")
 
 
+def test_a_claim_takes_from_further_queues_in_their_order(
+    cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+) -> None:
+    bulk = f"{orders.name}-bulk"
+    later = pgqueue.Queue(connection, bulk)
+    later.create_queue()
+    later.enqueue_batch(["later", "latest"])
+    orders.enqueue("first")
+    lines = cli("claim", orders.name, "--also", bulk, "--max", "2").out.splitlines()
+    assert [line.split()[0] for line in (lines[0], *lines[2:4])] == ["queue", orders.name, bulk]
+    assert [cli(*line.partition(": pgqueue ")[2].split()).out for line in lines[-2:]] == ["1 done\n", "1 done\n"]
+    (left,) = cli("claim", orders.name, "--also", bulk, "--max", "5", "--json").records
+    assert (left["queue_name"], left["payload"]) == (bulk, "latest")
+    nothing = cli("claim", orders.name, "--also", bulk)
+    assert (nothing.status, nothing.err) == (3, f"pgqueue: no message of queue {orders.name} or {bulk} is ready\n")
+
+
 def test_the_table_of_a_claim_ends_with_its_ack_command(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([1, 2])
     claimed = cli("claim", orders.name, "--max", "2").out.splitlines()

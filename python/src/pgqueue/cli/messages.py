@@ -3,6 +3,7 @@
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
+from itertools import groupby
 from typing import Annotated
 from uuid import UUID
 
@@ -10,7 +11,7 @@ import typer
 
 from ..message import Message
 from .formatting import counted, format_age, message_content
-from .parameters import After, All, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
+from .parameters import After, All, AlsoQueues, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
 from .session import Failure, Session, Status
 
 __all__ = ["ack", "browse", "cancel", "claim", "extend", "nack", "purge"]
@@ -40,20 +41,30 @@ def claim(
     claimed_by: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name of the consumer, for people.", show_default=False)
     ] = None,
+    also: AlsoQueues = None,
 ) -> None:
     """Claim messages, to be settled with ack or nack.
 
-    When the visibility timeout has passed they are delivered again. The exit status is 3 if none is ready.
+    With --also, as many as possible come from the first queue, then from the next. When the visibility timeout has
+    passed they are delivered again. The exit status is 3 if none is ready.
     """
-    with session.queue(queue) as verbs:
-        messages = verbs.claim(max, visibility_timeout, claimed_by)
+    names = [queue, *(also or ())]
+    with session.queues() as verbs:
+        messages = verbs.claim_any(names, max, visibility_timeout, claimed_by)
     if not messages:
-        raise Failure(f"no message of queue {queue} is ready", status=Status.NO)
-    session.show(messages, _HEADINGS, _row)
-    if not session.json:
-        ids = " ".join(str(message.id) for message in messages)
-        named = f"-- {queue}" if queue.startswith("-") else queue
-        session.say(f"\nDone with them: pgqueue ack {named} {messages[0].claim_token} {ids}")
+        raise Failure(f"no message of queue {' or '.join(names)} is ready", status=Status.NO)
+    if also:
+        session.show(messages, ["queue", *_HEADINGS], lambda message: [message.queue_name, *_row(message)])
+    else:
+        session.show(messages, _HEADINGS, _row)
+    if session.json:
+        return
+    session.say("")
+    for name, group in groupby(messages, lambda message: message.queue_name):
+        claimed = list(group)
+        ids = " ".join(str(message.id) for message in claimed)
+        named = f"-- {name}" if name.startswith("-") else name
+        session.say(f"Done with them: pgqueue ack {named} {claimed[0].claim_token} {ids}")
 
 
 _HEADINGS = [">id", ">attempt", ">sent ago", "…message"]

@@ -19,6 +19,7 @@ from ..message import ArchivedMessage, DeadMessage, Message
 __all__ = [
     "After",
     "All",
+    "AlsoQueues",
     "Ids",
     "Max",
     "OnlyQueue",
@@ -117,6 +118,7 @@ _QUEUE: Any = {"metavar": "QUEUE", "show_default": False, "autocompletion": comp
 QueueName = Annotated[str, typer.Argument(help="The name of a queue.", **_QUEUE)]
 OnlyQueue = Annotated[str | None, typer.Argument(help="Only this queue.", **_QUEUE)]
 OnlyQueues = Annotated[list[str] | None, typer.Option("--queue", help="Only this queue (all).", **_QUEUE)]
+AlsoQueues = Annotated[list[str] | None, typer.Option("--also", help="A further queue, in this order.", **_QUEUE)]
 Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these messages.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]
