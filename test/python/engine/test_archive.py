@@ -72,6 +72,8 @@ def test_acknowledgements_succeed_while_the_archive_is_maintained(
         queue = pgqueue.Queue(setup, name)
         queue.create_queue(archive_for=DAY)
         ids = queue.enqueue_batch(range(sent))
+        pgqueue.Queues(setup).maintain_archive()
+        setup.execute("update pgqueue.archive_clock set confirmed_at = checked_at")
 
     def consume(step: int) -> None:
         try:
