@@ -176,7 +176,7 @@ async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
 @contextmanager
 def _stoppable(monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[None]:
     """Monitor a consumer while it runs. After a stop by force, end the process, which threads may keep alive."""
-    from ..consumer.consumer import stop_signals
+    from .._signals import stop_signals
 
     def note() -> None:
         monitor.signals += 1  # the monitor prints it, because a signal handler must not

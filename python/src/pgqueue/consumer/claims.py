@@ -24,7 +24,7 @@ from psycopg.errors import LockNotAvailable
 from .. import _calls
 from .._calls import Bound, LostAck
 from .._wording import counted
-from .connections import is_trouble
+from ..errors import is_trouble
 from .delivery import ClaimedMessage, Result, State
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
@@ -79,12 +79,10 @@ class Claims:
         with self._portion_of(wanted) as wanted:
             call = _calls.peek_and_claim(name, most, wanted, self.visibility_timeout, by)
             found = await self._runtime.run(call, "peek")
-        seen = next((row[0] for row in found if isinstance(row, tuple)), len(found))
-        rows = [row[1] if isinstance(row, tuple) else row for row in found]
-        if rows[0] is None:
-            return seen, []
-        self._runtime.succeeded("claim")
-        return seen, rows
+        rows = [message for _, message in found if message is not None]
+        if rows:
+            self._runtime.succeeded("claim")
+        return found[0][0], rows
 
     async def claim(self, wanted: int, more: bool) -> list[Any]:
         """Claim up to `wanted` messages; if there are still `more`, acknowledge others in the same statement.

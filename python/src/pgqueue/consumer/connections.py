@@ -19,12 +19,11 @@ from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
-from psycopg.rows import BaseRowFactory
 from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .. import _calls
 from .._calls import Bound
-from .._decoding import decoder
+from .._client_rows import read_leniently
 from .._styles import correction_statement
 from ..errors import MISSING, not_installed
 
@@ -39,38 +38,6 @@ _DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
-
-# Errors
-
-
-def is_conflict(error: BaseException | None) -> bool:
-    """Whether an exception was caused by a deadlock or a serialization failure: the work can be repeated."""
-    for _ in range(20):
-        if error is None:
-            return False
-        if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
-            return True
-        error = error.__cause__
-    return False
-
-
-def is_trouble(error: BaseException) -> bool:
-    """Whether the same statement may succeed later: the connection broke, the server is busy or restarts."""
-    if not isinstance(error, psycopg.Error):
-        return isinstance(error, OSError)
-    state = error.sqlstate
-    if state is None:
-        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    # Connection, resources, operator intervention, system error, lock not available, read-only after a failover.
-    return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Whether an exception says that a database cannot be reached: the connection broke, or the server stops."""
-    if not isinstance(error, psycopg.Error) or not is_trouble(error):
-        return False
-    return error.sqlstate is None or error.sqlstate.startswith(("08", "53", "57P"))
 
 
 class NoConnection(psycopg.OperationalError):
@@ -302,44 +269,6 @@ def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
     return cancel_statement
 
 
-# Results
-
-
-class Unreadable:
-    """A claimed message that this client cannot decode, and the reason."""
-
-    def __init__(self, id: int, claim_token: Any, attempt_count: int, error: Exception) -> None:
-        self.id = id
-        self.claim_token = claim_token
-        self.attempt_count = attempt_count
-        self.error = error
-
-
-def readable_rows(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list[T | Unreadable]:
-    """Decode the rows of a result one by one, after decoding them together raised `error`.
-
-    One row that cannot be decoded does not prevent the others from being handled. Raises `error` if the rows are no
-    messages.
-    """
-    result = cursor.pgresult
-    columns = {(result.fname(place) or b"").decode(): place for place in range(result.nfields)}
-    if not {"id", "claim_token", "attempt_count"} <= columns.keys():
-        raise error from None
-    reader = decoder(cursor)
-    make = row(cursor)
-    rows: list[T | Unreadable] = []
-    for place in range(result.ntuples):
-        try:
-            rows.append(reader.load_row(place, make))
-        except Exception as reason:
-            number, token, attempt = (
-                None if (value := result.get_value(place, columns[name])) is None else value.decode()
-                for name in ("id", "claim_token", "attempt_count")
-            )
-            rows.append(Unreadable(int(number or 0), token, int(attempt or 0), reason))
-    return rows
-
-
 def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, None]:
     """Execute statements without values or rows, for `connection.wait`. Raises the error of the one that failed."""
     connection.pgconn.send_query(text)
@@ -428,7 +357,7 @@ class SharedConnection(ConnectionPool):
                 raise
         return connection
 
-    async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T | Unreadable]:
+    async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T]:
         """Execute a statement, and put the connection back.
 
         Raises `psycopg.Error`, also for a statement that exceeds the deadline.
@@ -440,7 +369,7 @@ class SharedConnection(ConnectionPool):
             try:
                 return list(await cursor.fetchall())
             except Exception as error:
-                return readable_rows(cursor, call.row, error)
+                return read_leniently(cursor, call, error)
         except psycopg.Error as error:
             if self._timed_out is connection:
                 raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None

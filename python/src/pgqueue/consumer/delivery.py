@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -113,13 +113,13 @@ def _copy_of(value: Any) -> Any:
 class HandlerCall:
     """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
 
-    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "returned", "task", "unreadable")
+    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "received", "task", "unreadable")
 
     def __init__(self, cancels_task: bool) -> None:
         self.messages: list[ClaimedMessage] = []
         self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
         self.is_cancelled = False  # by a forced stop; threads read this, too
-        self.returned = False  # whether the number of received messages was reported
+        self.received: Callable[[int | None], None] | None = None  # to be told how many messages were received
         self.task: asyncio.Task[None] | None = None
         self._cancels_task = cancels_task  # the handler runs in the task
         self._connection: Any = None

@@ -12,11 +12,12 @@ import psycopg
 
 from .. import _calls
 from .._wording import counted
+from ..errors import is_conflict, is_trouble
 from .claims import Claims
-from .connections import in_thread, is_conflict, is_trouble
+from .connections import in_thread
 from .delivery import ClaimedMessage, HandlerCall, Result, State
 from .policy import Reject, Retry
-from .runtime import Received, Runtime
+from .runtime import Runtime
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
 from .workers import Workers, within
 
@@ -69,9 +70,8 @@ class HandlerCalls:
         messages, unreadable = split_readable(rows)
         for row, error in unreadable:
             self._runtime.report_unreadable(row, error)
-            name = self._settings.queue_name
-            fallback = _calls.reject(name, row.id, row.claim_token, None, None, None)
-            self.claims.send(rejection(name, row, error), None, fallback)
+            fallback = _calls.reject(row.queue_name, row.id, row.claim_token, None, None, None)
+            self.claims.send(rejection(row, error), None, fallback)
         self._runtime.stats.received += len(rows)
         if messages:
             self.claims.add(messages, claimed_at)
@@ -92,15 +92,9 @@ class HandlerCalls:
         return current
 
     async def start_when_free(self) -> None:
-        """Handle events, and start calls when the limit of calls rises, endlessly.
-
-        When a call ends, the next is started at once.
-        """
-        runtime = self._runtime
+        """Start calls when the limit of calls rises, endlessly. When a call ends, the next is started at once."""
         while True:
-            await runtime.wait_until(lambda: bool(runtime.events) or self._can_start())
-            while runtime.events:
-                self._received(runtime.events.popleft().messages)
+            await self._runtime.wait_until(self._can_start)
             self.start_next()
 
     def _can_start(self) -> bool:
@@ -263,6 +257,7 @@ class HandlerCalls:
     # Receive mode
 
     async def _receive(self, call: HandlerCall) -> None:
+        call.received = self._received
         try:
             attempt = await self._workers.run(partial(self._transactions.receive, call), call)
         except (psycopg.Error, OSError) as error:
@@ -284,8 +279,8 @@ class HandlerCalls:
             if attempt.kind == "undone":
                 self._record_failures(call, attempt.error)
         finally:
-            if not call.returned:
-                self._runtime.post(Received(None))
+            if call.received is not None:
+                self._received(None)
 
     def _received(self, messages: int | None) -> None:
         """Note how many messages a call has received."""
@@ -299,6 +294,7 @@ class HandlerCalls:
             current.received += messages
         if not messages:
             current.left = 0
+        self.start_next()
         self._runtime.signal()
 
     def _record_failures(self, call: HandlerCall, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -255,8 +256,11 @@ class Poller:
         self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
         self._info_at = 0.0
 
-    async def run(self, ready: Callable[[], None]) -> None:
-        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`."""
+    async def run(self, found: "Future[None]") -> None:
+        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`.
+
+        `found` is done as soon as the queue was found.
+        """
         runtime = self._runtime
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -270,7 +274,7 @@ class Poller:
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
             tasks.append(runtime.keep_running("polling", self._poll))
-            ready()
+            found.set_result(None)
             await runtime.wait_until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
         except asyncio.CancelledError:

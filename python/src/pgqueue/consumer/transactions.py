@@ -13,16 +13,9 @@ from psycopg.pq import TransactionStatus
 
 from .. import _calls
 from .._calls import Bound
-from ..errors import QueueNotFound
-from .connections import (
-    Unreadable,
-    begin_statement,
-    is_broken,
-    is_busy,
-    is_conflict,
-    is_outside_transaction,
-    is_trouble,
-)
+from ..errors import QueueNotFound, is_conflict, is_trouble
+from ..message import Message, UnreadableJson
+from .connections import begin_statement, is_broken, is_busy, is_outside_transaction
 from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
 from .policy import (
     Decision,
@@ -37,7 +30,7 @@ from .policy import (
     describe_next_step,
     failure_headers,
 )
-from .runtime import Received, Runtime
+from .runtime import Runtime
 from .settings import Settings
 from .workers import Session, Workers
 
@@ -82,21 +75,22 @@ def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseExcep
     return statement, describe_next_step(decision, claimed.is_last_attempt)
 
 
-def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
+def rejection(message: Message, error: Exception) -> Bound[bool]:
     """The statement that makes a dead letter of a message that cannot be read."""
-    headers = dead_letter_headers(queue_name, row.attempt_count, error)
-    return _calls.reject(queue_name, row.id, row.claim_token, describe(error), headers, None)
+    headers = dead_letter_headers(message.queue_name, message.attempt_count, error)
+    return _calls.reject(message.queue_name, message.id, message.claim_token, describe(error), headers, None)
 
 
-def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Any, Exception]]]:
+def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Message, Exception]]]:
     """The messages that a handler can get, and those that it cannot, each with the reason."""
     messages: list[ClaimedMessage] = []
-    unreadable: list[tuple[Any, Exception]] = []
+    unreadable: list[tuple[Message, Exception]] = []
     for row in rows:
-        if isinstance(row, Unreadable):
-            unreadable.append((row, row.error))
+        if isinstance(row.payload, UnreadableJson):
+            unreadable.append((row, row.payload.error))
         elif row.headers is not None and not isinstance(row.headers, dict):
-            unreadable.append((row, TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")))
+            fault = TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")
+            unreadable.append((row, row.headers.error if isinstance(row.headers, UnreadableJson) else fault))
         else:
             messages.append(ClaimedMessage(row))
     return messages, unreadable
@@ -195,10 +189,10 @@ class Transactions:
         messages, call.unreadable = split_readable(rows)
         call.take(messages)
         for row, reason in call.unreadable:
-            await session.execute(rejection(self._settings.queue_name, row, reason))
-        if not call.returned:  # After a conflict the call receives once more.
-            call.returned = True
-            self._workers.call_soon(self._runtime.post, Received(len(rows)))
+            await session.execute(rejection(row, reason))
+        if call.received is not None:  # After a conflict the call receives once more.
+            received, call.received = call.received, None
+            self._workers.call_soon(received, len(rows))
         results: list[Result] = []
         if messages and not call.is_cancelled:
             if call.unreadable:
