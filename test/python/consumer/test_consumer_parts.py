@@ -19,13 +19,14 @@ from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound, LostAck
+from pgqueue._tasks import end_tasks, within
 from pgqueue.consumer import claims, handlers, polling
 from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
 from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.transactions import Transactions
-from pgqueue.consumer.workers import Workers, end_tasks, within
+from pgqueue.consumer.workers import Workers
 
 Connection = psycopg.Connection[Any]
 NOW = datetime.now(UTC)

@@ -1,15 +1,13 @@
-"""Connections of a consumer: how they are opened, shared, kept while idle and aborted, and what their errors mean."""
+"""Connections of a consumer: how they are opened, shared, kept while idle and aborted."""
 
 import asyncio
-import contextvars
-import functools
 import inspect
 import os
 import socket
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +23,7 @@ from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
 from .._styles import correction_statement
+from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
@@ -92,11 +91,12 @@ class ConnectionFactory:
             self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
-    async def open(self, on_loop: bool) -> Any:
+    async def open(self, on_loop: bool, setting: bytes | None = None) -> Any:
         """A new connection for the event loop, or for a thread, where this never suspends.
 
-        The event loop adopts a synchronous connection that the user's function returned. Raises what connecting raises,
-        and `TypeError` if that function returned no connection.
+        `setting` is executed on it unless a pooler would keep that for other clients. The event loop adopts a
+        synchronous connection that the user's function returned. Raises what connecting raises, and `TypeError` if that
+        function returned no connection.
         """
         connection = await self._connect(on_loop)
         try:
@@ -112,6 +112,8 @@ class ConnectionFactory:
                 cursor = new_cursor(connection, _calls.BACKEND_PID.row)
                 await done(cursor.execute(_calls.BACKEND_PID.text))
                 self.proxied = await done(cursor.fetchone()) != connection.pgconn.backend_pid
+            if setting is not None and not self.proxied:
+                await done(new_cursor(connection).execute(setting))
         except BaseException:
             await done(connection.close())
             raise
@@ -154,54 +156,12 @@ class _AdoptedConnection(AsyncConnection[Any]):
         return self._origin.adapters
 
 
-def unwrapped(function: Any) -> Any:
-    """The function behind `functools.partial`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Any) -> bool:
-    """Whether a call of a function, or of an object with `__call__`, returns a coroutine."""
-    function = unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def _discard(made: Any) -> None:
     """Close what the user's function returned: a connection, or the coroutine that would have opened one."""
     if isinstance(made, AsyncConnection):
         made.pgconn.finish()
     elif isinstance(made, Connection) or inspect.iscoroutine(made):
         made.close()
-
-
-async def in_thread(function: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
-    """Call a function in a daemon thread. If the wait for it is cancelled, `unwanted` gets what it returns."""
-    future: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        try:
-            result = context.run(function)
-        except BaseException as error:
-            # A future cannot raise StopIteration: the wait for it would not end.
-            told = RuntimeError("StopIteration was raised") if isinstance(error, StopIteration) else error
-            with suppress(InvalidStateError):
-                future.set_exception(told)
-            return
-        try:
-            future.set_result(result)
-        except InvalidStateError:
-            unwanted(result)
-
-    threading.Thread(target=call, name="pgqueue-in-thread", daemon=True).start()
-    try:
-        return await asyncio.wrap_future(future)
-    except BaseException:
-        # Either this cancels the future, and the thread cannot set its result; or the result was set before.
-        if not future.cancel() and future.exception() is None:
-            unwanted(future.result())
-        raise
 
 
 # The state of a connection
@@ -250,7 +210,7 @@ def begin_statement(connection: AnyConnection) -> bytes:
     return _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
 
 
-def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
+def shut_down(connection: AnyConnection) -> Callable[[], None]:
     """Shut down the socket of a connection that another thread may wait on; returns a function that tells the server.
 
     That function can take as long as connecting. Without it the server would notice when its statement has ended.
@@ -260,7 +220,7 @@ def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
         with socket.socket(fileno=os.dup(connection.pgconn.socket)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
     except (psycopg.Error, OSError):
-        return None
+        return lambda: None
 
     def cancel_statement() -> None:
         with suppress(psycopg.Error):
@@ -283,9 +243,8 @@ def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, An
 class ConnectionPool:
     """Idle connections, last in first out, for the event loop, or for threads, where its methods never suspend."""
 
-    def __init__(self, factory: ConnectionFactory, on_loop: bool) -> None:
-        self._factory = factory
-        self._on_loop = on_loop
+    def __init__(self, factory: ConnectionFactory, on_loop: bool, setting: bytes | None = None) -> None:
+        self._open = partial(factory.open, on_loop, setting)
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._is_closed = False
@@ -302,7 +261,7 @@ class ConnectionPool:
     async def open(self) -> Any:
         """A new connection. Raises `psycopg.Error`, `OSError`."""
         try:
-            connection = await self._factory.open(self._on_loop)
+            connection = await self._open()
         except (psycopg.Error, OSError):
             raise
         except Exception as error:  # of the user's function: it is not the fault of a message
@@ -335,27 +294,14 @@ class ConnectionPool:
 class SharedConnection(ConnectionPool):
     """A connection of the event loop for one statement at a time. The users wait for each other with `lock`.
 
-    `setting` is executed on a new connection. `deadline` is the time limit of a statement in seconds.
+    `deadline` is the time limit of a statement in seconds.
     """
 
     def __init__(self, factory: ConnectionFactory, setting: bytes | None = None, deadline: float = 30.0) -> None:
-        super().__init__(factory, on_loop=True)
+        super().__init__(factory, True, setting)
         self.lock = asyncio.Lock()
         self.deadline = deadline
-        self._setting = setting
         self._timed_out: AsyncConnection[Any] | None = None
-
-    async def open(self) -> Any:
-        """A new connection with the setting. Raises `psycopg.Error`, `OSError`."""
-        connection = await super().open()
-        # A pooler would keep the setting for other clients.
-        if self._setting is not None and not self._factory.proxied:
-            try:
-                await new_cursor(connection).execute(self._setting)
-            except BaseException:
-                await connection.close()
-                raise
-        return connection
 
     async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T]:
         """Execute a statement, and put the connection back.
@@ -384,6 +330,5 @@ class SharedConnection(ConnectionPool):
     def _time_out(self, connection: AsyncConnection[Any]) -> None:
         # Not by cancelling the task: psycopg would then wait for many seconds for a server that does not answer.
         self._timed_out = connection
-        if cancel_statement := shut_down(connection):
-            with suppress(RuntimeError):  # The process may have no more threads.
-                threading.Thread(target=cancel_statement, name="pgqueue-in-thread", daemon=True).start()
+        with suppress(RuntimeError):  # The process may have no more threads.
+            threading.Thread(target=shut_down(connection), name="pgqueue-in-thread", daemon=True).start()

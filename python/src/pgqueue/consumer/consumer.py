@@ -11,23 +11,24 @@ from datetime import timedelta
 from typing import Any, Self
 
 from .._signals import stop_signals
-from .connections import is_async, unwrapped
+from .._tasks import end_tasks, is_async, run_to_end, unwrapped
 from .delivery import ConsumerStats
 from .polling import Poller
 from .runtime import Runtime
 from .settings import Settings, check_integer
-from .workers import ThreadWorkers, Workers, end_tasks, run_to_end
+from .workers import ThreadWorkers, Workers
 
 __all__ = ["AsyncConsumer", "Consumer"]
 
 
 class _Base(Settings):
-    """What both consumers do. Its coroutines never suspend in `Consumer`."""
+    """What both consumers do. `Consumer` replaces what suspends: there the coroutines run to their end at once."""
 
-    _kind: type[Workers]
+    _kind: type[Workers] = Workers
     _runtime: Runtime | None = None
     _workers: Workers | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _task: asyncio.Task[None]
     _stops = 0
     _runs_in: int | None = None  # the process: a forked child does not run the consumer
     _found: "Future[None]"  # whether the present run has found the queue, or has ended
@@ -80,10 +81,11 @@ class _Base(Settings):
 
     def _launch(self) -> None:
         """Begin `_live` where it does not keep the caller waiting."""
-        raise NotImplementedError
+        self._task = asyncio.create_task(self._live(), name=f"pgqueue {self.queue_name}")
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_ended` has it.
 
     async def _wait(self, future: "Future[Any]") -> None:
-        raise NotImplementedError
+        await asyncio.shield(asyncio.wrap_future(future))
 
     async def _run(self) -> None:
         with stop_signals.call(self.request_stop):
@@ -262,9 +264,6 @@ class AsyncConsumer(_Base):
     handler is cancelled if its claim was lost, or by a forced stop.
     """
 
-    _kind = Workers
-    _task: asyncio.Task[None]
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
@@ -295,10 +294,3 @@ class AsyncConsumer(_Base):
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-    def _launch(self) -> None:
-        self._task = asyncio.create_task(self._live(), name=f"pgqueue {self.queue_name}")
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_ended` has it.
-
-    async def _wait(self, future: "Future[Any]") -> None:
-        await asyncio.shield(asyncio.wrap_future(future))

@@ -5,21 +5,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
 
 from .. import _calls
+from .._tasks import in_thread, within
 from .._wording import counted
 from ..errors import is_conflict, is_trouble
 from .claims import Claims
-from .connections import in_thread
 from .delivery import ClaimedMessage, HandlerCall, Result, State
 from .policy import Reject, Retry
 from .runtime import Runtime
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
-from .workers import Workers, within
+from .workers import Workers
 
 T = TypeVar("T")
 Failed = tuple[BaseException | None, float | None]  # what the handler raised, and how long it ran in seconds
@@ -30,15 +31,15 @@ _CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, befo
 _END_SECONDS = 2.5  # for all cancelled calls to end
 
 
+@dataclass(slots=True)
 class ReceiveRound:
     """The receives that follow a peek. After the first that returns nothing, no other is started."""
 
-    def __init__(self, messages: int, expected_by_peek: bool) -> None:
-        self.left = messages  # that may still be received
-        self.expected_by_peek = expected_by_peek
-        self.open = 0  # receives whose result is not known
-        self.received = 0
-        self.failed = False
+    left: int  # how many messages may still be received
+    expected_by_peek: bool
+    open: int = 0  # receives whose result is not known
+    received: int = 0
+    failed: bool = False
 
     @property
     def can_start(self) -> bool:
@@ -345,7 +346,7 @@ class HandlerCalls:
         """Cancel the calls that have not ended, and do not wait for them: what they do does not count."""
         for call in list(self.running):
             call.cancel()
-            call.cancel_task(always=True)
+            call.task.cancel()
 
     async def release(self, messages: list[ClaimedMessage], once_more: bool = False) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim, except those that are lost or settled.

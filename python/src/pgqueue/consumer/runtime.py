@@ -42,10 +42,7 @@ class CircuitBreaker:
     """
 
     def __init__(
-        self,
-        after: float,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
+        self, after: float, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
     ) -> None:
         self.after = after
         self.state: CircuitState = "closed"

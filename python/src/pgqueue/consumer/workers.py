@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -22,15 +22,14 @@ from psycopg.pq import ExecStatus
 
 from .._calls import Bound
 from .._client_rows import read_leniently
-from .connections import ConnectionFactory, ConnectionPool, done, execute_command, in_thread, new_cursor
+from .._tasks import in_thread, run_to_end
+from .connections import ConnectionFactory, ConnectionPool, done, execute_command, new_cursor
 from .delivery import HandlerCall
 from .settings import Settings
 
 T = TypeVar("T")
 UserFunction = Callable[[Any], Any]
 
-# Seconds
-_CANCEL_AGAIN_SECONDS = 0.5
 _ABORT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was aborted
 
 
@@ -216,17 +215,6 @@ class ThreadWorkers(Workers):
         await super().close()
 
 
-def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    coroutine.close()
-    raise RuntimeError("a coroutine has suspended in a thread")
-
-
 def _settle(future: "asyncio.Future[Any]", answer: Answer) -> None:
     if future.done():
         return
@@ -258,38 +246,3 @@ def _exit_child(error: BaseException | None) -> NoReturn:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit((status or 0) & 0xFF)
-
-
-# Ending tasks
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they have ended.
-
-    One cancellation may not be enough. `asyncio.wait_for`, which psycopg 3.2 uses, drops a cancellation that comes
-    together with the result, before Python 3.12. The cancellation of psycopg 3.3 may take ten seconds, unless it is
-    cancelled again.
-    """
-    tasks = list(tasks)
-    while left := [task for task in tasks if not task.done()]:
-        for task in left:
-            task.cancel()
-        try:
-            await asyncio.wait(left, timeout=_CANCEL_AGAIN_SECONDS)
-        except asyncio.CancelledError:
-            for task in left:
-                task.cancel()
-            raise
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine; raises `TimeoutError`. Unlike `asyncio.timeout` it cancels until the coroutine has ended."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait([task], timeout=max(0.0, seconds))
-    finally:
-        await end_tasks([task])
-    if task.cancelled():
-        raise TimeoutError
-    return task.result()
