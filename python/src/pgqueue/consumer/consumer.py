@@ -32,8 +32,8 @@ class _Base(Settings):
     _stops = 0
     _runs_in: int | None = None  # the process: a forked child does not run the consumer
     _found: "Future[None]"  # whether the present run has found the queue, or has ended
-    _ended: "Future[BaseException | None]"  # what has ended the present or the last run
-    _started: "Future[BaseException | None] | None" = None  # the same of a run whose error `stop` raises
+    _ended: "Future[None]"  # whether the present or the last run has ended
+    _error: BaseException | None = None  # what ended a started run, for `stop` to raise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +81,8 @@ class _Base(Settings):
 
     def _launch(self) -> None:
         """Begin `_live` where it does not keep the caller waiting."""
-        self._task = asyncio.create_task(self._live(), name=f"pgqueue {self.queue_name}")
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_ended` has it.
+        self._task = asyncio.create_task(self._live(is_started=True), name=f"pgqueue {self.queue_name}")
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_error` has it.
 
     async def _wait(self, future: "Future[Any]") -> None:
         await asyncio.shield(asyncio.wrap_future(future))
@@ -94,11 +94,12 @@ class _Base(Settings):
 
     async def _start(self) -> None:
         self._begin()
-        self._started = self._ended
+        self._error = None
         try:
             self._launch()
-        except BaseException as error:  # The process may have no more threads.
-            self._finish(error)
+        except BaseException:  # The process may have no more threads.
+            self._finish()
+            raise
         await self._wait(self._found)
         if self._ended.done():
             self._raise_error()
@@ -130,28 +131,28 @@ class _Base(Settings):
         self._runs_in = os.getpid()
         self._found, self._ended = Future(), Future()
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self) -> None:
+        futures = self._ended, self._found  # Another run may begin as soon as this one is not busy.
         self._runs_in = None
         self._stops = 0
-        if not self._ended.done():
-            self._ended.set_result(error)
-        if not self._found.done():
-            self._found.set_result(None)
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
 
     def _raise_error(self) -> None:
-        started, self._started = self._started, None
-        if started is not None and started.done() and (error := started.result()) is not None:
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
-    async def _live(self) -> None:
-        error: BaseException | None = None
+    async def _live(self, is_started: bool = False) -> None:
         try:
             await self._consume()
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            if is_started:
+                self._error = error
             raise
         finally:
-            self._finish(error)
+            self._finish()
 
     async def _consume(self) -> None:
         """Consume on the running event loop."""
@@ -248,8 +249,8 @@ class Consumer(_Base):
 
     def _launch(self) -> None:
         def live() -> None:
-            with suppress(BaseException):  # `_ended` has it.
-                run_to_end(self._live())
+            with suppress(BaseException):  # `_error` has it.
+                run_to_end(self._live(is_started=True))
 
         threading.Thread(target=live, name=f"pgqueue-{self.queue_name}", daemon=True).start()
 
@@ -277,11 +278,11 @@ class AsyncConsumer(_Base):
         """Consume in a new task; returns when the queue was found. Raises what `run` raises."""
         try:
             await self._start()
-        except asyncio.CancelledError as error:
+        except asyncio.CancelledError:
             # The caller cannot stop a consumer that it has not seen start.
-            self._started = None
             await end_tasks([self._task])
-            self._finish(error)  # The task may not have begun.
+            self._finish()  # The task may not have begun.
+            self._error = None
             raise
 
     async def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
