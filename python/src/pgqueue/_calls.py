@@ -358,11 +358,14 @@ _PEEK_AND_CLAIM = (
 COMMIT = b"commit"
 SET_CONSTRAINTS_IMMEDIATE = b"set constraints all immediate; "
 SAVEPOINT, RELEASE_SAVEPOINT = b"savepoint pgqueue", b"release savepoint pgqueue"
-POLICY_SAVEPOINT, RELEASE_POLICY_SAVEPOINT = b"savepoint pgqueue_policy", b"release savepoint pgqueue_policy"
-# These run on a cursor: psycopg clears its cache of prepared statements when a cursor executes a rollback.
+# Rollbacks run on a cursor: psycopg clears its cache of prepared statements when a cursor executes a rollback.
 ROLLBACK: Bound[Any] = Bound(b"rollback", [], scalar_row)
 ROLLBACK_TO_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue", [], scalar_row)
-ROLLBACK_TO_POLICY_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row)
+POLICY_SAVEPOINT: tuple[bytes, bytes, Bound[Any]] = (  # its begin, its end, and how it is undone
+    b"savepoint pgqueue_policy",
+    b"release savepoint pgqueue_policy",
+    Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row),
+)
 NO_COMMIT_WAIT = b"set synchronous_commit = off"
 BACKEND_PID: Bound[int] = Bound(b"select pg_catalog.pg_backend_pid()", [], scalar_row)
 
@@ -394,7 +397,7 @@ def ack_claims(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bo
 
 
 def extend_claims(
-    queue_name: str, ids: list[int], tokens: list[UUID | None], visibility_timeout: timedelta
+    queue_name: str, ids: list[int], tokens: list[UUID | None], visibility_timeout: timedelta | None
 ) -> Bound[int]:
     """Extend several claims: the ids of the messages that are still claimed under these tokens."""
     return Bound(_EXTEND_CLAIMS, [ids, tokens, queue_name, visibility_timeout], scalar_row)

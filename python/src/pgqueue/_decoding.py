@@ -13,7 +13,7 @@ from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 from .message import UnreadableJson
 
-__all__ = ["decoder", "lenient_decoder"]
+__all__ = ["lenient_decoder"]
 
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
@@ -71,15 +71,6 @@ def lenient_decoder(cursor: Any) -> abc.Transformer:
     for layout in (Format.TEXT, Format.BINARY):
         if strict := adapters.get_loader(_JSONB_OID, layout):
             adapters.register_loader(_JSONB_OID, _lenient(strict, layout))
-    return _decoder(cursor, adapters)
-
-
-def decoder(cursor: Any) -> abc.Transformer:
-    """A transformer for the result of a cursor that reads every timestamp, for use after a fetch has failed."""
-    return _decoder(cursor, AdaptersMap(cursor.adapters))
-
-
-def _decoder(cursor: Any, adapters: AdaptersMap) -> abc.Transformer:
     adapters.register_loader("timestamptz", _Moments)
     adapters.register_loader("timestamptz", _BinaryMoments)
     made: abc.Transformer = Transformer(_Context(adapters, cursor.connection))

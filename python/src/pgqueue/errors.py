@@ -90,6 +90,7 @@ class NotInstalled(Error, InvalidSchemaName, UndefinedFunction):
 
 
 MISSING = InvalidSchemaName, UndefinedFunction
+_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
 
 
 def not_installed(error: InvalidSchemaName | UndefinedFunction, database: str) -> psycopg.Error:
@@ -109,3 +110,32 @@ def not_installed(error: InvalidSchemaName | UndefinedFunction, database: str) -
     made = NotInstalled(f"{message}\nHINT:  {hint}", info=error._info, encoding=error._encoding)
     made.sqlstate = error.sqlstate
     return made
+
+
+def is_conflict(error: BaseException | None) -> bool:
+    """Whether an exception was caused by a deadlock or a serialization failure: the work can be repeated."""
+    for _ in range(20):
+        if error is None:
+            return False
+        if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
+            return True
+        error = error.__cause__
+    return False
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether the same statement may succeed later: the connection broke, the server is busy or restarts."""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, OSError)
+    state = error.sqlstate
+    if state is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    # Connection, resources, operator intervention, system error, lock not available, read-only after a failover.
+    return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether an exception says that a database cannot be reached: the connection broke, or the server stops."""
+    if not isinstance(error, psycopg.Error) or not is_trouble(error):
+        return False
+    return error.sqlstate is None or error.sqlstate.startswith(("08", "53", "57P"))

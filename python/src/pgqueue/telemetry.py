@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._tasks import is_async
+
 if TYPE_CHECKING:
     from .consumer import AsyncConsumer, Consumer, Delivery, Event
 
@@ -46,8 +48,6 @@ def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
 
 
 def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
-    from .consumer.connections import is_async  # here, so that programs that only send do not import the consumer
-
     tracer = trace.get_tracer("pgqueue")
 
     def span(argument: "Delivery | list[Delivery]") -> Any:

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
-from pgqueue.consumer.connections import is_conflict, is_trouble
 from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
 from pgqueue.consumer.polling import PollSchedule
 from pgqueue.consumer.runtime import CircuitBreaker
+from pgqueue.errors import is_conflict, is_trouble
 
 SECONDS = timedelta(seconds=1)
 NOW = datetime.now(UTC)

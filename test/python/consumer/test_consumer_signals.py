@@ -23,7 +23,7 @@ import asyncio, os, signal, sys, threading, time, pgqueue
 flavour, conninfo, queue, home = sys.argv[1:]
 
 def handle(delivery):
-    print("begun", flush=True)
+    print("begun\\n", end="", flush=True)
     while not os.path.exists(home + "/open"):
         time.sleep(0.01)
     print("done", flush=True)
@@ -52,7 +52,7 @@ else:
         thread.start()
         while not consumer.stats.running:
             time.sleep(0.01)
-        print("kept" if handlers() == before else "changed", flush=True)
+        print("kept\\n" if handlers() == before else "changed\\n", end="", flush=True)
         consumer.request_stop()
         thread.join()
     elif flavour == "ignoring":

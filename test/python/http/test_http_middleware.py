@@ -17,8 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from pgqueue._tasks import end_tasks
 from pgqueue.http import create_app, protocol
-from pgqueue.http.databases import Databases, cancel_and_wait
+from pgqueue.http.databases import Databases
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.passwords import Authenticator, hash_password
@@ -261,7 +262,7 @@ async def test_a_failed_sample_is_retried_soon() -> None:
         async with asyncio.timeout(30):
             await third.wait()
     finally:
-        await cancel_and_wait(looking)
+        await end_tasks([looking])
 
 
 async def test_the_sampler_ends_although_a_pool_swallows_its_cancellation() -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from .._signals import stop_signals
+from .._tasks import is_async
 from ..client import Queue
 from .logging_output import Level, log_to
 from .parameters import QueueName, duration_option
@@ -176,7 +178,6 @@ async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
 @contextmanager
 def _stoppable(monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[None]:
     """Monitor a consumer while it runs. After a stop by force, end the process, which threads may keep alive."""
-    from ..consumer.consumer import stop_signals
 
     def note() -> None:
         monitor.signals += 1  # the monitor prints it, because a signal handler must not
@@ -235,7 +236,6 @@ def _consumer_factory(
     queue: str, function: Callable[..., Any], settings: dict[str, Any], retries: dict[str, Any]
 ) -> "Callable[[str], Consumer | AsyncConsumer]":
     from ..consumer import AsyncConsumer, Consumer, Retries  # here, so that the other commands start without it
-    from ..consumer.connections import is_async
 
     kind: Any = AsyncConsumer if is_async(function) else Consumer
 

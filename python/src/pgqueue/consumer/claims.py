@@ -12,10 +12,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -24,7 +23,7 @@ from psycopg.errors import LockNotAvailable
 from .. import _calls
 from .._calls import Bound, LostAck
 from .._wording import counted
-from .connections import is_trouble
+from ..errors import is_trouble
 from .delivery import ClaimedMessage, Result, State
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
@@ -39,13 +38,12 @@ _SEARCH_SECONDS = 1.0  # for finding out which messages are locked
 _RETRY_SECONDS = 0.5  # until the settlement of a locked message is tried again
 
 
-@dataclass(slots=True)
-class _Settlement:
+class _Settlement(NamedTuple):
     """A statement that returns whether the message was still claimed, a fallback if it is refused, and the outcome."""
 
     statement: Bound[Any]
-    fallback: Bound[Any] | None
     result: Result | None
+    fallback: Bound[Any] | None
     met_lock: bool = False
 
 
@@ -79,12 +77,10 @@ class Claims:
         with self._portion_of(wanted) as wanted:
             call = _calls.peek_and_claim(name, most, wanted, self.visibility_timeout, by)
             found = await self._runtime.run(call, "peek")
-        seen = next((row[0] for row in found if isinstance(row, tuple)), len(found))
-        rows = [row[1] if isinstance(row, tuple) else row for row in found]
-        if rows[0] is None:
-            return seen, []
-        self._runtime.succeeded("claim")
-        return seen, rows
+        rows = [message for _, message in found if message is not None]
+        if rows:
+            self._runtime.succeeded("claim")
+        return found[0][0], rows
 
     async def claim(self, wanted: int, more: bool) -> list[Any]:
         """Claim up to `wanted` messages; if there are still `more`, acknowledge others in the same statement.
@@ -240,13 +236,14 @@ class Claims:
 
     def _postpone(self, again: Callable[[], None]) -> None:
         """Queue a settlement again in a moment, because its message is locked now."""
-        self._postponed += 1
-        asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._resume, again)
 
-    def _resume(self, again: Callable[[], None]) -> None:
-        self._postponed -= 1
-        again()
-        self._runtime.signal()
+        def resume() -> None:
+            self._postponed -= 1
+            again()
+            self._runtime.signal()
+
+        self._postponed += 1
+        asyncio.get_running_loop().call_later(_RETRY_SECONDS, resume)
 
     # Settling
 
@@ -265,7 +262,7 @@ class Claims:
         """Settle a message by a statement, or by `fallback` if it is refused. It returns whether the claim was kept."""
         if result is not None:
             result.message.become(State.SETTLING)
-        self._settlements.append(_Settlement(statement, fallback, result))
+        self._settlements.append(_Settlement(statement, result, fallback))
         self._runtime.signal()
 
     def settled(self, result: Result) -> None:
@@ -283,10 +280,10 @@ class Claims:
 
     def _answered(self, result: Result, is_kept: bool) -> None:
         """Note the answer to a settlement, which tells whether the claim was kept."""
-        if result.message.is_lost:
-            self._held.discard(result.message)
+        if is_kept and not result.message.is_lost:
+            self.settled(result)
         else:
-            self.settled(result if is_kept else result._replace(state=State.LOST))
+            self.lose(result.message)
 
     def forget(self, message: ClaimedMessage) -> None:
         """Keep a message that was not settled no longer: it is delivered again after its claim has expired."""
@@ -338,10 +335,12 @@ class Claims:
     async def _acknowledge_part(self, done: list[Result], is_locked: bool) -> bool:
         """Acknowledge all of these messages; False, and none was acknowledged, if one is locked."""
         ids, tokens = [result.message.id for result in done], [result.message.token for result in done]
+        counts: list[Any] | None = None
         try:
             counts = await self._run(_calls.ack_claims(self._settings.queue_name, ids, tokens), is_locked)
+            lost = await self._lost_of(done, dict(counts or ()))
         except BaseException as error:
-            if isinstance(error, psycopg.Error) and not is_trouble(error):
+            if counts is None and isinstance(error, psycopg.Error) and not is_trouble(error):
                 for result in done:
                     self.forget(result.message)
                     self._in_doubt.pop(result.message.id, None)
@@ -350,15 +349,9 @@ class Claims:
             else:
                 self._retry_acknowledgement(done)
             raise
-        if counts is None:
-            return False
-        try:
-            lost = await self._lost_of(done, dict(counts))
-        except BaseException:
-            self._retry_acknowledgement(done)
-            raise
-        self._acknowledged(done, lost)
-        return True
+        if counts is not None:
+            self._acknowledged(done, lost)
+        return counts is not None
 
     async def _lost_of(self, done: list[Result], counts: dict[UUID | None, int]) -> set[ClaimedMessage]:
         """The messages whose claims were lost, by how many of each claim were acknowledged."""
@@ -401,25 +394,23 @@ class Claims:
 
     async def _send(self) -> None:
         while self._settlements:
-            settlement = self._settlements[0]
-            result = settlement.result
+            statement, result, fallback, met_lock = settlement = self._settlements[0]
             try:
-                rows = await self._run(settlement.statement, settlement.met_lock)
+                rows = await self._run(statement, met_lock)
             except psycopg.Error as error:
                 if is_trouble(error):
                     raise
-                if settlement.fallback is not None:
-                    settlement.statement, settlement.fallback = settlement.fallback, None
-                    continue
                 self._settlements.popleft()
+                if fallback is not None:
+                    self._settlements.appendleft(_Settlement(fallback, result, None))
+                    continue
                 self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
                 if result is not None:
                     self.forget(result.message)
                 continue
             self._settlements.popleft()
             if rows is None:
-                settlement.met_lock = True
-                self._postpone(partial(self._settlements.append, settlement))
+                self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
                 if result is not None:
                     self._note_lock(result.message)
             elif result is not None:

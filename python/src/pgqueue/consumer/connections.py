@@ -1,15 +1,13 @@
-"""Connections of a consumer: how they are opened, shared, kept while idle and aborted, and what their errors mean."""
+"""Connections of a consumer: how they are opened, shared, kept while idle and aborted."""
 
 import asyncio
-import contextvars
-import functools
 import inspect
 import os
 import socket
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,13 +17,13 @@ from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
-from psycopg.rows import BaseRowFactory
 from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .. import _calls
 from .._calls import Bound
-from .._decoding import decoder
+from .._client_rows import read_leniently
 from .._styles import correction_statement
+from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
@@ -39,38 +37,6 @@ _DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-_CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
-
-# Errors
-
-
-def is_conflict(error: BaseException | None) -> bool:
-    """Whether an exception was caused by a deadlock or a serialization failure: the work can be repeated."""
-    for _ in range(20):
-        if error is None:
-            return False
-        if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
-            return True
-        error = error.__cause__
-    return False
-
-
-def is_trouble(error: BaseException) -> bool:
-    """Whether the same statement may succeed later: the connection broke, the server is busy or restarts."""
-    if not isinstance(error, psycopg.Error):
-        return isinstance(error, OSError)
-    state = error.sqlstate
-    if state is None:
-        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    # Connection, resources, operator intervention, system error, lock not available, read-only after a failover.
-    return is_conflict(error) or state[:2] in ("08", "53", "57", "58") or state in ("55P03", "25006")
-
-
-def is_unreachable(error: BaseException) -> bool:
-    """Whether an exception says that a database cannot be reached: the connection broke, or the server stops."""
-    if not isinstance(error, psycopg.Error) or not is_trouble(error):
-        return False
-    return error.sqlstate is None or error.sqlstate.startswith(("08", "53", "57P"))
 
 
 class NoConnection(psycopg.OperationalError):
@@ -125,11 +91,12 @@ class ConnectionFactory:
             self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
-    async def open(self, on_loop: bool) -> Any:
+    async def open(self, on_loop: bool, setting: bytes | None = None) -> Any:
         """A new connection for the event loop, or for a thread, where this never suspends.
 
-        The event loop adopts a synchronous connection that the user's function returned. Raises what connecting raises,
-        and `TypeError` if that function returned no connection.
+        `setting` is executed on it unless a pooler would keep that for other clients. The event loop adopts a
+        synchronous connection that the user's function returned. Raises what connecting raises, and `TypeError` if that
+        function returned no connection.
         """
         connection = await self._connect(on_loop)
         try:
@@ -145,6 +112,8 @@ class ConnectionFactory:
                 cursor = new_cursor(connection, _calls.BACKEND_PID.row)
                 await done(cursor.execute(_calls.BACKEND_PID.text))
                 self.proxied = await done(cursor.fetchone()) != connection.pgconn.backend_pid
+            if setting is not None and not self.proxied:
+                await done(new_cursor(connection).execute(setting))
         except BaseException:
             await done(connection.close())
             raise
@@ -187,54 +156,12 @@ class _AdoptedConnection(AsyncConnection[Any]):
         return self._origin.adapters
 
 
-def unwrapped(function: Any) -> Any:
-    """The function behind `functools.partial`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Any) -> bool:
-    """Whether a call of a function, or of an object with `__call__`, returns a coroutine."""
-    function = unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def _discard(made: Any) -> None:
     """Close what the user's function returned: a connection, or the coroutine that would have opened one."""
     if isinstance(made, AsyncConnection):
         made.pgconn.finish()
     elif isinstance(made, Connection) or inspect.iscoroutine(made):
         made.close()
-
-
-async def in_thread(function: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
-    """Call a function in a daemon thread. If the wait for it is cancelled, `unwanted` gets what it returns."""
-    future: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        try:
-            result = context.run(function)
-        except BaseException as error:
-            # A future cannot raise StopIteration: the wait for it would not end.
-            told = RuntimeError("StopIteration was raised") if isinstance(error, StopIteration) else error
-            with suppress(InvalidStateError):
-                future.set_exception(told)
-            return
-        try:
-            future.set_result(result)
-        except InvalidStateError:
-            unwanted(result)
-
-    threading.Thread(target=call, name="pgqueue-in-thread", daemon=True).start()
-    try:
-        return await asyncio.wrap_future(future)
-    except BaseException:
-        # Either this cancels the future, and the thread cannot set its result; or the result was set before.
-        if not future.cancel() and future.exception() is None:
-            unwanted(future.result())
-        raise
 
 
 # The state of a connection
@@ -283,7 +210,7 @@ def begin_statement(connection: AnyConnection) -> bytes:
     return _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
 
 
-def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
+def shut_down(connection: AnyConnection) -> Callable[[], None]:
     """Shut down the socket of a connection that another thread may wait on; returns a function that tells the server.
 
     That function can take as long as connecting. Without it the server would notice when its statement has ended.
@@ -293,51 +220,13 @@ def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
         with socket.socket(fileno=os.dup(connection.pgconn.socket)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
     except (psycopg.Error, OSError):
-        return None
+        return lambda: None
 
     def cancel_statement() -> None:
         with suppress(psycopg.Error):
             cancel.cancel()
 
     return cancel_statement
-
-
-# Results
-
-
-class Unreadable:
-    """A claimed message that this client cannot decode, and the reason."""
-
-    def __init__(self, id: int, claim_token: Any, attempt_count: int, error: Exception) -> None:
-        self.id = id
-        self.claim_token = claim_token
-        self.attempt_count = attempt_count
-        self.error = error
-
-
-def readable_rows(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list[T | Unreadable]:
-    """Decode the rows of a result one by one, after decoding them together raised `error`.
-
-    One row that cannot be decoded does not prevent the others from being handled. Raises `error` if the rows are no
-    messages.
-    """
-    result = cursor.pgresult
-    columns = {(result.fname(place) or b"").decode(): place for place in range(result.nfields)}
-    if not {"id", "claim_token", "attempt_count"} <= columns.keys():
-        raise error from None
-    reader = decoder(cursor)
-    make = row(cursor)
-    rows: list[T | Unreadable] = []
-    for place in range(result.ntuples):
-        try:
-            rows.append(reader.load_row(place, make))
-        except Exception as reason:
-            number, token, attempt = (
-                None if (value := result.get_value(place, columns[name])) is None else value.decode()
-                for name in ("id", "claim_token", "attempt_count")
-            )
-            rows.append(Unreadable(int(number or 0), token, int(attempt or 0), reason))
-    return rows
 
 
 def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, None]:
@@ -354,9 +243,8 @@ def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, An
 class ConnectionPool:
     """Idle connections, last in first out, for the event loop, or for threads, where its methods never suspend."""
 
-    def __init__(self, factory: ConnectionFactory, on_loop: bool) -> None:
-        self._factory = factory
-        self._on_loop = on_loop
+    def __init__(self, factory: ConnectionFactory, on_loop: bool, setting: bytes | None = None) -> None:
+        self._open = partial(factory.open, on_loop, setting)
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._is_closed = False
@@ -373,7 +261,7 @@ class ConnectionPool:
     async def open(self) -> Any:
         """A new connection. Raises `psycopg.Error`, `OSError`."""
         try:
-            connection = await self._factory.open(self._on_loop)
+            connection = await self._open()
         except (psycopg.Error, OSError):
             raise
         except Exception as error:  # of the user's function: it is not the fault of a message
@@ -406,29 +294,16 @@ class ConnectionPool:
 class SharedConnection(ConnectionPool):
     """A connection of the event loop for one statement at a time. The users wait for each other with `lock`.
 
-    `setting` is executed on a new connection. `deadline` is the time limit of a statement in seconds.
+    `deadline` is the time limit of a statement in seconds.
     """
 
     def __init__(self, factory: ConnectionFactory, setting: bytes | None = None, deadline: float = 30.0) -> None:
-        super().__init__(factory, on_loop=True)
+        super().__init__(factory, True, setting)
         self.lock = asyncio.Lock()
         self.deadline = deadline
-        self._setting = setting
         self._timed_out: AsyncConnection[Any] | None = None
 
-    async def open(self) -> Any:
-        """A new connection with the setting. Raises `psycopg.Error`, `OSError`."""
-        connection = await super().open()
-        # A pooler would keep the setting for other clients.
-        if self._setting is not None and not self._factory.proxied:
-            try:
-                await new_cursor(connection).execute(self._setting)
-            except BaseException:
-                await connection.close()
-                raise
-        return connection
-
-    async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T | Unreadable]:
+    async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T]:
         """Execute a statement, and put the connection back.
 
         Raises `psycopg.Error`, also for a statement that exceeds the deadline.
@@ -440,7 +315,7 @@ class SharedConnection(ConnectionPool):
             try:
                 return list(await cursor.fetchall())
             except Exception as error:
-                return readable_rows(cursor, call.row, error)
+                return read_leniently(cursor, call, error)
         except psycopg.Error as error:
             if self._timed_out is connection:
                 raise psycopg.OperationalError(f"no answer from the server within {self.deadline:g} s") from None
@@ -455,6 +330,5 @@ class SharedConnection(ConnectionPool):
     def _time_out(self, connection: AsyncConnection[Any]) -> None:
         # Not by cancelling the task: psycopg would then wait for many seconds for a server that does not answer.
         self._timed_out = connection
-        if cancel_statement := shut_down(connection):
-            with suppress(RuntimeError):  # The process may have no more threads.
-                threading.Thread(target=cancel_statement, name="pgqueue-in-thread", daemon=True).start()
+        with suppress(RuntimeError):  # The process may have no more threads.
+            threading.Thread(target=shut_down(connection), name="pgqueue-in-thread", daemon=True).start()

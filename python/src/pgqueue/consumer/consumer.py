@@ -3,92 +3,37 @@
 import asyncio
 import inspect
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
-from .connections import is_async, unwrapped
+from .._signals import stop_signals
+from .._tasks import end_tasks, is_async, run_to_end, unwrapped
 from .delivery import ConsumerStats
 from .polling import Poller
 from .runtime import Runtime
 from .settings import Settings, check_integer
 from .workers import ThreadWorkers, Workers
 
-__all__ = ["AsyncConsumer", "Consumer", "stop_signals"]
+__all__ = ["AsyncConsumer", "Consumer"]
 
 
-class StopSignals:
-    """What SIGINT and SIGTERM do to the consumers that run in the main thread.
+class _Base(Settings):
+    """What both consumers do. `Consumer` replaces what suspends: there the coroutines run to their end at once."""
 
-    The first signal asks them to stop. The second forces them, and raises `SystemExit` when they have ended. The third
-    ends the process. The status is 128 + the number of the last signal.
-    """
-
-    def __init__(self) -> None:
-        self._stops: list[Callable[[], None]] = []  # several consumers can run on one event loop
-        self._received = 0
-        self._last = 0
-        self._replaced: dict[int, Any] = {}
-
-    @contextmanager
-    def call(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` for each signal. In another thread, and for a signal with a handler of the program, do nothing.
-
-        The last of several users puts the former handlers back.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        if not self._stops:
-            self._received = 0
-            found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            self._replaced = {number: handler for number, handler in found.items() if _is_default(handler)}
-            for number in self._replaced:
-                signal.signal(number, self._handle)
-        self._stops.append(stop)
-        try:
-            yield
-        finally:
-            self._stops.remove(stop)
-            if not self._stops:
-                for number, handler in self._replaced.items():
-                    signal.signal(number, handler)
-        if not self._stops and self._received > 1:
-            raise SystemExit(128 + self._last)
-
-    def _handle(self, number: int, _: object) -> None:
-        self._received += 1
-        self._last = number
-        for stop in list(self._stops):
-            stop()
-        if self._received > 2:
-            os._exit(128 + number)
-
-
-def _is_default(handler: Any) -> bool:
-    """Whether a handler of a signal was set by Python, or by asyncio in `Runner.run`, and not by the program."""
-    made_by = getattr(getattr(handler, "func", None), "__self__", None)
-    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(made_by, asyncio.Runner)
-
-
-stop_signals = StopSignals()
-
-
-class _ConsumerBase(Settings):
-    """What both consumers have: settings, counters, and the present run."""
-
-    _event: type[threading.Event] | type[asyncio.Event]
-    _ended: Any  # such an event, of the present or the last run
+    _kind: type[Workers] = Workers
     _runtime: Runtime | None = None
     _workers: Workers | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _task: asyncio.Task[None]
     _stops = 0
     _runs_in: int | None = None  # the process: a forked child does not run the consumer
+    _found: "Future[None]"  # whether the present run has found the queue, or has ended
+    _ended: "Future[None]"  # whether the present or the last run has ended
+    _error: BaseException | None = None  # what ended a started run, for `stop` to raise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +79,40 @@ class _ConsumerBase(Settings):
             self._runtime.stops = max(self._runtime.stops, min(self._stops, 2))
             self._runtime.signal()
 
+    def _launch(self) -> None:
+        """Begin `_live` where it does not keep the caller waiting."""
+        self._task = asyncio.create_task(self._live(is_started=True), name=f"pgqueue {self.queue_name}")
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_error` has it.
+
+    async def _wait(self, future: "Future[Any]") -> None:
+        await asyncio.shield(asyncio.wrap_future(future))
+
+    async def _run(self) -> None:
+        with stop_signals.call(self.request_stop):
+            self._begin()
+            await self._live()
+
+    async def _start(self) -> None:
+        self._begin()
+        self._error = None
+        try:
+            self._launch()
+        except BaseException:  # The process may have no more threads.
+            self._finish()
+            raise
+        await self._wait(self._found)
+        if self._ended.done():
+            self._raise_error()
+
+    async def _stop(self, force: bool, timeout: timedelta | None) -> None:
+        if self._busy:
+            ended = self._ended
+            self._end(force, timeout)
+            if self._workers is not None and self._workers.is_called_by_handler():
+                return  # The consumer ends only after the caller returns.
+            await self._wait(ended)
+        self._raise_error()
+
     def _end(self, force: bool, timeout: timedelta | None) -> None:
         if timeout is not None and self._runtime is not None:
             self._runtime.grace = timeout.total_seconds()
@@ -143,11 +122,6 @@ class _ConsumerBase(Settings):
             self._stops = 0  # It has ended in the meantime: this stop must not end the next run.
 
     @property
-    def _waits_for_caller(self) -> bool:
-        """Whether the consumer ends only after the caller returns."""
-        return self._workers is not None and self._workers.is_called_by_handler()
-
-    @property
     def _busy(self) -> bool:
         return self._runs_in == os.getpid()
 
@@ -155,28 +129,45 @@ class _ConsumerBase(Settings):
         if self._busy:
             raise RuntimeError(f"{self!r} is running already")
         self._runs_in = os.getpid()
-        self._ended = self._event()
+        self._found, self._ended = Future(), Future()
 
     def _finish(self) -> None:
+        futures = self._ended, self._found  # Another run may begin as soon as this one is not busy.
         self._runs_in = None
         self._stops = 0
-        self._ended.set()
+        for future in futures:
+            if not future.done():
+                future.set_result(None)
 
-    async def _consume(self, workers: type[Workers], ready: Callable[[], None]) -> None:
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    async def _live(self, is_started: bool = False) -> None:
+        try:
+            await self._consume()
+        except BaseException as error:
+            if is_started:
+                self._error = error
+            raise
+        finally:
+            self._finish()
+
+    async def _consume(self) -> None:
+        """Consume on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._runtime = runtime = Runtime(self, self._stats)
-        self._workers = workers(self, runtime.connections)
+        self._workers = self._kind(self, runtime.connections)
         poller = Poller(runtime, self._workers)
         self._apply()
         try:
-            await poller.run(ready)
+            await poller.run(self._found)
         finally:
-            self._loop = None
-            self._runtime = None
-            self._workers = None
+            self._loop = self._runtime = self._workers = None
 
 
-class Consumer(_ConsumerBase):
+class Consumer(_Base):
     """Gives the messages of a queue to a plain function, in threads.
 
     `handler` is called with a `Delivery`, or with a list of up to `batch_size` of them. When it returns, they are
@@ -215,15 +206,13 @@ class Consumer(_ConsumerBase):
             that cannot be called with its arguments.
     """
 
-    _event = threading.Event
+    _kind = ThreadWorkers
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, what in (("handler", "the handler"), ("conninfo", "the conninfo"), ("on_failure", "on_failure")):
             if is_async(getattr(self, name)):
                 raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
@@ -232,40 +221,11 @@ class Consumer(_ConsumerBase):
         signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises what connecting
         raises, `QueueNotFound`, and `RuntimeError` if it is running already.
         """
-        with stop_signals.call(self.request_stop):
-            self._begin()
-            self._run(lambda: None)
-
-    def _run(self, ready: Callable[[], None]) -> None:
-        try:
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                runner.run(self._consume(ThreadWorkers, ready))
-        finally:
-            self._finish()
+        run_to_end(self._run())
 
     def start(self) -> None:
         """Consume in a new thread; returns when the queue was found. Raises what `run` raises."""
-        self._begin()
-        self._failure = None
-        ready = threading.Event()
-
-        def run() -> None:
-            try:
-                self._run(ready.set)
-            except BaseException as error:
-                self._failure = error
-            finally:
-                ready.set()
-
-        thread = threading.Thread(target=run, name=f"pgqueue-{self.queue_name}", daemon=True)
-        try:
-            thread.start()
-        except BaseException:  # The process may have no more threads.
-            self._finish()
-            raise
-        self._thread = thread
-        ready.wait()
-        self._raise_failure()
+        run_to_end(self._start())
 
     def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
         """Stop, and return when the consumer has ended; at once if the caller is a handler or a callback.
@@ -274,109 +234,64 @@ class Consumer(_ConsumerBase):
         `delivery.cancelled` becomes true, and their messages are given back at once, without an attempt counted. Does
         nothing if the consumer does not run. Raises what ended a started consumer before it was stopped.
         """
-        if self._busy:
-            ended = self._ended
-            self._end(force, timeout)
-            if self._waits_for_caller:
-                return
-            ended.wait()
-        elif self._runs_in is not None:
-            return  # It runs in the parent process.
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-            self._thread = None
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        run_to_end(self._stop(force, timeout))
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
+    async def _consume(self) -> None:
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(super()._consume())
 
-class AsyncConsumer(_ConsumerBase):
+    def _launch(self) -> None:
+        def live() -> None:
+            with suppress(BaseException):  # `_error` has it.
+                run_to_end(self._live(is_started=True))
+
+        threading.Thread(target=live, name=f"pgqueue-{self.queue_name}", daemon=True).start()
+
+    async def _wait(self, future: "Future[Any]") -> None:
+        future.result()
+
+
+class AsyncConsumer(_Base):
     """Gives the messages of a queue to a coroutine function. Arguments as those of `Consumer`.
 
     A function as `conninfo` may return an awaitable `AsyncConnection`; `on_failure` may be a coroutine function. A
     handler is cancelled if its claim was lost, or by a forced stop.
     """
 
-    _event = asyncio.Event
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
-        self._task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Consume until `stop` or `request_stop` is called, or signals stop it as those of `Consumer.run` do.
-
-        A cancellation is a forced stop. Raises what connecting raises, `QueueNotFound`, and `RuntimeError` if it is
-        running already.
-        """
-        with stop_signals.call(self.request_stop):
-            self._begin()
-            await self._run(lambda: None)
-
-    async def _run(self, ready: Callable[[], None]) -> None:
-        try:
-            await self._consume(Workers, ready)
-        finally:
-            self._finish()
+        """Consume until stopped, as `Consumer.run` does, which raises the same. A cancellation is a forced stop."""
+        await self._run()
 
     async def start(self) -> None:
         """Consume in a new task; returns when the queue was found. Raises what `run` raises."""
-        self._begin()
-        ready = asyncio.Event()
-        self._task = asyncio.create_task(self._run(ready.set), name=f"pgqueue {self.queue_name}")
-        waiting = asyncio.create_task(ready.wait())
         try:
-            await asyncio.wait([self._task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            await self._start()
         except asyncio.CancelledError:
             # The caller cannot stop a consumer that it has not seen start.
-            task, self._task = self._task, None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([self._task])
             self._finish()  # The task may not have begun.
+            self._error = None
             raise
-        finally:
-            waiting.cancel()
-        if self._task.done():
-            task, self._task = self._task, None
-            task.result()
 
     async def stop(self, force: bool = False, timeout: timedelta | None = None) -> None:
-        """Stop, and return when the consumer has ended; at once if the caller is a handler.
-
-        Running handlers may go on for `timeout`, by default the grace period, or not at all with `force`: then they are
-        cancelled, and their messages are given back at once, without an attempt counted. Does nothing if the consumer
-        does not run.
-        """
-        if self._busy:
-            ended = self._ended
-            self._end(force, timeout)
-            if self._waits_for_caller:
-                return
-            await ended.wait()
-        task, self._task = self._task, None
-        if task is not None:
-            await task
+        """Stop as `Consumer.stop` does, which raises the same. With `force` the running handlers are cancelled."""
+        await self._stop(force, timeout)
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()

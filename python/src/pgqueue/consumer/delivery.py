@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -113,14 +113,14 @@ def _copy_of(value: Any) -> Any:
 class HandlerCall:
     """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
 
-    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "returned", "task", "unreadable")
+    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "received", "task", "unreadable")
 
     def __init__(self, cancels_task: bool) -> None:
         self.messages: list[ClaimedMessage] = []
         self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
         self.is_cancelled = False  # by a forced stop; threads read this, too
-        self.returned = False  # whether the number of received messages was reported
-        self.task: asyncio.Task[None] | None = None
+        self.received: Callable[[int | None], None] | None = None  # to be told how many messages were received
+        self.task: asyncio.Task[None]
         self._cancels_task = cancels_task  # the handler runs in the task
         self._connection: Any = None
         self._lock = threading.Lock()
@@ -147,9 +147,9 @@ class HandlerCall:
         self.is_cancelled = True
         self.cancel_task()
 
-    def cancel_task(self, always: bool = False) -> None:
-        """Cancel the task if the handler runs in it, or `always`."""
-        if self.task is not None and (self._cancels_task or always):
+    def cancel_task(self) -> None:
+        """Cancel the task if the handler runs in it."""
+        if self._cancels_task:
             self.task.cancel()
 
     @contextmanager
@@ -174,9 +174,10 @@ class HandlerCall:
         This can take as long as connecting.
         """
         with self._lock:
-            cancel_statement = None if self._connection is None else shut_down(self._connection)
-        if cancel_statement is not None:
-            cancel_statement()
+            if self._connection is None:
+                return
+            cancel_statement = shut_down(self._connection)
+        cancel_statement()
 
 
 def _forbidden(*_: Any) -> NoReturn:

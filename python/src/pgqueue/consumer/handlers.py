@@ -5,20 +5,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
 
 from .. import _calls
+from .._tasks import in_thread, within
 from .._wording import counted
+from ..errors import is_conflict, is_trouble
 from .claims import Claims
-from .connections import in_thread, is_conflict, is_trouble
 from .delivery import ClaimedMessage, HandlerCall, Result, State
 from .policy import Reject, Retry
-from .runtime import Received, Runtime
+from .runtime import Runtime
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
-from .workers import Workers, within
+from .workers import Workers
 
 T = TypeVar("T")
 Failed = tuple[BaseException | None, float | None]  # what the handler raised, and how long it ran in seconds
@@ -29,15 +31,15 @@ _CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, befo
 _END_SECONDS = 2.5  # for all cancelled calls to end
 
 
+@dataclass(slots=True)
 class ReceiveRound:
     """The receives that follow a peek. After the first that returns nothing, no other is started."""
 
-    def __init__(self, messages: int, expected_by_peek: bool) -> None:
-        self.left = messages  # that may still be received
-        self.expected_by_peek = expected_by_peek
-        self.open = 0  # receives whose result is not known
-        self.received = 0
-        self.failed = False
+    left: int  # how many messages may still be received
+    expected_by_peek: bool
+    open: int = 0  # receives whose result is not known
+    received: int = 0
+    failed: bool = False
 
     @property
     def can_start(self) -> bool:
@@ -69,9 +71,8 @@ class HandlerCalls:
         messages, unreadable = split_readable(rows)
         for row, error in unreadable:
             self._runtime.report_unreadable(row, error)
-            name = self._settings.queue_name
-            fallback = _calls.reject(name, row.id, row.claim_token, None, None, None)
-            self.claims.send(rejection(name, row, error), None, fallback)
+            fallback = _calls.reject(row.queue_name, row.id, row.claim_token, None, None, None)
+            self.claims.send(rejection(row, error), None, fallback)
         self._runtime.stats.received += len(rows)
         if messages:
             self.claims.add(messages, claimed_at)
@@ -92,15 +93,9 @@ class HandlerCalls:
         return current
 
     async def start_when_free(self) -> None:
-        """Handle events, and start calls when the limit of calls rises, endlessly.
-
-        When a call ends, the next is started at once.
-        """
-        runtime = self._runtime
+        """Start calls when the limit of calls rises, endlessly. When a call ends, the next is started at once."""
         while True:
-            await runtime.wait_until(lambda: bool(runtime.events) or self._can_start())
-            while runtime.events:
-                self._received(runtime.events.popleft().messages)
+            await self._runtime.wait_until(self._can_start)
             self.start_next()
 
     def _can_start(self) -> bool:
@@ -263,6 +258,7 @@ class HandlerCalls:
     # Receive mode
 
     async def _receive(self, call: HandlerCall) -> None:
+        call.received = self._received
         try:
             attempt = await self._workers.run(partial(self._transactions.receive, call), call)
         except (psycopg.Error, OSError) as error:
@@ -284,8 +280,8 @@ class HandlerCalls:
             if attempt.kind == "undone":
                 self._record_failures(call, attempt.error)
         finally:
-            if not call.returned:
-                self._runtime.post(Received(None))
+            if call.received is not None:
+                self._received(None)
 
     def _received(self, messages: int | None) -> None:
         """Note how many messages a call has received."""
@@ -299,6 +295,7 @@ class HandlerCalls:
             current.received += messages
         if not messages:
             current.left = 0
+        self.start_next()
         self._runtime.signal()
 
     def _record_failures(self, call: HandlerCall, error: BaseException | None) -> None:
@@ -349,7 +346,7 @@ class HandlerCalls:
         """Cancel the calls that have not ended, and do not wait for them: what they do does not count."""
         for call in list(self.running):
             call.cancel()
-            call.cancel_task(always=True)
+            call.task.cancel()
 
     async def release(self, messages: list[ClaimedMessage], once_more: bool = False) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim, except those that are lost or settled.

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -14,13 +15,14 @@ import psycopg
 from psycopg import AsyncConnection
 
 from .. import _calls
+from .._tasks import end_tasks, within
 from .._wording import counted
 from ..errors import InvalidArgument
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
-from .workers import Workers, end_tasks, within
+from .workers import Workers
 
 # Seconds
 _WAIT_SECONDS = 20.0  # for which senders notify after a consumer has begun to wait
@@ -159,7 +161,6 @@ class NotificationListener:
         self._runtime = runtime
         self._schedule = schedule
         self._has_warned = False
-        self.is_listening = False
 
     async def listen(self) -> None:
         """Listen endlessly, on one connection after another."""
@@ -172,14 +173,14 @@ class NotificationListener:
                     failed = "stopped listening"
                     if await self._prepare(connection):
                         failures = 0
-                        self.is_listening = True
+                        self._runtime.stats.listening = True
                         self._notified()  # Earlier messages were not notified here.
                         await self._wait(connection)
                     else:
                         failures += 6
                         self._warn("LISTEN brings no notifications, as through a pooler by transaction")
                 finally:
-                    self.is_listening = False
+                    self._runtime.stats.listening = False
                     await connection.close()
             except (psycopg.Error, OSError) as error:
                 self._warn(f"{failed}: {str(error).strip()}")
@@ -213,16 +214,13 @@ class NotificationListener:
         broken: asyncio.Future[psycopg.Error] = loop.create_future()
 
         def read() -> None:
-            has_arrived = False
             try:
                 connection.pgconn.consume_input()
-                while connection.pgconn.notifies():
-                    has_arrived = True
+                if [*iter(connection.pgconn.notifies, None)]:
+                    self._notified()
             except psycopg.Error as error:
                 loop.remove_reader(number)
                 broken.set_result(error)
-            if has_arrived:
-                self._notified()
 
         loop.add_reader(number, read)
         try:
@@ -231,7 +229,6 @@ class NotificationListener:
             loop.remove_reader(number)
 
     def _notified(self) -> None:
-        self._runtime.stats.listening = self.is_listening
         self._schedule.notified()
         self._runtime.signal()
 
@@ -251,12 +248,14 @@ class Poller:
         self._calls = HandlerCalls(runtime, workers)
         self._claims = self._calls.claims
         self._schedule = PollSchedule(settings.peek_delay.total_seconds(), claim_every=_CLAIM_EVERY[settings.mode])
-        self._listener = NotificationListener(runtime, self._schedule)
         self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
         self._info_at = 0.0
 
-    async def run(self, ready: Callable[[], None]) -> None:
-        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`."""
+    async def run(self, found: "Future[None]") -> None:
+        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`.
+
+        `found` is done as soon as the queue was found.
+        """
         runtime = self._runtime
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -264,13 +263,14 @@ class Poller:
             if runtime.is_stopping:
                 return
             if self._settings.listen:
-                tasks.append(runtime.keep_running("listening", self._listener.listen))
+                listener = NotificationListener(runtime, self._schedule)
+                tasks.append(runtime.keep_running("listening", listener.listen))
             tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
             tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
             tasks.append(runtime.keep_running("polling", self._poll))
-            ready()
+            found.set_result(None)
             await runtime.wait_until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
         except asyncio.CancelledError:
@@ -363,7 +363,7 @@ class Poller:
     async def _look(self, free_slots: int) -> tuple[int, bool]:
         if time.monotonic() - self._info_at > _INFO_SECONDS:
             await self._look_at_queue()
-        schedule, is_listening = self._schedule, self._listener.is_listening
+        schedule, is_listening = self._schedule, self._runtime.stats.listening
         if self._claims.has_freed_place:
             self._claims.has_freed_place = False
             schedule.notified()
@@ -373,7 +373,7 @@ class Poller:
         if schedule.claims:
             schedule.empty()
             return free_slots, False
-        if self._listener.is_listening and schedule.registration_expires_soon:
+        if is_listening and schedule.registration_expires_soon:
             schedule.notifications_off()  # `_wait` turns them on again, and looks.
         else:
             self._runtime.stats.peeks += 1
@@ -388,7 +388,7 @@ class Poller:
         schedule, stats = self._schedule, self._runtime.stats
         if claim_found_nothing:
             schedule.claim_found_nothing()
-        if self._listener.is_listening and not schedule.can_wait:
+        if stats.listening and not schedule.can_wait:
             await self._runtime.wait_until(self._is_called, schedule.quiet_at)
             if self._is_called():
                 return 0, False

@@ -5,17 +5,17 @@ import logging
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psycopg
 from psycopg.errors import LockNotAvailable
 
 from .. import _calls
 from .._calls import Bound
-from .connections import ConnectionFactory, SharedConnection, is_conflict, is_trouble, is_unreachable
+from ..errors import is_conflict, is_trouble, is_unreachable
+from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .policy import cause_of, text_of
 from .settings import Settings
@@ -42,10 +42,7 @@ class CircuitBreaker:
     """
 
     def __init__(
-        self,
-        after: float,
-        clock: Callable[[], float] = time.monotonic,
-        chance: Callable[[], float] = random.random,
+        self, after: float, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
     ) -> None:
         self.after = after
         self.state: CircuitState = "closed"
@@ -83,12 +80,6 @@ class CircuitBreaker:
         self.changes.append(state)
 
 
-class Received(NamedTuple):
-    """A call of the handler has received so many messages, or has failed to receive if this is None."""
-
-    messages: int | None
-
-
 class Runtime:
     """One run of a consumer, for its parts. It belongs to the event loop."""
 
@@ -102,7 +93,6 @@ class Runtime:
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds())
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
         self.grace = settings.grace_period.total_seconds()
-        self.events: deque[Received] = deque()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
         self._connect_at = 0.0
@@ -123,11 +113,6 @@ class Runtime:
         return self.stops > 1
 
     # Waiting
-
-    def post(self, event: Received) -> None:
-        """Queue an event for the task that starts calls of the handler."""
-        self.events.append(event)
-        self.signal()
 
     def signal(self) -> None:
         """Wake the tasks whose condition is true now."""

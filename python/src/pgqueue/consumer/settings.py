@@ -12,7 +12,7 @@ from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
 from .._calls import as_duration
-from .connections import is_async, unwrapped
+from .._tasks import is_async, unwrapped
 from .delivery import Event, Failure
 from .policy import Decision, Retries, clean
 
@@ -97,13 +97,12 @@ class Settings:
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
         if self.retries is not None and not isinstance(self.retries, Retries):
             raise TypeError(f"invalid retries: {self.retries!r}; must be a pgqueue.Retries")
-        if self.batch_size is not None:
-            check_integer("batch_size", self.batch_size, 1, MOST_MESSAGES)
+        for name in ("batch_size", "peek_batch_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1, MOST_MESSAGES)
         check_integer("prefetch", self.prefetch, 0, MOST_MESSAGES)
         if self.prefetch and self.in_transaction:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
-        if self.peek_batch_size is not None:
-            check_integer("peek_batch_size", self.peek_batch_size, 1, MOST_MESSAGES)
         if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
             raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be from 100 ms to 10 s")
         if self.visibility_timeout is not None and not (

@@ -13,35 +13,23 @@ from psycopg.pq import TransactionStatus
 
 from .. import _calls
 from .._calls import Bound
-from ..errors import QueueNotFound
-from .connections import (
-    Unreadable,
-    begin_statement,
-    is_broken,
-    is_busy,
-    is_conflict,
-    is_outside_transaction,
-    is_trouble,
-)
+from ..errors import QueueNotFound, is_conflict, is_trouble
+from ..message import Message, UnreadableJson
+from . import policy
+from .connections import begin_statement, is_broken, is_busy, is_outside_transaction
 from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
-from .policy import (
-    Decision,
-    Exhausted,
-    Handled,
-    Reject,
-    Retry,
-    checked,
-    dead_letter_headers,
-    decide,
-    describe,
-    describe_next_step,
-    failure_headers,
-)
-from .runtime import Received, Runtime
+from .policy import Decision, Exhausted, Handled, Reject, Retry
+from .runtime import Runtime
 from .settings import Settings
 from .workers import Session, Workers
 
+Worked = tuple[list[Result], BaseException | None, float]  # the results, or an error or neither; seconds of the handler
+
 _MOST_CONFLICTS = 20
+_PRIVILEGE_HINT = (
+    "The message is acknowledged on delivery.connection, in the role that the handler has left it in:"
+    " reset that, or grant it access 'consumer'."
+)
 
 # Settlement
 
@@ -53,50 +41,51 @@ def settlement(
     what follows.
     """
     message, name, by = claimed.message, settings.queue_name, settings.claimed_by or ""
-    decision = decide(error, answer, message.attempt_count, settings.retries)
+    decision = policy.decide(error, answer, message.attempt_count, settings.retries)
     if isinstance(decision, Handled):
         return State.ACKED, _calls.ack(name, claimed.id, claimed.token), "the policy has handled it"
     is_rejected = isinstance(decision, Reject)
     dies = is_rejected or claimed.is_last_attempt
-    headers = failure_headers(message, error, by, dies)
-    text = describe(error, decision)
+    headers = policy.failure_headers(message, error, by, dies)
+    text = policy.describe(error, decision)
     if isinstance(decision, Retry):
         statement = _calls.nack(name, claimed.id, claimed.token, decision.after, text, headers)
     else:
         reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
         statement = _calls.reject(name, claimed.id, claimed.token, text, headers, reason)
-    return State.DEAD if dies else State.RETRIED, statement, describe_next_step(decision, dies)
+    return State.DEAD if dies else State.RETRIED, statement, policy.describe_next_step(decision, dies)
 
 
 def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
     """The statement that counts an attempt whose transaction was rolled back, and what follows."""
-    decision = decide(error, None, claimed.message.attempt_count, settings.retries)
+    decision = policy.decide(error, None, claimed.message.attempt_count, settings.retries)
     statement = _calls.record_failure(
         settings.queue_name,
         claimed.id,
         claimed.message.attempt_count,
         decision.after if isinstance(decision, Retry) else None,
-        describe(error, decision),
-        failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
+        policy.describe(error, decision),
+        policy.failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
     )
-    return statement, describe_next_step(decision, claimed.is_last_attempt)
+    return statement, policy.describe_next_step(decision, claimed.is_last_attempt)
 
 
-def rejection(queue_name: str, row: Any, error: Exception) -> Bound[bool]:
+def rejection(message: Message, error: Exception) -> Bound[bool]:
     """The statement that makes a dead letter of a message that cannot be read."""
-    headers = dead_letter_headers(queue_name, row.attempt_count, error)
-    return _calls.reject(queue_name, row.id, row.claim_token, describe(error), headers, None)
+    headers = policy.dead_letter_headers(message.queue_name, message.attempt_count, error)
+    return _calls.reject(message.queue_name, message.id, message.claim_token, policy.describe(error), headers, None)
 
 
-def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Any, Exception]]]:
+def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Message, Exception]]]:
     """The messages that a handler can get, and those that it cannot, each with the reason."""
     messages: list[ClaimedMessage] = []
-    unreadable: list[tuple[Any, Exception]] = []
+    unreadable: list[tuple[Message, Exception]] = []
     for row in rows:
-        if isinstance(row, Unreadable):
-            unreadable.append((row, row.error))
+        if isinstance(row.payload, UnreadableJson):
+            unreadable.append((row, row.payload.error))
         elif row.headers is not None and not isinstance(row.headers, dict):
-            unreadable.append((row, TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")))
+            fault = TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")
+            unreadable.append((row, row.headers.error if isinstance(row.headers, UnreadableJson) else fault))
         else:
             messages.append(ClaimedMessage(row))
     return messages, unreadable
@@ -195,10 +184,10 @@ class Transactions:
         messages, call.unreadable = split_readable(rows)
         call.take(messages)
         for row, reason in call.unreadable:
-            await session.execute(rejection(self._settings.queue_name, row, reason))
-        if not call.returned:  # After a conflict the call receives once more.
-            call.returned = True
-            self._workers.call_soon(self._runtime.post, Received(len(rows)))
+            await session.execute(rejection(row, reason))
+        if call.received is not None:  # After a conflict the call receives once more.
+            received, call.received = call.received, None
+            self._workers.call_soon(received, len(rows))
         results: list[Result] = []
         if messages and not call.is_cancelled:
             if call.unreadable:
@@ -234,7 +223,7 @@ class Transactions:
 
     async def _work_from_savepoint(
         self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
-    ) -> tuple[list[Result], BaseException | None, float]:
+    ) -> Worked:
         """Call the handler and settle, after a savepoint; any failure rolls back to the savepoint."""
         # Deferred constraints are checked while the transaction can still roll back to the savepoint.
         results, error, seconds = await self._work(call, messages, session, _calls.SET_CONSTRAINTS_IMMEDIATE + end)
@@ -244,9 +233,7 @@ class Transactions:
             await session.execute(_calls.ROLLBACK_TO_SAVEPOINT)
         return results, error, seconds
 
-    async def _work(
-        self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes
-    ) -> tuple[list[Result], BaseException | None, float]:
+    async def _work(self, call: HandlerCall, messages: list[ClaimedMessage], session: Session, end: bytes) -> Worked:
         """Call the handler and settle; returns the results, or none and the error, or neither if the work is void."""
         connection = session.connection
         deliveries = [message.deliver(connection, True) for message in messages]
@@ -268,7 +255,9 @@ class Transactions:
             try:
                 return await self._settle(messages, deliveries, seconds, end, session), None, seconds
             except Exception as failure:
-                error = _with_hint(failure)
+                error = failure
+                if isinstance(error, InsufficientPrivilege):
+                    error.add_note(_PRIVILEGE_HINT)
         _set_states(messages, State.WORKING)
         return [], error, seconds
 
@@ -277,11 +266,7 @@ class Transactions:
     ) -> Result:
         """Call the policy and carry out the decision, in one transaction, or in a savepoint of the present one."""
         connection = session.connection
-        begin, commit, undo = (
-            _calls.POLICY_SAVEPOINT,
-            _calls.RELEASE_POLICY_SAVEPOINT,
-            _calls.ROLLBACK_TO_POLICY_SAVEPOINT,
-        )
+        begin, commit, undo = _calls.POLICY_SAVEPOINT
         if is_outside_transaction(connection):
             begin, commit, undo = begin_statement(connection), _calls.COMMIT, _calls.ROLLBACK
         answer: Decision | None = None
@@ -300,7 +285,7 @@ class Transactions:
                     fault = InFailedSqlTransaction("on_failure went on after a statement of its had failed")
                 if fault is None:
                     try:
-                        answer = checked(said.value)
+                        answer = policy.checked(said.value)
                         break
                     except TypeError as mistake:
                         fault = mistake
@@ -357,14 +342,9 @@ class Transactions:
 
     async def extend(self, messages: list[ClaimedMessage], session: Session) -> list[ClaimedMessage]:
         """Extend claims; returns the messages whose claims are lost."""
-        kept: set[int] = set()
-        for token in {message.token for message in messages}:
-            ids = [message.id for message in messages if message.token == token]
-            kept.update(
-                await session.execute(
-                    _calls.extend_batch(self._settings.queue_name, ids, token, self._settings.visibility_timeout)
-                )
-            )
+        ids, tokens = [message.id for message in messages], [message.token for message in messages]
+        timeout = self._settings.visibility_timeout
+        kept = set(await session.execute(_calls.extend_claims(self._settings.queue_name, ids, tokens, timeout)))
         return [message for message in messages if message.id not in kept]
 
 
@@ -390,13 +370,3 @@ async def _roll_back(session: Session) -> None:
 async def _pause_after_conflict(number: int, session: Session) -> None:
     # For a random time, so that two transactions do not conflict again.
     await session.sleep(random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
-
-
-def _with_hint(error: Exception) -> Exception:
-    """The error of an acknowledgement, with a note if the handler may have caused it."""
-    if isinstance(error, InsufficientPrivilege):
-        error.add_note(
-            "The message is acknowledged on delivery.connection, in the role that the handler has left it in:"
-            " reset that, or grant it access 'consumer'."
-        )
-    return error

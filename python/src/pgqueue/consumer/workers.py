@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from psycopg.pq import ExecStatus
 
 from .._calls import Bound
-from .connections import ConnectionFactory, ConnectionPool, done, execute_command, in_thread, new_cursor, readable_rows
+from .._client_rows import read_leniently
+from .._tasks import in_thread, run_to_end
+from .connections import ConnectionFactory, ConnectionPool, done, execute_command, new_cursor
 from .delivery import HandlerCall
 from .settings import Settings
 
 T = TypeVar("T")
 UserFunction = Callable[[Any], Any]
 
-# Seconds
-_CANCEL_AGAIN_SECONDS = 0.5
 _ABORT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was aborted
 
 
@@ -45,22 +45,17 @@ class Session:
 
     def __init__(self, workers: "Workers", connection: Any) -> None:
         self.connection = connection
-        self._workers = workers
+        self.call = partial(Workers.call, workers)  # calls a function of the user in this thread
         self._is_async = workers.is_async
-
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
-        """Call a function of the user."""
-        return await self._workers.call_here(function, argument)
 
     async def command(self, text: bytes) -> None:
         """Execute statements without values or rows. This costs half of what a cursor costs."""
         connection = self.connection
-        if self._is_async:
-            async with connection.lock:
-                await connection.wait(execute_command(connection, text))
-        else:
-            with connection.lock:
-                connection.wait(execute_command(connection, text))
+        await done(connection.lock.acquire())
+        try:
+            await done(connection.wait(execute_command(connection, text)))
+        finally:
+            connection.lock.release()
 
     async def execute(self, call: Bound[Any]) -> list[Any]:
         """Execute a statement; returns its rows. Several statements may be given if they have no values."""
@@ -72,7 +67,7 @@ class Session:
         try:
             return list(await done(cursor.fetchall()))
         except Exception as error:
-            return readable_rows(cursor, call.row, error)
+            return read_leniently(cursor, call, error)
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
@@ -99,10 +94,6 @@ class Workers:
         self._calling: set[asyncio.Task[Any] | None] = set()
 
     async def call(self, function: UserFunction, argument: Any) -> Answer:
-        """Call a function of the user where handlers run."""
-        return await self.call_here(function, argument)
-
-    async def call_here(self, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
         process = os.getpid()
         task = asyncio.current_task() if self.is_async else None
@@ -161,7 +152,7 @@ class ThreadWorkers(Workers):
 
     async def call(self, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
-        return await self._submit(partial(self.call_here, function, argument))
+        return await self._submit(partial(super().call, function, argument))
 
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call in a thread with a session of its own. Raises what the work raises."""
@@ -173,11 +164,14 @@ class ThreadWorkers(Workers):
         context = contextvars.copy_context()
 
         def order() -> None:
-            value, error = context.run(_run_to_end, work)
+            try:
+                answer = Answer(context.run(run_to_end, work()))
+            except BaseException as error:
+                answer = Answer(error=error)
             # The thread counts as idle before the result is known, so that the next order can go to this thread.
             with self._lock:
                 self._idle_threads += 1
-            self.call_soon(_settle, future, value, error)
+            self.call_soon(_settle, future, answer)
 
         with self._lock:
             if self._idle_threads > 0:
@@ -221,26 +215,13 @@ class ThreadWorkers(Workers):
         await super().close()
 
 
-def _run_to_end(work: Callable[[], Coroutine[Any, Any, Any]]) -> Answer:
-    """Run a coroutine that never suspends."""
-    coroutine = work()
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return Answer(end.value)
-    except BaseException as error:
-        return Answer(error=error)
-    coroutine.close()
-    return Answer(error=RuntimeError("a coroutine has suspended in a thread"))
-
-
-def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+def _settle(future: "asyncio.Future[Any]", answer: Answer) -> None:
     if future.done():
         return
-    if error is None:
-        future.set_result(value)
+    if answer.error is None:
+        future.set_result(answer.value)
     else:
-        future.set_exception(error)
+        future.set_exception(answer.error)
 
 
 def _answered(value: Any) -> Answer:
@@ -265,38 +246,3 @@ def _exit_child(error: BaseException | None) -> NoReturn:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit((status or 0) & 0xFF)
-
-
-# Ending tasks
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they have ended.
-
-    One cancellation may not be enough. `asyncio.wait_for`, which psycopg 3.2 uses, drops a cancellation that comes
-    together with the result, before Python 3.12. The cancellation of psycopg 3.3 may take ten seconds, unless it is
-    cancelled again.
-    """
-    tasks = list(tasks)
-    while left := [task for task in tasks if not task.done()]:
-        for task in left:
-            task.cancel()
-        try:
-            await asyncio.wait(left, timeout=_CANCEL_AGAIN_SECONDS)
-        except asyncio.CancelledError:
-            for task in left:
-                task.cancel()
-            raise
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine; raises `TimeoutError`. Unlike `asyncio.timeout` it cancels until the coroutine has ended."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait([task], timeout=max(0.0, seconds))
-    finally:
-        await end_tasks([task])
-    if task.cancelled():
-        raise TimeoutError
-    return task.result()

@@ -16,10 +16,11 @@ import psycopg
 from psycopg_pool import PoolTimeout
 
 from .. import errors as queue_errors
+from .._tasks import end_tasks
 from ..client import AsyncQueue
 from ..consumer import AsyncConsumer, Delivery, Reject
 from . import registry
-from .databases import Databases, cancel_and_wait
+from .databases import Databases
 from .enqueueing import enqueue_messages
 from .errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
 from .idempotency import Answer, EffectKey, run_once
@@ -74,7 +75,7 @@ class Agent:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
         finally:
-            await cancel_and_wait(maintenance)
+            await end_tasks([maintenance])
 
     async def _consume(self, stopping: asyncio.Event) -> None:
         async with self._databases.control():

@@ -21,7 +21,7 @@ from .migrations import CONTROL, TARGET, install, migrate
 from .serialization import RawJson, TimestampLoader
 from .settings import Limits, Service, Settings
 
-__all__ = ["Connection", "Databases", "cancel_and_wait"]
+__all__ = ["Connection", "Databases"]
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
@@ -254,16 +254,6 @@ class Databases:
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             await pool.connections.close(timeout=5)
-
-
-async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks until they have ended. One cancellation is not enough: a pool that hands out a connection can
-    swallow it.
-    """
-    while not all(task.done() for task in tasks):
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=1)
 
 
 async def _check(connection: Connection) -> None:

@@ -8,11 +8,10 @@ from typing import Any, Final, cast
 
 import psycopg
 from fastapi.routing import APIRoute
-from psycopg_pool import PoolClosed, PoolTimeout
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound
+from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound, is_trouble
 
 __all__ = [
     "ApiError",
@@ -37,8 +36,6 @@ _CODES: Final = {
     500: "internal_error",
     503: "unavailable",
 }
-# SQLSTATE classes: connection, resources, operator intervention, system error. The same request may succeed later.
-_TEMPORARY_CLASSES: Final = ("08", "53", "57", "58")
 _LIMIT_EXCEEDED_CLASS: Final = "54"
 # libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
 # The messages of a server in another language do not match, and count as temporary.
@@ -235,14 +232,7 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 def is_temporary(error: BaseException) -> bool:
     """Whether the same request may succeed later: the database is down, restarts, or has no resources left."""
-    if isinstance(error, (PoolTimeout, PoolClosed, OSError, TimeoutError)):
-        return True
-    if not isinstance(error, psycopg.Error):
-        return False
-    state = error.sqlstate
-    if state is None:
-        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-    return state[:2] in _TEMPORARY_CLASSES or state[:2] == "40" or state in ("55P03", "25006")
+    return is_trouble(error) or (isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith("40"))
 
 
 def connection_sqlstate(error: BaseException) -> str | None:

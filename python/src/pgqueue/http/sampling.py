@@ -12,10 +12,11 @@ from typing import Final
 import psycopg
 from psycopg_pool import PoolTimeout
 
+from .._tasks import end_tasks
 from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueStats
-from .databases import Connection, Databases, cancel_and_wait
+from .databases import Connection, Databases
 from .depth_history import record, recorded_row
 from .settings import Service, Settings
 from .throughput import Throughput, depth_of, throughput_between
@@ -125,7 +126,7 @@ class Sampler:
             for task in done:
                 task.result()
         finally:
-            await cancel_and_wait(*sampling)
+            await end_tasks(sampling)
 
     async def _sample_repeatedly(self, service: Service, database: str) -> None:
         while True:

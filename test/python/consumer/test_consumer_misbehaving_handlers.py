@@ -541,6 +541,22 @@ def test_a_payload_nested_too_deeply_for_copying_is_delivered(
     assert run.consumer.stats.succeeded == 1
 
 
+@each
+@pytest.mark.parametrize("column", ["payload", "headers"])
+def test_a_message_that_cannot_be_read_is_rejected_without_a_call(
+    form: Form, column: str, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    values = {"payload": "1", "headers": "{}", column: '{"a": ' + "[" * 5000 + "]" * 5000 + "}"}
+    connection.execute(
+        "select pgqueue.enqueue(%s, %s::jsonb, headers => %s::jsonb)", (name, values["payload"], values["headers"])
+    )
+    with form.consuming(database, name) as run:
+        wait_for(lambda: is_empty(connection, name))
+    [dead] = queue.browse_dead_messages()
+    assert (run.calls, dead.reason, (dead.last_error or "")[:14]) == ([], "rejected", "RecursionError")
+
+
 @each_lease
 def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch

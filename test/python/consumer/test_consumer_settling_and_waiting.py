@@ -19,13 +19,14 @@ from psycopg.rows import scalar_row
 
 from pgqueue import AsyncConsumer, Consumer, Message
 from pgqueue._calls import Bound, LostAck
+from pgqueue._tasks import end_tasks, within
 from pgqueue.consumer import claims, handlers, polling
 from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
 from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.transactions import Transactions
-from pgqueue.consumer.workers import Workers, end_tasks, within
+from pgqueue.consumer.workers import Workers
 
 Connection = psycopg.Connection[Any]
 NOW = datetime.now(UTC)
@@ -886,7 +887,7 @@ def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
     def late(force: bool, timeout: timedelta | None) -> None:
         """Somebody else is first."""
         end(force, timeout)
-        assert consumer._ended.wait(PATIENCE)
+        assert consumer._ended.result(PATIENCE) is None
         end(force, timeout)
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,68 @@
+"""What SIGINT and SIGTERM do to consumers."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["stop_signals"]
+
+
+class StopSignals:
+    """What SIGINT and SIGTERM do to the consumers that run in the main thread.
+
+    The first signal asks them to stop. The second forces them, and raises `SystemExit` when they have ended. The third
+    ends the process. The status is 128 + the number of the last signal.
+    """
+
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []  # several consumers can run on one event loop
+        self._received = 0
+        self._last = 0
+        self._replaced: dict[int, Any] = {}
+
+    @contextmanager
+    def call(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` for each signal. In another thread, and for a signal with a handler of the program, do nothing.
+
+        The last of several users puts the former handlers back.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._stops:
+            self._received = 0
+            found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._replaced = {number: handler for number, handler in found.items() if _is_default(handler)}
+            for number in self._replaced:
+                signal.signal(number, self._handle)
+        self._stops.append(stop)
+        try:
+            yield
+        finally:
+            self._stops.remove(stop)
+            if not self._stops:
+                for number, handler in self._replaced.items():
+                    signal.signal(number, handler)
+        if not self._stops and self._received > 1:
+            raise SystemExit(128 + self._last)
+
+    def _handle(self, number: int, _: object) -> None:
+        self._received += 1
+        self._last = number
+        for stop in list(self._stops):
+            stop()
+        if self._received > 2:
+            os._exit(128 + number)
+
+
+def _is_default(handler: Any) -> bool:
+    """Whether a handler of a signal was set by Python, or by asyncio in `Runner.run`, and not by the program."""
+    made_by = getattr(getattr(handler, "func", None), "__self__", None)
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(made_by, asyncio.Runner)
+
+
+stop_signals = StopSignals()
