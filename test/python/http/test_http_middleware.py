@@ -22,6 +22,7 @@ from pgqueue.http.databases import Databases, cancel_and_wait
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.passwords import Authenticator, hash_password
+from pgqueue.http.request_body import Bodies
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.message import QueueStats
@@ -32,7 +33,7 @@ SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": 
 
 async def serve(app: Any, answers: list[Message], answered: asyncio.Event, seconds: float = 0.2) -> None:
     metrics = Metrics(Sampler(SETTINGS, Databases(SETTINGS)))
-    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds)
+    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds, Bodies())
 
     async def receive() -> Message:
         await asyncio.Event().wait()

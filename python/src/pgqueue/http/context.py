@@ -15,6 +15,7 @@ from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
 from .notifications import NotificationListeners
+from .request_body import run_beside
 from .sampling import Sampler
 from .settings import Settings
 
@@ -95,8 +96,9 @@ async def _idempotency_key(
 ) -> EffectKey | None:
     if idempotency_key is None:
         return None
-    query = request.scope["query_string"]
-    what = fingerprint(request.method.encode(), request.scope["path"].encode(), query, await request.body())
+    method, path, query = request.method.encode(), request.scope["path"].encode(), request.scope["query_string"]
+    body = await request.body()
+    what = await run_beside(body, fingerprint, method, path, query, body)
     return EffectKey(f"user:{request.scope['user']}", idempotency_key, what)
 
 
