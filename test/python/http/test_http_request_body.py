@@ -200,7 +200,10 @@ async def test_a_long_field_name_is_shortened_in_the_error(web: httpx.AsyncClien
 @pytest.mark.parametrize("filler", ["", '"' + "[{" * 40_000 + '", '], ids=["small", "large"])
 async def test_json_is_refused_over_its_depth(web: httpx.AsyncClient, filler: str) -> None:
     for path in (DIRECT, MANAGED):
-        for depth, expected in ((DEPTH_LIMIT, (503, "database_unavailable")), (DEPTH_LIMIT + 1, (400, "malformed_json"))):
+        for depth, expected in (
+            (DEPTH_LIMIT, (503, "database_unavailable")),
+            (DEPTH_LIMIT + 1, (400, "malformed_json")),
+        ):
             inner = depth - 4  # the body, the list of messages, the message, and the payload
             payload = f'{{"x": [{filler}{"[" * (inner - 1)}{"]" * (inner - 1)}]}}'
             status, error = await refusal(web, path, f'{{"messages": [{{"payload": {payload}}}]}}')
@@ -250,7 +253,11 @@ async def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(web: h
     [
         (DIRECT, '{"messages": [{"payload": [', "1]}]}"),
         (MANAGED, '{"messages": [{"payload": {"x": [', "1]}}]}"),
-        ("/v1/queues/q/nack", '{"id": 1, "claim_token": "00000000-0000-0000-0000-000000000000", "headers": {"x": [', "1]}}"),
+        (
+            "/v1/queues/q/nack",
+            '{"id": 1, "claim_token": "00000000-0000-0000-0000-000000000000", "headers": {"x": [',
+            "1]}}",
+        ),
     ],
     ids=["direct", "managed", "nack"],
 )

@@ -99,15 +99,15 @@ class RequestMiddleware:
     async def _admit(self, scope: Scope, limit: int) -> None:
         headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
         if scope["path"] not in _PATHS_WITHOUT_PASSWORD:
-            scope["user"] = await self._user(headers)
+            scope["user"] = await self._user(headers, (scope.get("client") or ("",))[0])
         if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limit:
             raise _too_large(length.decode("latin-1"), limit)
 
-    async def _user(self, headers: Mapping[bytes, bytes]) -> str:
-        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"))
+    async def _user(self, headers: Mapping[bytes, bytes], address: str) -> str:
+        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"), address)
         if user is None:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
             raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)

@@ -190,15 +190,15 @@ class JsonRoute(APIRoute):
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError`: 400 for invalid JSON, or too deep nesting, and
-    413 for too many values.
+    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError`: 400 for invalid JSON or too deep nesting,
+    and 413 for too many values.
     """
     _count_values(text)
     return _parse(text)
 
 
 def _count_values(text: str) -> int:
-    """How many values the JSON has; an empty list counts as one. Raises `ApiError` if it has too many, or is too deep."""
+    """How many values the JSON has; an empty list counts as one. Raises `ApiError` for too many, or too deep ones."""
     values, depth, is_in_string = 0, 0, False
     start = 0
     while start < len(text):
@@ -214,7 +214,9 @@ def _count_values(text: str) -> int:
         values += opened + outside.count(",")
         if values > VALUES_LIMIT:
             message = f"the body has more than {VALUES_LIMIT} values: send it in several requests"
-            raise ApiError(413, "body_too_large", message, "body", f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values")
+            raise ApiError(
+                413, "body_too_large", message, "body", f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values"
+            )
         if depth + opened > DEPTH_LIMIT:
             steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
             *_, depth = deepest = list(accumulate(steps, initial=depth))
