@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import psycopg
 import pytest
+from clients import PATIENCE
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -296,7 +297,8 @@ async def test_the_bodies_of_all_requests_share_a_limit_of_memory(
     monkeypatch.setattr(request_body, "BODIES_LIMIT", one * 3 // 2)
     first = asyncio.create_task(refusal(web, DIRECT, body))
     await entered.wait()
-    answer = await web.post(DIRECT, content=body, headers={"Content-Type": "application/json"})
+    async with asyncio.timeout(PATIENCE):
+        answer = await web.post(DIRECT, content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["field"]) == (503, "overloaded", "body")
     assert error["limit"] == f"{one * 3 // 2} bytes for all requests"
