@@ -23,6 +23,7 @@ from pgqueue.http.databases import Databases
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.passwords import Authenticator, hash_password
+from pgqueue.http.request_body import Bodies
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.message import QueueStats
@@ -33,7 +34,7 @@ SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": 
 
 async def serve(app: Any, answers: list[Message], answered: asyncio.Event, seconds: float = 0.2) -> None:
     metrics = Metrics(Sampler(SETTINGS, Databases(SETTINGS)))
-    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds)
+    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds, Bodies())
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -362,6 +363,34 @@ async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
         await entered.wait()
         writer.close()
         await left.wait()
+
+
+async def test_pipelined_requests_are_answered_one_after_the_other_in_order() -> None:
+    """Also those that arrive in several parts, with a body between them."""
+    running = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal running
+        running += 1
+        assert running == 1
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        running -= 1
+        await send({"type": "http.response.body", "body": b"%s %d;" % (scope["path"].encode(), len(body))})
+
+    # Together they exceed what the server keeps.
+    sizes = [0, 3, 0, 5000, 200_000, 0, *[0] * 5000, 70_000, 1]
+    assert 18 * len(sizes) > protocol.PIPELINE_LIMIT
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        for place, size in enumerate(sizes):
+            writer.write(b"POST /%d HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (place, size) + b"x" * size)
+        for place, size in enumerate(sizes):
+            assert b"/%d %d;" % (place, size) in await reader.readuntil(END)
 
 
 async def test_an_offer_to_upgrade_the_protocol_is_ignored(caplog: pytest.LogCaptureFixture) -> None:

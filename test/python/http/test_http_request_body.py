@@ -1,26 +1,30 @@
 """Bodies of requests: valid JSON, its size in PostgreSQL's form, and what is refused before it reaches PostgreSQL."""
 
+import asyncio
 import json
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
 import msgspec
 import psycopg
 import pytest
+from clients import PATIENCE
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from served import ADMIN
 
-from pgqueue.http import Service, Settings, create_app
+from pgqueue.http import Service, Settings, create_app, request_body
 from pgqueue.http.databases import Databases
+from pgqueue.http.errors import ApiError
 from pgqueue.http.fast_bodies import read_fast
+from pgqueue.http.middleware import SMALL_BODY_LIMIT
 from pgqueue.http.models import Ack, AckBatch, Claim, DirectMessage, EnqueueDirect
 from pgqueue.http.passwords import hash_password
-from pgqueue.http.request_body import json_size, read_json
+from pgqueue.http.request_body import DEPTH_LIMIT, VALUES_LIMIT, json_size, read_json
 
 # As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
@@ -194,14 +198,128 @@ async def test_a_long_field_name_is_shortened_in_the_error(web: httpx.AsyncClien
     assert len(error["message"]) < 200
 
 
-async def test_json_of_any_depth_is_read_or_refused(web: httpx.AsyncClient) -> None:
-    """The size of JSON that can be read cannot always be measured."""
-    seen = set()
-    for depth in range(800, 1000, 2):
-        body = f'{{"messages": [{{"payload": {"[" * depth}{"]" * depth}}}]}}'
-        status, error = await refusal(web, DIRECT, body)
-        seen.add((status, error["code"]))
-    assert seen == {(503, "database_unavailable"), (400, "malformed_json")}
+@pytest.mark.parametrize("filler", ["", '"' + "[{" * 40_000 + '", '], ids=["small", "large"])
+async def test_json_is_refused_over_its_depth(web: httpx.AsyncClient, filler: str) -> None:
+    for path in (DIRECT, MANAGED):
+        for depth, expected in (
+            (DEPTH_LIMIT, (503, "database_unavailable")),
+            (DEPTH_LIMIT + 1, (400, "malformed_json")),
+        ):
+            inner = depth - 4  # the body, the list of messages, the message, and the payload
+            payload = f'{{"x": [{filler}{"[" * (inner - 1)}{"]" * (inner - 1)}]}}'
+            status, error = await refusal(web, path, f'{{"messages": [{{"payload": {payload}}}]}}')
+            assert (status, error["code"]) == expected
+    assert (error["field"], error["value"], error["limit"]) == ("body", "over 500 levels", "500 levels")
+
+
+def _number_of_values(value: Any) -> int:
+    """The items of lists and the members of objects; an empty one counts as one."""
+    if isinstance(value, (dict, list)):
+        return max(len(value), 1) + sum(map(_number_of_values, value.values() if isinstance(value, dict) else value))
+    return 0
+
+
+@given(values, st.integers(1, 9))
+@example('\\\\"', 1)
+@example(['"\\', "[,{"], 2)
+def test_the_values_of_json_are_counted_outside_of_strings(value: Any, window: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "_WINDOW", window)
+        number = _number_of_values(value)
+        for limit in (number, number - 1):
+            patch.setattr(request_body, "VALUES_LIMIT", limit)
+            for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
+                if limit == number:
+                    read_json(text)
+                else:
+                    with pytest.raises(ApiError, match="values"):
+                        read_json(text)
+
+
+async def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(web: httpx.AsyncClient) -> None:
+    body = f'{{"messages": [{{"payload": [{"1e5," * VALUES_LIMIT}1]}}]}}'
+    for path in (DIRECT, MANAGED):
+        tracemalloc.start()
+        try:
+            status, error = await refusal(web, path, body)
+            assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+        finally:
+            tracemalloc.stop()
+        assert (status, error["code"], error["field"]) == (413, "body_too_large", "body")
+        assert (error["value"], error["limit"]) == ("over 1000000 values", "1000000 values")
+
+
+@pytest.mark.parametrize(
+    ("path", "begin", "end"),
+    [
+        (DIRECT, '{"messages": [{"payload": [', "1]}]}"),
+        (MANAGED, '{"messages": [{"payload": {"x": [', "1]}}]}"),
+        (
+            "/v1/queues/q/nack",
+            '{"id": 1, "claim_token": "00000000-0000-0000-0000-000000000000", "headers": {"x": [',
+            "1]}}",
+        ),
+    ],
+    ids=["direct", "managed", "nack"],
+)
+async def test_other_requests_are_answered_while_a_large_body_is_read(
+    web: httpx.AsyncClient, path: str, begin: str, end: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    await refusal(web, path, "{}")  # the password is verified in a thread
+    large = asyncio.create_task(web.post(path, content=begin + 200_000 * "1e5," + end, headers=headers))
+    answered = 0
+    while not large.done():
+        assert (await web.get("/healthz")).status_code == 200
+        answered += 1
+        await asyncio.sleep(0)  # without a network, no request waits
+    assert (await large).status_code == 413
+    assert answered >= 20
+
+
+@pytest.mark.parametrize("kind", ["bytes", "values"])
+async def test_the_bodies_of_all_requests_share_a_limit_of_memory(
+    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    entered, released = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def waiting(*_: object, **__: object) -> AsyncIterator[None]:
+        entered.set()
+        await released.wait()
+        raise psycopg.OperationalError
+        yield
+
+    monkeypatch.setattr(Databases, "target", waiting)
+    payload = json.dumps("x" * 100_000 if kind == "bytes" else [0] * 10_000)
+    body = f'{{"messages": [{{"payload": {payload}}}]}}'
+    one = len(body) + (0 if kind == "bytes" else 10_000 * 128)
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", one * 3 // 2)
+    first = asyncio.create_task(refusal(web, DIRECT, body))
+    await entered.wait()
+    async with asyncio.timeout(PATIENCE):
+        answer = await web.post(DIRECT, content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["field"]) == (503, "overloaded", "body")
+    assert error["limit"] == f"{one * 3 // 2} bytes for all requests"
+    assert answer.headers["Retry-After"] == "1"
+    released.set()
+    assert (await first)[1]["code"] == "database_unavailable"
+    assert (await refusal(web, DIRECT, body))[1]["code"] == "database_unavailable"
+
+
+@pytest.mark.parametrize("path", ["/v1/queues/q/claim", "/managed-services/s/queues", MANAGED + "/x"])
+async def test_only_routes_that_send_batches_take_large_bodies(web: httpx.AsyncClient, path: str) -> None:
+    for length in (None, str(SMALL_BODY_LIMIT + 1)):  # chunked, and announced
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b" " * SMALL_BODY_LIMIT
+            yield b" "
+
+        given = {"Content-Type": "application/json"} | ({} if length is None else {"Content-Length": length})
+        answer = await web.post(path, content=parts(), headers=given)
+        if path != MANAGED + "/x" or length:  # without a route, a body is not read
+            assert (answer.status_code, answer.json()["error"]["limit"]) == (413, "2097152 bytes")
 
 
 @pytest.mark.parametrize("text", ["30.0", "3e1", "300E-1", "0.0", "-0", "-0.0", "0e5", "30.000000000000000000000"])

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import httpx
 import pytest
 from served import ADMIN, Site, new_name, serving
 
-from pgqueue.http import Settings, SettingsError
+from pgqueue.http import Settings, SettingsError, passwords
+from pgqueue.http.errors import ApiError
 from pgqueue.http.passwords import Authenticator, hash_password
 
 HASH = hash_password("password")
@@ -107,6 +108,92 @@ def test_only_the_right_password_authenticates() -> None:
     asyncio.run(run())
 
 
+HASHED_BEFORE = {name: HASH.replace(":16384:", ":1024:") for name in ("admin", "other")}  # not by this process
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passwords that are hashed, in their order. `right` is the only right one."""
+    seen: list[str] = []
+
+    def matches(password: str, _hash: str) -> bool:
+        seen.append(password)
+        return password == "right"
+
+    monkeypatch.setattr(passwords, "_matches", matches)
+    return seen
+
+
+def flood(authenticator: Authenticator, names: Sequence[str], number: int) -> list[asyncio.Task[str | None]]:
+    return [
+        asyncio.create_task(authenticator.user(basic(name, f"wrong{number}"), "192.0.2.1"))
+        for number in range(number)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "address"), [("admin", "192.0.2.2"), ("admin", "2001:db8::1"), ("other", "192.0.2.1")]
+)
+async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
+    hashed: list[str], name: str, address: str
+) -> None:
+    authenticator = Authenticator(HASHED_BEFORE)
+    guessing = flood(authenticator, ["admin", "nobody", "somebody"], passwords._MOST_WAITING)
+    await asyncio.sleep(0)  # the tasks start
+    before = len(hashed)
+    assert await authenticator.user(basic(name, "right"), address) == name
+    assert len(hashed) - before <= 5
+    assert name not in await asyncio.gather(*guessing, return_exceptions=True)
+
+
+async def test_one_client_has_a_limited_number_of_passwords_verified(hashed: list[str]) -> None:
+    authenticator = Authenticator(HASHED_BEFORE)
+    results = await asyncio.gather(*flood(authenticator, ["admin"], 100), return_exceptions=True)
+    refused = [each for each in results if isinstance(each, ApiError)]
+    assert len(hashed) + len(refused) == 100
+    assert refused
+    assert {(each.status, each.code, each.field, each.headers["Retry-After"]) for each in refused} == {
+        (429, "too_many_logins", "Authorization", "1")
+    }
+
+
+async def test_a_password_is_hashed_once_for_parallel_requests_and_then_remembered(hashed: list[str]) -> None:
+    authenticator = Authenticator(HASHED_BEFORE)
+    for _ in range(2):
+        answers = await asyncio.gather(*(authenticator.user(basic("admin", "right")) for _ in range(100)))
+        assert set(answers) == {"admin"}
+        assert hashed == ["right"]
+    assert await authenticator.user(basic("other", "right")) == "other"
+    assert hashed == ["right", "right"]
+
+
+async def test_a_password_that_the_server_has_hashed_needs_no_turn(hashed: list[str]) -> None:
+    """As the password of an environment variable."""
+    assert await Authenticator({"admin": HASH}).user(basic("admin", "password")) == "admin"
+    assert hashed == []
+
+
+@pytest.mark.usefixtures("hashed")
+async def test_failed_logins_are_logged_once_a_minute_without_the_password(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authenticator = Authenticator(HASHED_BEFORE)
+    for number in range(3):
+        assert await authenticator.user(basic("a\nb" + 200 * "x", f"secret{number}"), "192.0.2.1") is None
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    assert await authenticator.user(basic("admin", "secret"), "192.0.2.1") is None
+    assert await authenticator.user(basic("admin", "secret"), "2001:db8::1") is None
+    assert await authenticator.user("") is None
+    assert [each.getMessage() for each in caplog.records] == [
+        f"failed log-ins from 192.0.2.1: 1, the last as 'a\\nb{97 * 'x'}…'",
+        "failed log-ins from 192.0.2.1: 3, the last as 'admin'",
+        "failed log-ins from 2001:db8::/64: 1, the last as 'admin'",
+    ]
+    assert {each.levelname for each in caplog.records} == {"WARNING"}
+
+
 def test_an_unknown_user_takes_as_long_as_a_wrong_password() -> None:
     async def seconds(authenticator: Authenticator, name: str) -> float:
         took = []
@@ -122,6 +209,16 @@ def test_an_unknown_user_takes_as_long_as_a_wrong_password() -> None:
 
     known, unknown = asyncio.run(run())
     assert 0.5 < known / unknown < 2
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_server_warns_where_passwords_pass_a_network_without_tls(
+    site: Site, tmp_path: Path, host: str, warned: bool
+) -> None:
+    with serving(
+        site.configuration(tmp_path), tmp_path, "--host", host, "--log-level", "warning", role="controller"
+    ) as web:
+        assert ("reached without TLS" in web.command.err) == warned
 
 
 def test_password_hashes_are_salted_and_usable_in_the_file() -> None:

@@ -30,6 +30,7 @@ from .metrics import Metrics
 from .middleware import RequestMiddleware
 from .notifications import NotificationListeners
 from .passwords import Authenticator
+from .request_body import Bodies
 from .sampling import Sampler
 from .settings import Settings, SettingsError
 
@@ -103,6 +104,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
         "authenticator": Authenticator(settings.users),
         "metrics": metrics,
         "seconds": settings.limits.request_seconds,
+        "bodies": Bodies(),
     }
     app.add_middleware(RequestMiddleware, **before)
     app.serve_direct_requests(before)

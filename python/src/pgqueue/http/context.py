@@ -15,6 +15,7 @@ from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
 from .notifications import NotificationListeners
+from .request_body import run_beside
 from .sampling import Sampler
 from .settings import Settings
 
@@ -40,7 +41,8 @@ _ERRORS: Final = {
     410: "The claim was lost.",
     413: "The body or a payload is too large.",
     422: "A field is missing or out of range.",
-    503: "A database cannot be reached, or took too long.",
+    429: "Too many passwords of this client wait to be verified.",
+    503: "A database cannot be reached, or took too long, or the bodies of all requests take too much memory.",
 }
 
 
@@ -95,8 +97,9 @@ async def _idempotency_key(
 ) -> EffectKey | None:
     if idempotency_key is None:
         return None
-    query = request.scope["query_string"]
-    what = fingerprint(request.method.encode(), request.scope["path"].encode(), query, await request.body())
+    method, path, query = request.method.encode(), request.scope["path"].encode(), request.scope["query_string"]
+    body = await request.body()
+    what = await run_beside(body, fingerprint, method, path, query, body)
     return EffectKey(f"user:{request.scope['user']}", idempotency_key, what)
 
 
@@ -106,7 +109,8 @@ IdempotencyKey = Annotated[EffectKey | None, Depends(_idempotency_key)]
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route for OpenAPI: the given statuses, and those that every route can return."""
     return {
-        each: {"description": _ERRORS[each], "model": ErrorBody} for each in sorted({401, 413, 422, 503, *statuses})
+        each: {"description": _ERRORS[each], "model": ErrorBody}
+        for each in sorted({401, 413, 422, 429, 503, *statuses})
     }
 
 

@@ -52,7 +52,7 @@ from .models import (
     QueueSettings,
     Redrive,
 )
-from .request_body import JsonRequest, JsonRoute
+from .request_body import JsonRequest, JsonRoute, run_beside
 from .serialization import to_json
 from .settings import Service
 from .statements import Statement
@@ -200,7 +200,7 @@ async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: Enq
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     text = await request.text()
     if isinstance(body, EnqueueDirect) and not is_small(text):  # else the text was found to be small
-        check_sizes(body.messages)
+        await run_beside(text, check_sizes, body.messages)
 
     async def effect(queue: AsyncQueue) -> Answer:
         ids = await enqueue_messages(queue.connection, target.name, text, body.messages)
@@ -336,9 +336,10 @@ async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
 
 
 @router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
-async def nack(target: KeyedTargetDependency, body: Nack) -> Response:
+async def nack(request: JsonRequest, target: KeyedTargetDependency, body: Nack) -> Response:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-    values = _seconds(body.delay_seconds), _storable_text(body.error), failure_headers(body.headers)
+    headers = await run_beside(await request.text(), failure_headers, body.headers)
+    values = _seconds(body.delay_seconds), _storable_text(body.error), headers
     return await _settle(target, body, "nacked", _NACK, *values)
 
 

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from .enqueueing import is_small
 from .models import BATCH_LIMIT, CLAIMED_BY_LIMIT, DELAY_LIMIT, MAX_ID, TIMEOUT_LIMIT, WAIT_LIMIT
+from .request_body import DEPTH_LIMIT
 
 __all__ = ["read_fast"]
 
@@ -58,6 +59,8 @@ def read_fast(verb: str, text: str) -> Any:
     decoder = _DECODERS.get(verb) if is_small(text) else None
     # With a decimal point, a number could be an id that a float cannot hold.
     if decoder is None or (verb != "enqueue" and "." in text):
+        return None
+    if text.count("[") + text.count("{") > DEPTH_LIMIT:
         return None
     try:
         return decoder.decode(text)

@@ -22,7 +22,7 @@ from .enqueueing import check_sizes
 from .errors import ApiError
 from .idempotency import Answer, EffectKey, run_once
 from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
-from .request_body import JsonRequest, JsonRoute
+from .request_body import JsonRequest, JsonRoute, run_beside
 from .serialization import RawJson, to_json, utc_text
 
 __all__ = ["router"]
@@ -118,8 +118,9 @@ async def enqueue(
     key: IdempotencyKey,
 ) -> Response:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
-    check_sizes(body.messages)
-    return await _submit(context, service_id, queue_name, "enqueue", key, await request.text())
+    text = await request.text()
+    await run_beside(text, check_sizes, body.messages)
+    return await _submit(context, service_id, queue_name, "enqueue", key, text)
 
 
 @router.get(

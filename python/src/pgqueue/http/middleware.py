@@ -13,13 +13,15 @@ from .errors import ApiError, error_response, from_database_error
 from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
 from .passwords import Authenticator
+from .request_body import Bodies, BodyMemory
 
-__all__ = ["BODY_LIMIT", "RequestMiddleware"]
+__all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "RequestMiddleware"]
 
 logger = logging.getLogger("pgqueue.http")
 
 # Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
+SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
 _PATHS_WITHOUT_PASSWORD: Final = {"/healthz", "/readyz"}
 # A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
@@ -40,11 +42,14 @@ _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
 class RequestMiddleware:
     """The ASGI middleware. Its own errors have the same form as those of the routes."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float, bodies: Bodies
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._metrics = metrics
         self._seconds = seconds
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. The time limit holds even if the application ignores its cancellation."""
@@ -55,6 +60,8 @@ class RequestMiddleware:
         # method.
         get_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         response = _ResponseSender(send, with_body=get_scope is scope)
+        limit = _body_limit(scope["path"])
+        memory = get_scope["body_memory"] = BodyMemory(self._bodies)
 
         async def send_timeout() -> None:
             message = f"the request took longer than {self._seconds:g} s"
@@ -68,8 +75,8 @@ class RequestMiddleware:
         )
         try:
             async with asyncio.timeout(self._seconds):
-                await self._admit(get_scope)
-                await self._app(get_scope, _LimitedReceive(receive), response.send)
+                await self._admit(get_scope, limit)
+                await self._app(get_scope, _LimitedReceive(receive, limit, memory), response.send)
         except ApiError as error:
             await response.send_instead(error_response(error), scope, receive)
         except TimeoutError:
@@ -83,23 +90,24 @@ class RequestMiddleware:
             await response.send_instead(error_response(from_database_error(error)), scope, receive)
         finally:
             timer.cancel()
+            memory.release()
             seconds = time.perf_counter() - began
             self._metrics.request(scope["method"], get_scope.get("route"), response.status or 500, seconds)
             for task in timeout_tasks:
                 await task
 
-    async def _admit(self, scope: Scope) -> None:
+    async def _admit(self, scope: Scope, limit: int) -> None:
         headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
         if scope["path"] not in _PATHS_WITHOUT_PASSWORD:
-            scope["user"] = await self._user(headers)
+            scope["user"] = await self._user(headers, (scope.get("client") or ("",))[0])
         if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > BODY_LIMIT:
-            raise _too_large(length.decode("latin-1"))
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
+            raise _too_large(length.decode("latin-1"), limit)
 
-    async def _user(self, headers: Mapping[bytes, bytes]) -> str:
-        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"))
+    async def _user(self, headers: Mapping[bytes, bytes], address: str) -> str:
+        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"), address)
         if user is None:
             challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
             raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)
@@ -138,23 +146,32 @@ class _ResponseSender:
 
 
 class _LimitedReceive:
-    """Receives a body, and raises `ApiError` 413 if it has more than `BODY_LIMIT` bytes."""
+    """Receives a body, counts its memory, and raises `ApiError`: 413 if it has more than `limit` bytes."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, limit: int, memory: BodyMemory) -> None:
         self._receive = receive
+        self._limit = limit
+        self._memory = memory
         self._bytes = 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
-        self._bytes += len(message.get("body", b""))
-        if self._bytes > BODY_LIMIT:
-            raise _too_large(self._bytes)
+        size = len(message.get("body", b""))
+        self._bytes += size
+        if self._bytes > self._limit:
+            raise _too_large(self._bytes, self._limit)
+        self._memory.take(size)
         return message
 
 
-def _too_large(size: Any) -> ApiError:
-    message = f"the body is over the limit of {BODY_LIMIT} bytes"
-    return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{BODY_LIMIT} bytes")
+def _body_limit(path: str) -> int:
+    is_batch = path.startswith(("/v1/queues/", "/managed-services/")) and path.endswith(("/enqueue", "/messages"))
+    return BODY_LIMIT if is_batch else SMALL_BODY_LIMIT
+
+
+def _too_large(size: Any, limit: int) -> ApiError:
+    message = f"the body is over the limit of {limit} bytes"
+    return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{limit} bytes")
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:

@@ -4,22 +4,39 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import ipaddress
+import logging
 import secrets
+import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
+
+from .errors import ApiError
 
 __all__ = ["Authenticator", "hash_password", "is_hash"]
 
 _COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
-_MOST_VERIFIED: Final = 1000
+_MOST_HASHING: Final = 2
+_MOST_WAITING: Final = 16  # passwords of a client for a name
+_MOST_CLIENTS: Final = 1000  # whose failures are counted
+_LOG_SECONDS: Final = 60.0
+_MAX_NAME_CHARACTERS: Final = 100  # of a name in the log
+_KEY: Final = secrets.token_bytes(32)
+_digests: Final[dict[str, bytes]] = {}  # keyed digests of the passwords that this process has hashed, by hash
+
+logger = logging.getLogger("pgqueue.http")
 _LONGEST: Final = 1024  # characters of the credentials in the header, in base64
 
 
 def hash_password(password: str) -> str:
     """A salted scrypt hash of a password, for the configuration file."""
     salt = secrets.token_bytes(16)
-    return f"scrypt:{_COST}:{salt.hex()}:{_derive(password, salt, _COST).hex()}"
+    hashed = f"scrypt:{_COST}:{salt.hex()}:{_derive(password, salt, _COST).hex()}"
+    _digests[hashed] = _digest(password)
+    return hashed
 
 
 def is_hash(text: str) -> bool:
@@ -46,35 +63,137 @@ def _matches(password: str, hashed: str) -> bool:
 class Authenticator:
     """Verifies the name and password of `Authorization` headers.
 
-    A verified header is remembered as a keyed digest, so that the next request costs microseconds. The key is secret,
-    so the time of a comparison of digests tells nothing. A wrong password and an unknown name take the same time. At
-    most two are verified at a time, in threads outside of the event loop.
+    The right password of a user is remembered as a keyed digest when it is first verified, or if this process has
+    hashed it, so that a request with it costs microseconds. The key is secret, so the time of a comparison of digests
+    tells nothing. Everything else is hashed: a wrong password and an unknown name take the same time.
+
+    At most two passwords are hashed at a time, in threads outside of the event loop, and one for each client. Clients
+    take turns, and so do the names for which a client gives passwords; all unknown names count as one. A client that
+    floods the server therefore delays others by one hash at most.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
-        self._key = secrets.token_bytes(32)
-        self._verified: dict[bytes, str] = {}  # the names, by the digest of the header
+        self._digests = {name: _digests[hashed] for name, hashed in users.items() if hashed in _digests}
         self._decoy = hash_password(secrets.token_hex(16))
-        self._attempts = asyncio.Semaphore(2)
+        self._turns = _Turns()
+        self._verifying: dict[tuple[str, str, bytes], asyncio.Task[bool]] = {}  # by client, name and digest
+        self._failures: dict[str, _Failures] = {}  # by client
 
-    async def user(self, authorization: str) -> str | None:
-        """The name of the user; None if there is no such user or the password is wrong."""
-        digest = hashlib.blake2b(authorization.encode(), key=self._key).digest()
-        known = self._verified.get(digest)
-        if known is not None:
-            return known
+    async def user(self, authorization: str, address: str = "") -> str | None:
+        """The name of the user; None if there is no such user or the password is wrong.
+
+        Raises `ApiError` 429 if too many passwords of this client for this name wait to be verified.
+        """
         name, password = _credentials(authorization)
         if name is None:
             return None
-        async with self._attempts:
+        digest = _digest(password)
+        if hmac.compare_digest(self._digests.get(name, b""), digest):
+            return name
+        client = _client(address)
+        attempt = client, name, digest
+        verifying = self._verifying.get(attempt)
+        if verifying is None:
+            known = name if name in self._users else None
+            if self._turns.are_taken(client, known):
+                await asyncio.sleep(1)  # slows a client that tries again at once
+                message = "too many passwords of this client wait to be verified: try again"
+                limit = f"{_MOST_WAITING} waiting for each client and user"
+                raise ApiError(429, "too_many_logins", message, "Authorization", None, limit, {"Retry-After": "1"})
+            verifying = asyncio.create_task(self._verify(client, name, password, self._turns.request(client, known)))
+            self._verifying[attempt] = verifying
+            verifying.add_done_callback(lambda _: self._verifying.pop(attempt))
+        return name if await asyncio.shield(verifying) else None
+
+    async def _verify(self, client: str, name: str, password: str, turn: asyncio.Future[None]) -> bool:
+        await turn
+        try:
             matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
+        finally:
+            self._turns.end(client)
         if not matches or name not in self._users:
-            return None
-        if len(self._verified) >= _MOST_VERIFIED:  # the same name and password can be written in several ways
-            self._verified.clear()
-        self._verified[digest] = name
-        return name
+            self._log_failure(client, name)
+            return False
+        self._digests[name] = _digest(password)
+        return True
+
+    def _log_failure(self, client: str, name: str) -> None:
+        """Log the first failure of a client at once, and the number of the next ones once a minute."""
+        now = time.monotonic()
+        if client not in self._failures and len(self._failures) >= _MOST_CLIENTS:
+            self._failures.clear()
+        failures = self._failures.setdefault(client, _Failures(-_LOG_SECONDS + now))
+        failures.count += 1
+        if now - failures.logged_at >= _LOG_SECONDS:
+            shown = name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:_MAX_NAME_CHARACTERS]}…"
+            logger.warning("failed log-ins from %s: %d, the last as %r", client or "?", failures.count, shown)
+            failures.logged_at, failures.count = now, 0
+
+
+@dataclass(slots=True)
+class _Failures:
+    """The failed log-ins of a client since they were last logged."""
+
+    logged_at: float
+    count: int = 0
+
+
+class _Turns:
+    """Lets passwords be hashed: clients take turns, and so do the names of a client."""
+
+    def __init__(self) -> None:
+        # Who has the next turn comes first, among the clients and among the names of a client.
+        self._waiting: dict[str, dict[str | None, deque[asyncio.Future[None]]]] = {}
+        self._hashing: set[str] = set()  # clients
+
+    def are_taken(self, client: str, name: str | None) -> bool:
+        """Whether the client has to try again, because too many of its passwords for this name wait."""
+        return len(self._waiting.get(client, {}).get(name, ())) >= _MOST_WAITING
+
+    def request(self, client: str, name: str | None) -> asyncio.Future[None]:
+        """A future that has a result when the client has its turn, which lasts until `end`."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, {}).setdefault(name, deque()).append(turn)
+        self._give()
+        return turn
+
+    def end(self, client: str) -> None:
+        """End the turn of the client."""
+        self._hashing.discard(client)
+        self._give()
+
+    def _give(self) -> None:
+        for client in list(self._waiting):
+            if len(self._hashing) >= _MOST_HASHING:
+                return
+            if client not in self._hashing:
+                self._hashing.add(client)
+                names = self._waiting.pop(client)
+                name = next(iter(names))
+                queue = names.pop(name)
+                queue.popleft().set_result(None)
+                if queue:
+                    names[name] = queue
+                if names:
+                    self._waiting[client] = names
+
+
+def _client(address: str) -> str:
+    """The client at an address. A client with IPv6 usually has all addresses of a network of 64 bits."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # of a Unix socket
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return str(ipaddress.ip_network((parsed, 64), strict=False))
+        parsed = parsed.ipv4_mapped
+    return str(parsed)
+
+
+def _digest(password: str) -> bytes:
+    return hashlib.blake2b(password.encode(), key=_KEY).digest()
 
 
 def _credentials(authorization: str) -> tuple[str | None, str]:

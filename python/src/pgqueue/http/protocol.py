@@ -1,7 +1,8 @@
 """The HTTP protocol of a client connection, with the limits that uvicorn lacks.
 
 The size and the time of the request line and headers are bounded, and so is the time for the rest of a body and for a
-client that does not read its response.
+client that does not read its response. A client may send requests before it has the responses to the previous ones:
+they are answered one after the other, and the server reads and keeps a bounded number of bytes meanwhile.
 """
 
 import asyncio
@@ -10,13 +11,23 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["CLIENT_READ_SECONDS", "HEADERS_LIMIT", "HEADERS_SECONDS", "REMAINING_BODY_SECONDS", "LimitedHttpProtocol"]
+__all__ = [
+    "CLIENT_READ_SECONDS",
+    "HEADERS_LIMIT",
+    "HEADERS_SECONDS",
+    "PIPELINE_LIMIT",
+    "REMAINING_BODY_SECONDS",
+    "LimitedHttpProtocol",
+]
 
 HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that arrives with them counts, too
 HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
 REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
+PIPELINE_LIMIT: Final = 64 * 1024  # bytes that wait for the response to a previous request; then reading stops
+_PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
 CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
 
 
@@ -46,23 +57,37 @@ class _JoiningTransport:
 
     def _send(self) -> None:
         data, self._unsent = self._unsent, []
-        if data:
+        if data and not self._transport.is_closing():
             self._transport.write(b"".join(data))
+
+
+class _PipelineFlow(FlowControl):
+    """Does not read on, as each request does that waits for its body, while `is_full` is true."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A client connection with limits of size and time."""
 
+    flow: _PipelineFlow
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._is_reading_headers = True
         self._received = 0
+        self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
         self._deadline: asyncio.TimerHandle | None = None
         self._current_cycle: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timeouts when a client has connected."""
         super().connection_made(transport)
+        self.flow = _PipelineFlow(transport)
         self.transport = _JoiningTransport(transport, self.loop)  # type: ignore[assignment]
         _set_client_read_timeout(transport)
         self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
@@ -70,13 +95,36 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Mark the current request as disconnected. uvicorn does this only for the last request that it received."""
         self._cancel_deadline()
+        self._unparsed.clear()
         if self._current_cycle is not None:
             self._current_cycle.disconnected = True
             self._current_cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes of the headers, and start their timeout with the first byte."""
+        """Parse the data up to a request that has to wait for the response to a previous one, and keep the rest."""
+        if self._unparsed or self.pipeline or len(data) > _PARSED_AT_ONCE:
+            self._unparsed += data
+            self._parse_more()
+        else:
+            self._parse(data)
+
+    def _parse_more(self) -> None:
+        while self._unparsed and not self.pipeline and not self.transport.is_closing():
+            part = bytes(self._unparsed[:_PARSED_AT_ONCE])
+            del self._unparsed[:_PARSED_AT_ONCE]
+            self._parse(part)
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif len(self._unparsed) > PIPELINE_LIMIT:
+            self.flow.is_full = True
+            self.flow.pause_reading()
+        elif self.flow.is_full:
+            self.flow.is_full = False
+            self.flow.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        # Count the bytes of the headers, and start their timeout with the first byte.
         if self._is_reading_headers:
             self._received += len(data)
             if self._deadline is None:
@@ -100,8 +148,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
 
     def on_response_complete(self) -> None:
-        """Limit the time for the rest of the body if its request was answered before, as without a password."""
+        """Parse the next request. Limit the time for the rest of a body whose request was answered before, as without a
+        password.
+        """
         super().on_response_complete()
+        self._parse_more()
         if self.cycle.response_complete and not self._is_reading_headers:
             self._start_deadline(REMAINING_BODY_SECONDS, self.transport.close)
 

@@ -1,9 +1,17 @@
-"""The body of a request: JSON in UTF-8, read once, and measured in the form in which PostgreSQL writes it."""
+"""The body of a request: JSON in UTF-8, read once, and measured in the form in which PostgreSQL writes it.
 
+Its values and their depth are counted before it is parsed. A large body is read in a thread, so that the event loop
+serves other requests meanwhile.
+"""
+
+import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, cast
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -13,16 +21,33 @@ from starlette.types import Message
 from .errors import ApiError
 
 __all__ = [
+    "BODIES_LIMIT",
+    "DEPTH_LIMIT",
     "FRACTION_DIGITS",
+    "VALUES_LIMIT",
     "WHOLE_DIGITS",
+    "Bodies",
+    "BodyMemory",
     "ExactNumber",
     "JsonRequest",
     "JsonRoute",
     "json_size",
     "nesting_error",
     "read_json",
+    "run_beside",
 ]
 
+BODIES_LIMIT: Final = 256 * 1024 * 1024  # bytes of memory for the bodies of all requests
+VALUES_LIMIT: Final = 1_000_000  # of JSON in a body: items of lists and members of objects
+DEPTH_LIMIT: Final = 500  # of lists and objects in each other
+_VALUE_BYTES: Final = 128  # of memory that a parsed value takes
+_LARGE: Final = 16 * 1024  # bytes or characters; a thread costs more than it saves below
+_THREADS: Final = ThreadPoolExecutor(2, "pgqueue-body")
+_WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
+_DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _PARTS: Final = re.compile(r"-?(\d+)(?:\.(\d+))?(?:[eE]([-+]?)0*(\d+))?")
 WHOLE_DIGITS: Final = 131_072  # that PostgreSQL's numeric has before the decimal point at most
 FRACTION_DIGITS: Final = 16_383  # that it has after the decimal point at most
@@ -58,6 +83,45 @@ class ExactNumber:
         if before > WHOLE_DIGITS or after > FRACTION_DIGITS:
             raise ValueError(self.text)
         return (bool(digits) and self.text[0] == "-") + before + (after + 1 if after else 0)
+
+
+class Bodies:
+    """The bodies of all running requests. `held` is the memory in bytes that they take."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+
+class BodyMemory:
+    """The memory that the body of one request takes, until it is released."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Add bytes. Raises `ApiError` 503 if the bodies of all requests then take more than `BODIES_LIMIT`."""
+        held = self._bodies.held + size
+        if held > BODIES_LIMIT:
+            message = f"the bodies of all requests take more memory than the limit of {BODIES_LIMIT} bytes: try again"
+            limit = f"{BODIES_LIMIT} bytes for all requests"
+            raise ApiError(503, "overloaded", message, "body", f"{held} bytes", limit, {"Retry-After": "1"})
+        self._bodies.held = held
+        self._taken += size
+
+    def release(self) -> None:
+        """Free the memory, at the end of the request."""
+        self._bodies.held -= self._taken
+        self._taken = 0
+
+
+async def run_beside(
+    body: str | bytes, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
+) -> _Result:
+    """Call a function that works on a body: in a thread if the body is large, else directly."""
+    if len(body) <= _LARGE:
+        return function(*arguments, **more)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(function, *arguments, **more))
 
 
 class JsonRequest(Request):
@@ -103,7 +167,12 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The parsed body. Raises `ApiError` 400."""
         if not hasattr(self, "_json"):
-            self._json = read_json(await self.text())
+            text = await self.text()
+            values = await run_beside(text, _count_values, text)
+            if len(text) > _LARGE:
+                memory: BodyMemory = self.scope["body_memory"]
+                memory.take(values * _VALUE_BYTES)
+            self._json = await run_beside(text, _parse, text)
         return self._json
 
 
@@ -121,7 +190,44 @@ class JsonRoute(APIRoute):
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError` 400 for invalid JSON, or too deep nesting."""
+    """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError`: 400 for invalid JSON or too deep nesting,
+    and 413 for too many values.
+    """
+    _count_values(text)
+    return _parse(text)
+
+
+def _count_values(text: str) -> int:
+    """How many values the JSON has; an empty list counts as one. Raises `ApiError` for too many, or too deep ones."""
+    values, depth, is_in_string = 0, 0, False
+    start = 0
+    while start < len(text):
+        window = text[start : start + _WINDOW]
+        escapes = len(window) - len(window.rstrip("\\"))
+        if escapes % 2:  # do not cut an escape sequence
+            window += text[start + _WINDOW : start + _WINDOW + 1]
+        start += len(window)
+        pieces = window.replace("\\\\", "").replace('\\"', "").split('"')
+        outside = "".join(pieces[is_in_string::2])
+        is_in_string ^= len(pieces) % 2 == 0
+        opened = outside.count("[") + outside.count("{")
+        values += opened + outside.count(",")
+        if values > VALUES_LIMIT:
+            message = f"the body has more than {VALUES_LIMIT} values: send it in several requests"
+            raise ApiError(
+                413, "body_too_large", message, "body", f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values"
+            )
+        if depth + opened > DEPTH_LIMIT:
+            steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
+            *_, depth = deepest = list(accumulate(steps, initial=depth))
+            if max(deepest) > DEPTH_LIMIT:
+                raise nesting_error("body")
+        else:
+            depth += opened - outside.count("]") - outside.count("}")
+    return values
+
+
+def _parse(text: str) -> Any:
     if text.startswith("\ufeff"):
         raise ApiError(400, "malformed_json", "the body is not JSON: it has a second byte order mark (BOM)", "body")
     try:
@@ -138,8 +244,9 @@ def read_json(text: str) -> Any:
 
 
 def nesting_error(field: str) -> ApiError:
-    """The error for lists and objects that are nested more deeply than Python can read."""
-    return ApiError(400, "malformed_json", f"{field} is nested too deeply", field)
+    """The error for lists and objects that are nested too deeply."""
+    message = f"{field} is nested too deeply: over the limit of {DEPTH_LIMIT} levels"
+    return ApiError(400, "malformed_json", message, field, f"over {DEPTH_LIMIT} levels", f"{DEPTH_LIMIT} levels")
 
 
 def _number(text: str) -> float | ExactNumber:

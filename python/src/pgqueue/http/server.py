@@ -1,6 +1,7 @@
 """Runs the application under uvicorn, or an agent alone, until a signal stops it; a second signal forces the stop."""
 
 import asyncio
+import ipaddress
 import logging
 import signal
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from .settings import Settings
 
 __all__ = ["serve"]
 
+logger = logging.getLogger("pgqueue.http")
+
 # SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
@@ -38,7 +41,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)  # type: ignore[arg-type]
         for server in self.servers:
             for socket in server.sockets:
-                self._started(*socket.getsockname()[:2])
+                host, port = socket.getsockname()[:2]
+                self._started(host, port)
+                if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+                    logger.warning("%s is reached without TLS: put a reverse proxy with TLS in front of it", host)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
