@@ -364,7 +364,6 @@ ROLLBACK: Bound[Any] = Bound(b"rollback", [], scalar_row)
 ROLLBACK_TO_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue", [], scalar_row)
 ROLLBACK_TO_POLICY_SAVEPOINT: Bound[Any] = Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row)
 NO_COMMIT_WAIT = b"set synchronous_commit = off"
-BACKEND_PID: Bound[int] = Bound(b"select pg_catalog.pg_backend_pid()", [], scalar_row)
 
 
 def begin(isolation_level: IsolationLevel | None, read_only: bool | None, deferrable: bool | None) -> bytes:

@@ -7,25 +7,24 @@ import inspect
 import os
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, generators
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.adapt import AdaptersMap
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import BaseRowFactory
 from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .. import _calls
 from .._calls import Bound
+from .._connections import complete_conninfo, correction_statement, set_up
+from .._connections import execute_command as execute_command
 from .._decoding import decoder
-from .._styles import correction_statement
 from ..errors import MISSING, not_installed
 
 T = TypeVar("T")
@@ -120,9 +119,7 @@ class ConnectionFactory:
         self._source = source
         self._conninfo = ""
         if isinstance(source, str):
-            given = conninfo_to_dict(source)
-            extra = {name: value for name, value in _DEFAULTS.items() if name not in given}
-            self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
+            self._conninfo = complete_conninfo(source, application, **_DEFAULTS)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
     async def open(self, on_loop: bool) -> Any:
@@ -139,18 +136,10 @@ class ConnectionFactory:
             _adapters[connection] = adapters = AdaptersMap(connection.adapters)
             for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
                 adapters.register_dumper(list, dumper)
-            if corrected := correction_statement(connection):
-                await done(new_cursor(connection).execute(corrected))
-            if self.proxied is None:
-                cursor = new_cursor(connection, _calls.BACKEND_PID.row)
-                await done(cursor.execute(_calls.BACKEND_PID.text))
-                self.proxied = await done(cursor.fetchone()) != connection.pgconn.backend_pid
+            self.proxied = await done(connection.wait(set_up(connection, proxied=self.proxied)))
         except BaseException:
             await done(connection.close())
             raise
-        if self.proxied:
-            # A statement prepared on one server connection is unknown on the next.
-            connection.prepare_threshold = None
         return connection
 
     async def _connect(self, on_loop: bool) -> Any:
@@ -274,13 +263,15 @@ def is_idle(connection: AnyConnection) -> bool:
         and status(b"default_transaction_read_only") != b"on"
         # After a failover the primary may be reachable at another address of the conninfo.
         and status(b"in_hot_standby") != b"on"
-        and not correction_statement(connection)
+        # Behind a pooler the settings of a session stay as they are.
+        and (connection.prepare_threshold is None or not correction_statement(connection))
     )
 
 
 def begin_statement(connection: AnyConnection) -> bytes:
-    """The statement that begins a transaction with the characteristics set on the connection."""
-    return _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
+    """The statements that begin a transaction with the characteristics set on the connection."""
+    begin = _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
+    return b"; ".join(filter(None, (begin, correction_statement(connection, is_local=True))))
 
 
 def shut_down(connection: AnyConnection) -> Callable[[], None] | None:
@@ -338,14 +329,6 @@ def readable_rows(cursor: Any, row: BaseRowFactory[T], error: Exception) -> list
             )
             rows.append(Unreadable(int(number or 0), token, int(attempt or 0), reason))
     return rows
-
-
-def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, None]:
-    """Execute statements without values or rows, for `connection.wait`. Raises the error of the one that failed."""
-    connection.pgconn.send_query(text)
-    for result in (yield from generators.execute(connection.pgconn)):
-        if result.status == ExecStatus.FATAL_ERROR:
-            raise error_from_result(result, connection.info.encoding)
 
 
 # Keeping and sharing
@@ -436,7 +419,8 @@ class SharedConnection(ConnectionPool):
         timer = asyncio.get_running_loop().call_later(self.deadline, self._time_out, connection)
         cursor = new_cursor(connection, call.row)
         try:
-            await cursor.execute(call.text, call.values)
+            # Behind a pooler the styles of text are not corrected.
+            await cursor.execute(call.text, call.values, binary=bool(correction_statement(connection)))
             try:
                 return list(await cursor.fetchall())
             except Exception as error:
