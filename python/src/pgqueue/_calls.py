@@ -367,7 +367,6 @@ POLICY_SAVEPOINT: tuple[bytes, bytes, Bound[Any]] = (  # its begin, its end, and
     Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row),
 )
 NO_COMMIT_WAIT = b"set synchronous_commit = off"
-BACKEND_PID: Bound[int] = Bound(b"select pg_catalog.pg_backend_pid()", [], scalar_row)
 
 
 def begin(isolation_level: IsolationLevel | None, read_only: bool | None, deferrable: bool | None) -> bytes:

@@ -10,8 +10,8 @@ from psycopg import Connection, Cursor
 
 from . import _calls
 from ._client_rows import Rows, each_row, read_leniently
+from ._connections import correction_statement
 from ._copy import CopyRows, copy_messages, server_moment
-from ._styles import correction_statement
 from .errors import MISSING, not_installed
 from .message import (
     ArchiveChange,

@@ -1,15 +1,10 @@
-"""What the transport tests as logic or not at all: time, limits, isolation, trouble with the server, a pooler."""
+"""What the transport tests as logic or not at all: time, limits, isolation, trouble with the server."""
 
-import logging
-import os
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -33,12 +28,12 @@ from consumers import (
     waits,
 )
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 import pgqueue
 from pgqueue import Queue
 from pgqueue.consumer import runtime
-from pgqueue.embedded import EmbeddedServer, _identity
+from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
 
@@ -618,90 +613,6 @@ def test_a_consumer_takes_nothing_from_a_paused_queue_until_it_is_resumed(
         assert run.consumer.stats.empty_receives - looks <= 2
         queue.resume_queue()
         wait_for(lambda: run.returned == [1])
-
-
-# H11: pgbouncer
-
-CACHE = Path(__file__).resolve().parents[3] / ".cache" / "debs" / "root"
-
-
-@pytest.fixture(scope="module")
-def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """How to connect to the database by way of a pgbouncer that pools transactions over two connections."""
-    program = shutil.which("pgbouncer", path=f"{CACHE / 'usr/sbin'}:{os.environ['PATH']}:/usr/sbin")
-    if program is None:
-        pytest.skip("pgbouncer is missing: make test-tools fetches it on Debian")
-    identity = _identity()
-    home = tmp_path_factory.mktemp("b", numbered=True)
-    if identity.uid is not None:
-        home = Path("/tmp") / f"pgqueue-bouncer-{os.getpid()}"
-        home.mkdir(mode=0o755)
-        os.chown(home, identity.uid, identity.uid)
-    server = conninfo_to_dict(database)
-    target = " ".join(f"{key}={server[key]}" for key in ("host", "port", "user", "password") if key in server)
-    (home / "pgbouncer.ini").write_text(
-        f"[databases]\n* = {target}\n[pgbouncer]\nlisten_addr =\nunix_socket_dir = {home}\nlisten_port = 6432\n"
-        "auth_type = any\npool_mode = transaction\ndefault_pool_size = 2\nmax_client_conn = 100\n"
-    )
-    libraries = [str(path) for path in CACHE.glob("usr/lib/*-linux-gnu")]
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*identity.prefix, program, str(home / "pgbouncer.ini")],
-            stderr=log,
-            **identity.switch,
-            env=os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)},
-        )
-    dsn = make_conninfo(host=str(home), port=6432, dbname=server["dbname"], user=server.get("user", "postgres"))
-
-    def answers() -> bool:
-        assert process.poll() is None, (home / "log").read_text()
-        try:
-            psycopg.connect(dsn, connect_timeout=2).close()
-        except psycopg.OperationalError:
-            return False
-        return True
-
-    try:
-        wait_for(answers)
-        yield dsn
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
-        shutil.rmtree(home, ignore_errors=True)
-
-
-@together(FORMS)
-def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
-    form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    connection.execute(f'create table "{name}" (n int)')
-
-    async def work(step: Step) -> None:
-        if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
-        if step.message.payload % 10 == 7 and step.attempt == 1:
-            raise ValueError
-
-    def said() -> list[str]:
-        ours = [record for record in caplog.records if getattr(record, "queue", None) == name]
-        texts = [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
-        return [text for text in texts if "listen" in text.lower()]
-
-    with form.consuming(bouncer, name, work, concurrency=4) as run:
-        queue.enqueue_batch(list(range(60)))
-        wait_for(lambda: is_empty(connection, name))
-        for number in range(60, 65):
-            queue.enqueue(number)
-            wait_for(lambda: number in run.returned)  # noqa: B023
-        wait_for(said)
-        wait_for(lambda: is_empty(connection, name))
-    assert sorted(run.returned) == list(range(65))
-    assert sorted(run.attempts) == [1] * 65 + [2] * 6
-    if form.is_transactional:
-        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(65)]
-    assert (run.criticals, run.circuits) == ([], [])
-    assert len(said()) == 1, said()
 
 
 @together(THREADS)

@@ -8,10 +8,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-import psycopg
 import typer
 from psycopg.types.json import Jsonb
 
+from .._connections import complete_conninfo, connect
 from ..client import Queues
 from ..embedded import default_home, given_server, shared_server
 from ..message import ArchivedMessage, DeadMessage, Message
@@ -103,7 +103,7 @@ def complete_queue(context: typer.Context, incomplete: str) -> list[str]:
         if dsn is None and (default_home() / "data").exists():
             dsn = stack.enter_context(shared_server())
         if dsn is not None:
-            connection = psycopg.connect(dsn, client_encoding="utf8", connect_timeout=_CONNECT_SECONDS)
+            connection = connect(complete_conninfo(dsn, "pgqueue", connect_timeout=_CONNECT_SECONDS))
             names = [info.name for info in Queues(stack.enter_context(connection)).list_queues()]
             return [name for name in names if name.startswith(incomplete) and not is_internal(name)]
     return []

@@ -20,13 +20,13 @@ import psycopg
 import typer
 import typer.core
 from psycopg.abc import Buffer
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.datetime import TimestamptzLoader
 from psycopg.types.json import Jsonb, set_json_loads
 from rich.console import Console
 from rich.text import Text
 
-from .._styles import correction_statement
+from .._connections import complete_conninfo, connect
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServerError, default_home, given_server, shared_server
 from ..errors import NotInstalled, QueueExists, QueueNotFound
@@ -41,7 +41,6 @@ __all__ = [
     "Session",
     "Status",
     "command",
-    "connected",
     "discard_unwritten",
     "explain",
     "json_argument",
@@ -146,10 +145,10 @@ class Session:
         dsn = self.given_dsn
         if dsn is None:
             with self.private_server() as own:
-                yield _with_application_name(own)
+                yield _complete(own)
             return
         try:
-            yield _with_application_name(dsn)
+            yield _complete(dsn)
         except psycopg.OperationalError as error:
             if error.sqlstate is not None or not _has_misread_password(dsn):
                 raise
@@ -174,7 +173,7 @@ class Session:
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
         """A connection. JSON values stay in the text of the server."""
-        with self.conninfo() as conninfo, connected(conninfo, autocommit) as connection:
+        with self.conninfo() as conninfo, connect(conninfo, autocommit) as connection:
             set_json_loads(RawJson.loads, connection)
             connection.adapters.register_loader("timestamptz", _TimestampLoader)
             yield connection
@@ -237,20 +236,6 @@ class Session:
         return message
 
 
-def connected(conninfo: str, autocommit: bool = True) -> psycopg.Connection[Any]:
-    """A new connection with the styles of timestamps and intervals that psycopg can read, whatever the server's
-    defaults are.
-    """
-    connection = psycopg.connect(conninfo, autocommit=autocommit, client_encoding="utf8")
-    try:
-        if corrections := correction_statement(connection):
-            connection.execute(corrections)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 class _TimestampLoader(TimestamptzLoader):
     """Loads timestamps. One that Python cannot represent, such as infinity, stays the text of the server."""
 
@@ -291,19 +276,15 @@ def _console(file: TextIO) -> Console:
     )
 
 
-def _with_application_name(dsn: str) -> str:
-    """The DSN with the application name pgqueue, unless it has another one."""
+def _complete(dsn: str) -> str:
     try:
-        given = conninfo_to_dict(dsn)
+        return complete_conninfo(dsn, "pgqueue")
     except psycopg.ProgrammingError as error:
         hint = "Write host=… dbname=…, or postgresql://host/dbname."
         # libpq quotes the text that it cannot parse.
         is_secret = "password" in dsn or "@" in dsn
         reason = "libpq cannot parse it; it is not shown because of its password" if is_secret else error
         raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
-    return make_conninfo(
-        dsn, **({} if "fallback_application_name" in given else {"fallback_application_name": "pgqueue"})
-    )
 
 
 def _has_misread_password(dsn: str) -> bool:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from .._connections import connect
 from ..client import Queues
 from .formatting import counted
 from .parameters import OnlyQueue, OnlyQueues, QueueName, Yes, duration_option
-from .session import Failure, Session, Status, connected
+from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -353,7 +354,7 @@ def _default_queues(dsn: str, is_archived: bool = False) -> list[str]:
     from ..spark.pipelines.archive import archived_queues
     from ..spark.snapshot import names_in
 
-    with connected(dsn) as connection:
+    with connect(dsn) as connection:
         if is_archived:
             names = archived_queues(connection)
         else:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from .._connections import connect
 from .._signals import stop_signals
 from .._tasks import is_async
 from ..client import Queue
 from .logging_output import Level, log_to
 from .parameters import QueueName, duration_option
-from .session import Failure, Session, connected
+from .session import Failure, Session
 from .work_monitor import WorkMonitor
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def work(
     make_consumer("")  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
-        with connected(conninfo) as connection:
+        with connect(conninfo) as connection:
             if Queue(connection, queue).get_queue().paused_at is not None:
                 session.note(f"queue {queue} is paused: it delivers nothing until pgqueue resume")
         consumer = make_consumer(conninfo)

@@ -15,11 +15,12 @@ import psycopg
 from rich.live import Live
 from rich.text import Text
 
+from .._connections import connect
 from ..client import Queue
 from ..errors import QueueNotFound
 from ..message import QueueStats
 from .formatting import counted, format_duration
-from .session import Session, connected
+from .session import Session
 
 if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
@@ -118,7 +119,7 @@ class WorkMonitor:
     def _is_drained(self) -> bool:
         """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`."""
         if self._connection is None:
-            self._connection = connected(self._conninfo)
+            self._connection = connect(self._conninfo)
         queue = Queue(self._connection, self._queue_name)
         self._depth = depth = queue.stats()
         if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):

@@ -5,24 +5,23 @@ import inspect
 import os
 import socket
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, generators
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
 from psycopg.adapt import AdaptersMap
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
-from .._styles import correction_statement
+from .._connections import complete_conninfo, correction_statement, set_up
+from .._connections import execute_command as execute_command
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
 
@@ -86,12 +85,10 @@ class ConnectionFactory:
         self._source = source
         self._conninfo = ""
         if isinstance(source, str):
-            given = conninfo_to_dict(source)
-            extra = {name: value for name, value in _DEFAULTS.items() if name not in given}
-            self._conninfo = make_conninfo(source, **extra, fallback_application_name=application)
+            self._conninfo = complete_conninfo(source, application, **_DEFAULTS)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
-    async def open(self, on_loop: bool, setting: bytes | None = None) -> Any:
+    async def open(self, on_loop: bool, setting: bytes = b"") -> Any:
         """A new connection for the event loop, or for a thread, where this never suspends.
 
         `setting` is executed on it unless a pooler would keep that for other clients. The event loop adopts a
@@ -106,20 +103,10 @@ class ConnectionFactory:
             _adapters[connection] = adapters = AdaptersMap(connection.adapters)
             for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
                 adapters.register_dumper(list, dumper)
-            if corrected := correction_statement(connection):
-                await done(new_cursor(connection).execute(corrected))
-            if self.proxied is None:
-                cursor = new_cursor(connection, _calls.BACKEND_PID.row)
-                await done(cursor.execute(_calls.BACKEND_PID.text))
-                self.proxied = await done(cursor.fetchone()) != connection.pgconn.backend_pid
-            if setting is not None and not self.proxied:
-                await done(new_cursor(connection).execute(setting))
+            self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
         except BaseException:
             await done(connection.close())
             raise
-        if self.proxied:
-            # A statement prepared on one server connection is unknown on the next.
-            connection.prepare_threshold = None
         return connection
 
     async def _connect(self, on_loop: bool) -> Any:
@@ -201,13 +188,15 @@ def is_idle(connection: AnyConnection) -> bool:
         and status(b"default_transaction_read_only") != b"on"
         # After a failover the primary may be reachable at another address of the conninfo.
         and status(b"in_hot_standby") != b"on"
-        and not correction_statement(connection)
+        # Behind a pooler the settings of a session stay as they are.
+        and (connection.prepare_threshold is None or not correction_statement(connection))
     )
 
 
 def begin_statement(connection: AnyConnection) -> bytes:
-    """The statement that begins a transaction with the characteristics set on the connection."""
-    return _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
+    """The statements that begin a transaction with the characteristics set on the connection."""
+    begin = _calls.begin(connection.isolation_level, connection.read_only, connection.deferrable)
+    return b"; ".join(filter(None, (begin, correction_statement(connection, is_local=True))))
 
 
 def shut_down(connection: AnyConnection) -> Callable[[], None]:
@@ -229,12 +218,6 @@ def shut_down(connection: AnyConnection) -> Callable[[], None]:
     return cancel_statement
 
 
-def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, None]:
-    """Execute statements without values or rows, for `connection.wait`. Raises the error of the one that failed."""
-    connection.pgconn.send_query(text)
-    for result in (yield from generators.execute(connection.pgconn)):
-        if result.status == ExecStatus.FATAL_ERROR:
-            raise error_from_result(result, connection.info.encoding)
 
 
 # Keeping and sharing
@@ -243,7 +226,7 @@ def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, An
 class ConnectionPool:
     """Idle connections, last in first out, for the event loop, or for threads, where its methods never suspend."""
 
-    def __init__(self, factory: ConnectionFactory, on_loop: bool, setting: bytes | None = None) -> None:
+    def __init__(self, factory: ConnectionFactory, on_loop: bool, setting: bytes = b"") -> None:
         self._open = partial(factory.open, on_loop, setting)
         self._lock = threading.Lock()
         self._idle: list[Any] = []
@@ -297,7 +280,7 @@ class SharedConnection(ConnectionPool):
     `deadline` is the time limit of a statement in seconds.
     """
 
-    def __init__(self, factory: ConnectionFactory, setting: bytes | None = None, deadline: float = 30.0) -> None:
+    def __init__(self, factory: ConnectionFactory, setting: bytes = b"", deadline: float = 30.0) -> None:
         super().__init__(factory, True, setting)
         self.lock = asyncio.Lock()
         self.deadline = deadline
@@ -311,7 +294,8 @@ class SharedConnection(ConnectionPool):
         timer = asyncio.get_running_loop().call_later(self.deadline, self._time_out, connection)
         cursor = new_cursor(connection, call.row)
         try:
-            await cursor.execute(call.text, call.values)
+            # Behind a pooler the styles of text are not corrected.
+            await cursor.execute(call.text, call.values, binary=bool(correction_statement(connection)))
             try:
                 return list(await cursor.fetchall())
             except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import psycopg
 from rich.console import Console
 
-from .._styles import correction_statement
+from .._connections import complete_conninfo, connect
 from .._wording import counted
 from ..client import Queue, Queues
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
@@ -114,9 +114,7 @@ def prepare_and_run(stack: ExitStack, messages: int | None, keep: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     given = given_server()
     dsn = stack.enter_context(EmbeddedServer()).dsn if given is None else given
-    connection = stack.enter_context(psycopg.connect(dsn, autocommit=True, application_name="pgqueue demo"))
-    if corrected := correction_statement(connection):
-        connection.execute(corrected)
+    connection = stack.enter_context(connect(complete_conninfo(dsn, "pgqueue demo")))
     expected = totals_by_carrier((flight["carrier"], minutes_late_or_cancelled(flight)) for flight in flights(messages))
     stack.enter_context(demo_objects(connection, keep and given is not None))
     row = connection.execute("select split_part(version(), ' ', 2), current_setting('synchronous_commit')").fetchone()

@@ -16,6 +16,7 @@ import psycopg
 from psycopg_pool import PoolTimeout
 
 from .. import errors as queue_errors
+from .._connections import connect_async, is_proxied
 from .._tasks import end_tasks
 from ..client import AsyncQueue
 from ..consumer import AsyncConsumer, Delivery, Reject
@@ -78,8 +79,8 @@ class Agent:
             await end_tasks([maintenance])
 
     async def _consume(self, stopping: asyncio.Event) -> None:
-        async with self._databases.control():
-            pass  # this creates the task queue
+        async with self._databases.control() as connection:  # this creates the task queue
+            proxied = is_proxied(connection)
         tasks = self._settings.tasks
         consumer = AsyncConsumer(
             self._databases.control_conninfo,
@@ -87,6 +88,7 @@ class Agent:
             self.handle,
             concurrency=tasks.concurrency,
             visibility_timeout=timedelta(seconds=tasks.visibility_timeout_seconds),
+            listen=not proxied,
         )
         try:
             await consumer.start()
@@ -162,7 +164,7 @@ class Agent:
     async def _try_connection(self, queue: QueueRow) -> None:
         """Connect once to the database of a queue, because a pool does not say why a connection fails."""
         service = self._databases.service(queue.service_id)
-        connection = await psycopg.AsyncConnection.connect(self._databases.conninfo(service, queue.database_name))
+        connection = await connect_async(self._databases.conninfo(service, queue.database_name))
         await connection.close()
 
     async def _has_database(self, queue: QueueRow) -> bool:
@@ -244,12 +246,13 @@ class Agent:
     async def fail_dead_tasks(self) -> None:
         """Set the tasks whose messages are dead letters to failed: no agent lived long enough to do so."""
         async with self._databases.control() as connection:
-            broker = AsyncQueue(connection, self._settings.tasks.queue)
-            for letter in await broker.browse_dead_messages(max_messages=100):
-                with suppress(KeyError, TypeError, ValueError):
-                    task_id = UUID(json.loads(letter.payload)["task_id"])
-                    await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
-                await broker.purge_dead_messages([letter.id])
+            letters = await AsyncQueue(connection, self._settings.tasks.queue).browse_dead_messages(max_messages=100)
+        for letter in letters:
+            with suppress(KeyError, TypeError, ValueError):
+                task_id = UUID(json.loads(letter.payload)["task_id"])
+                await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
+            async with self._databases.control() as connection:
+                await AsyncQueue(connection, self._settings.tasks.queue).purge_dead_messages([letter.id])
 
     async def delete_old_records(self) -> None:
         """Delete tasks and stored responses that are older than a week, in every database."""
@@ -260,6 +263,8 @@ class Agent:
                 try:
                     async with self._databases.target(service, database) as connection:
                         await registry.delete_old_effects(connection, _RECORD_DAYS)
+                except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+                    pass  # the server has stored nothing there
                 except (psycopg.Error, PoolTimeout, OSError) as error:
                     message = "%s/%s: old records cannot be deleted now: %s"
                     logger.warning(message, service.id, database, type(error).__name__)

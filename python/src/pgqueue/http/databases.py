@@ -11,9 +11,10 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.conninfo import make_conninfo
+from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from .._styles import correction_statement
+from .._connections import complete_conninfo, connect_async, is_proxied, set_up
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import ApiError, connection_sqlstate
@@ -48,6 +49,10 @@ class _Lease:
 
     The pool does not say why an attempt failed. With `conninfo` the lease then makes an attempt of its own, and raises
     its `psycopg.OperationalError` if the database does not exist or the role may not connect to it.
+
+    Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the block
+    has done is committed also if it raises an exception, as in autocommit mode; but after an error of a statement all
+    is rolled back. So a block that goes on after such an error needs a transaction of its own around the statement.
     """
 
     __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool")
@@ -67,6 +72,12 @@ class _Lease:
             await self._pool.gate.acquire()  # returns at once
         try:
             self._connection = await self._connect()
+            if is_proxied(self._connection):
+                try:
+                    await self._connection.execute(_transaction_settings(self._limits))
+                except BaseException:
+                    await self._pool.connections.putconn(self._connection)
+                    raise
         except BaseException:
             self._pool.gate.release()
             raise
@@ -100,7 +111,7 @@ class _Lease:
         if self._conninfo is not None:
             try:
                 async with asyncio.timeout(seconds):
-                    connection = await AsyncConnection.connect(self._conninfo())
+                    connection = await connect_async(self._conninfo())
             except psycopg.OperationalError as error:
                 if connection_sqlstate(error) in ("3D000", "42501"):
                     raise
@@ -109,11 +120,24 @@ class _Lease:
             else:
                 await connection.close()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
-            await self._pool.connections.putconn(self._connection)
+            try:
+                if is_proxied(self._connection):
+                    await self._end_transaction(error)
+            finally:
+                await self._pool.connections.putconn(self._connection)
         finally:
             self._pool.gate.release()
+
+    async def _end_transaction(self, error: BaseException | None) -> None:
+        status = self._connection.pgconn.transaction_status
+        if status == TransactionStatus.INTRANS:
+            await self._connection.execute(b"commit")
+        elif status == TransactionStatus.INERROR:
+            await self._connection.execute(b"rollback")
+            if error is None:
+                raise psycopg.errors.InFailedSqlTransaction("a statement failed, and what preceded it is rolled back")
 
 
 class Databases:
@@ -134,35 +158,37 @@ class Databases:
 
     def conninfo(self, service: Service, database: str) -> str:
         """The connection string of a database of a service, for a connection outside of the pool."""
-        return make_conninfo(service.dsn, dbname=database, **self._options(service.dsn))
+        return self._complete(make_conninfo(service.dsn, dbname=database))
 
     @property
     def control_conninfo(self) -> str:
         """The connection string of the control database."""
-        return make_conninfo(self._settings.control_dsn, **self._options(self._settings.control_dsn))
+        return self._complete(self._settings.control_dsn)
 
     def forget_migrations(self) -> None:
         """Check at the next use whether the tables exist: a database may have been replaced."""
         self._migrated.clear()
 
-    def _options(self, dsn: str) -> dict[str, Any]:
-        given = psycopg.conninfo.conninfo_to_dict(dsn)
-        defaults: dict[str, Any] = {
-            "connect_timeout": max(2, int(self._settings.limits.connect_seconds)),
-            "fallback_application_name": "pgqueue serve",
-            "tcp_user_timeout": int(self._settings.limits.database_seconds * 1000),
-        }
-        return {name: value for name, value in defaults.items() if name not in given}
+    def _complete(self, dsn: str) -> str:
+        limits = self._settings.limits
+        return complete_conninfo(
+            dsn,
+            "pgqueue serve",
+            connect_timeout=max(2, int(limits.connect_seconds)),
+            tcp_user_timeout=int(limits.database_seconds * 1000),
+        )
 
     @asynccontextmanager
     async def control(self) -> AsyncIterator[Connection]:
         """A connection to the control database in autocommit mode; the tables of the server exist there."""
-        async with self._lease(None, lambda: self.control_conninfo) as connection:
-            if None not in self._migrated:
+        lease = self._lease(None, lambda: self.control_conninfo)
+        if None not in self._migrated:
+            async with lease as connection:
                 await install(connection)
                 await migrate(connection, CONTROL)
                 await self._create_task_queue(connection)
-                self._migrated.add(None)
+            self._migrated.add(None)
+        async with lease as connection:
             # in the control database only the task queue can be missing
             with self._detecting_lost_schema(None, QueueNotFound):
                 yield connection
@@ -183,11 +209,12 @@ class Databases:
 
     @asynccontextmanager
     async def _prepared(self, place: Place, lease: _Lease) -> AsyncIterator[Connection]:
-        async with lease as connection:
-            if place not in self._migrated:
+        if place not in self._migrated:
+            async with lease as connection:
                 await install(connection)
                 await migrate(connection, TARGET)
-                self._migrated.add(place)
+            self._migrated.add(place)
+        async with lease as connection:
             with self._detecting_lost_schema(place):
                 yield connection
 
@@ -241,19 +268,34 @@ class Databases:
     async def _configure(self, connection: Connection) -> None:
         psycopg.types.json.set_json_loads(RawJson.loads, connection)
         connection.adapters.register_loader("timestamptz", TimestampLoader)
-        milliseconds = int(self._settings.limits.database_seconds * 1000)
-        await connection.execute(
-            b"set statement_timeout = %d; set lock_timeout = %d; set idle_in_transaction_session_timeout = %d;"
-            b" set default_transaction_isolation = 'read committed'; set timezone = 'UTC'; "
-            % (milliseconds, milliseconds // 2, 2 * milliseconds)
-            + correction_statement(connection)
-        )
+        isolation = b"set default_transaction_isolation = 'read committed'; "
+        settings = b"; ".join(b"set " + each for each in _settings(self._settings.limits))
+        await connection.wait(set_up(connection, isolation + settings))
 
     async def close(self) -> None:
         """Close all connections."""
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             await pool.connections.close(timeout=5)
+
+
+def _settings(limits: Limits) -> list[bytes]:
+    milliseconds = int(limits.database_seconds * 1000)
+    return [
+        b"statement_timeout = %d" % milliseconds,
+        b"lock_timeout = %d" % (milliseconds // 2),
+        b"idle_in_transaction_session_timeout = %d" % (2 * milliseconds),
+        b"timezone = 'UTC'",
+    ]
+
+
+def _transaction_settings(limits: Limits) -> bytes:
+    """Begin a transaction with the settings that other connections have for their session.
+
+    The styles may have been changed by another client of the pooler, which need not tell this one.
+    """
+    settings = [*_settings(limits), b"DateStyle = ISO", b"IntervalStyle = postgres", b"client_encoding = UTF8"]
+    return b"begin isolation level read committed; set local " + b"; set local ".join(settings)
 
 
 async def _check(connection: Connection) -> None:

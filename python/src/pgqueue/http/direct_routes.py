@@ -15,6 +15,7 @@ from psycopg import AsyncConnection
 from psycopg.pq.abc import PGresult
 
 from .._calls import prepare_wait_and_look
+from .._connections import is_proxied
 from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueInfo
@@ -63,6 +64,7 @@ __all__ = ["list_router", "router", "target_of"]
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
+_PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
 # share of a request's time limit that a long poll may use, so that the response is sent in time
 _MAX_WAIT_SHARE: Final = 0.8
 _ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
@@ -293,22 +295,25 @@ async def _wait_for(
 ) -> Answer | None:
     """Claim when a message is announced or due, until the time is over."""
     until = time.monotonic() + seconds
-    waiting = prepare_wait_and_look(target.name, 1, _POLL_INTERVAL)
     async with target.queue() as queue:
         channel = await queue.channel()
+        proxied = is_proxied(queue.connection)
+    interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
+    waiting = prepare_wait_and_look(target.name, 1, interval)
     conninfo = target.context.databases.conninfo(target.service, target.database)
     stopping = asyncio.create_task(target.context.stopping.wait())
     try:
         async with target.context.listeners.waiter(conninfo, channel) as waiter:
             # A client that has disconnected must not be given a message.
             while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
-                await waiter.listen()
+                if not proxied:
+                    await waiter.listen()
                 async with target.queue() as queue:
                     cursor = await queue.connection.execute(waiting.text, waiting.values)
                     seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
                 if (answer := await claim_once()) is not None:  # a claim can find messages that the look did not count
                     return answer
-                rest = max(0.01, min(until - time.monotonic(), seconds_until_due, _POLL_INTERVAL.total_seconds()))
+                rest = max(0.01, min(until - time.monotonic(), seconds_until_due, interval.total_seconds()))
                 notification = asyncio.create_task(waiter.notified.wait())
                 await asyncio.wait({notification, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
                 notification.cancel()

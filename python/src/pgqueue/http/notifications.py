@@ -11,6 +11,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import AsyncConnection, sql
 
+from .._connections import connect_async
+
 __all__ = ["NotificationListeners"]
 
 _LINGER_SECONDS: Final = 30.0
@@ -106,7 +108,7 @@ class NotificationListener:
     async def _connected(self) -> AsyncConnection[Any]:
         if self._connection is None or self._connection.closed:
             self._disconnect()
-            self._connection = await AsyncConnection.connect(self._conninfo, autocommit=True)
+            self._connection = await connect_async(self._conninfo)
             self._connection.add_notify_handler(lambda notify: self._notify_waiters(notify.channel))
             self._watch(self._connection)
         return self._connection

@@ -168,9 +168,10 @@ async def change_settings(request: Request, context: CurrentContext, place: Curr
             for name, nothing in _NULLABLE.items():
                 if values[name] is None and getattr(settings, name) is not None:
                     values[name] = nothing
-            await queue.alter_queue(
-                **{name: value for name, value in values.items() if value != getattr(settings, name)}
-            )
+            async with queue.connection.transaction():
+                await queue.alter_queue(
+                    **{name: value for name, value in values.items() if value != getattr(settings, name)}
+                )
         except _ERRORS as error:
             return _settings_page(place, settings, form, explain(error))
     return RedirectResponse("../" + queue_url("queue", place, done="The settings are changed"), 303)

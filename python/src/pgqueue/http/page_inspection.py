@@ -133,7 +133,8 @@ async def _claims(connection: AsyncConnection[Any], name: str) -> list[Claims] |
     statements = psycopg.sql.SQL(_CLAIMS).format(name=name)
     try:
         cursor = connection.cursor(row_factory=class_row(Claims))
-        await cursor.execute(statements)  # in one round trip and one transaction
+        async with connection.transaction():
+            await cursor.execute(statements)
     except psycopg.errors.InsufficientPrivilege:
         return None
     while cursor.nextset():

@@ -63,7 +63,8 @@ async def _ask(
 
 async def _relations(queue: AsyncQueue) -> list[str]:
     try:
-        cursor = await queue.connection.execute(_RELATION, [queue.name])
+        async with queue.connection.transaction():
+            cursor = await queue.connection.execute(_RELATION, [queue.name])
     except psycopg.errors.InsufficientPrivilege:  # the role of the service may not read the tables
         return []
     return [relation for (relation,) in await cursor.fetchall()]
@@ -76,7 +77,8 @@ async def purge(request: Request, context: CurrentContext, place: CurrentPlace) 
     async with open_queue(context, place) as queue:
         try:
             _check_typed(typed, queue.name)
-            removed = await queue.purge_queue()
+            async with queue.connection.transaction():
+                removed = await queue.purge_queue()
         except (ApiError, psycopg.Error) as error:
             return await _ask("Purge", queue, place, typed, _explain(error))
     await context.sampler.sample(context.databases.service(place[0]), place[1])
@@ -91,7 +93,8 @@ async def drop(request: Request, context: CurrentContext, place: CurrentPlace) -
     async with open_queue(context, place) as queue:
         try:
             _check_typed(typed, queue.name)
-            removed = await queue.drop_queue()
+            async with queue.connection.transaction():
+                removed = await queue.drop_queue()
         except (ApiError, psycopg.Error) as error:
             return await _ask("Drop", queue, place, typed, _explain(error))
     if managed is not None:

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
 
-import psycopg
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
@@ -246,8 +245,4 @@ async def _delete_old_rows(connection: Connection, table: str, column: str, days
 
 async def delete_old_effects(connection: Connection, days: int) -> None:
     """Delete the stored responses that are older than `days`."""
-    with_no_table = psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
-    try:
-        await _delete_old_rows(connection, "effects", "done_at", days)
-    except with_no_table:
-        return
+    await _delete_old_rows(connection, "effects", "done_at", days)

@@ -147,7 +147,8 @@ class Sampler:
             if stats.dead_messages > (history.last.stats.dead_messages if history else 0):
                 # The role of the server may lack the right, and the queue may have been dropped since.
                 with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):
-                    await AsyncQueue(connection, stats.queue_name).sweep_queue()
+                    async with connection.transaction():
+                        await AsyncQueue(connection, stats.queue_name).sweep_queue()
 
     async def _record_repeatedly(self) -> None:
         """Record the samples in the control database each minute, for the charts of an hour and of a day."""
@@ -194,9 +195,9 @@ class Sampler:
 
 async def _last_message_id(connection: Connection) -> int | None:
     """The last message id given out in a database; None if there is none, or if the role may not read it."""
-    try:
-        cursor = await connection.execute("select pg_sequence_last_value('pgqueue.message_id')")
-    except psycopg.errors.InsufficientPrivilege:  # before PostgreSQL 17; later ones return null
-        return None
+    cursor = await connection.execute(
+        "select case when has_sequence_privilege('pgqueue.message_id', 'usage, select')"
+        " then pg_sequence_last_value('pgqueue.message_id') end"
+    )
     ((last,),) = await cursor.fetchall()
     return None if last is None else int(last)

@@ -12,7 +12,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
-from .._styles import correction_statement
+from .. import _connections
+from .._connections import complete_conninfo
 from ..embedded import given_server
 from .options import OptionError
 
@@ -135,13 +136,6 @@ class _Connection(psycopg.Connection[Any]):
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def connect(conninfo: str, **settings: Any) -> psycopg.Connection[Any]:
-    """Open a connection that detects a lost server within a minute; `settings` are arguments of psycopg's connect."""
-    named = conninfo_to_dict(conninfo)
-    defaults = {name: value for name, value in _KEEPALIVE.items() if name not in named}
-    # No prepared statements: a pooler may assign another session to the next transaction.
-    connection = _Connection.connect(make_conninfo(conninfo, **defaults), prepare_threshold=None, **settings)
-    if corrected := correction_statement(connection):
-        # By libpq: psycopg would run it in a transaction, which may be rolled back.
-        connection.pgconn.exec_(corrected)
-    return connection
+def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
+    """Open a connection that detects a lost server within a minute."""
+    return _connections.connect(complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE), autocommit, _Connection)

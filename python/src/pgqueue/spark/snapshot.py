@@ -170,7 +170,9 @@ class SnapshotReader(DataSourceReader):
             else:
                 connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
             row = connection.execute(
-                sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends), self._values
+                sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends),
+                self._values,
+                binary=True,  # readable in every DateStyle
             ).fetchone()
         assert row is not None  # noqa: S101 - an aggregate is one row
         at, first, last = row

@@ -1,0 +1,108 @@
+"""How pgqueue opens connections: what a conninfo lacks, poolers, prepared statements, and the settings of a session.
+
+A pooler by transaction runs each transaction of a client in any of its sessions. What a client sets or prepares there
+for the session, other clients get, and the client itself may not find it again. So behind a pooler pgqueue prepares
+nothing, and its settings hold for a transaction. A pooler by session is treated in the same way.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+from psycopg import AsyncConnection, Connection, generators
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.errors import error_from_result
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGresult
+
+__all__ = [
+    "complete_conninfo",
+    "connect",
+    "connect_async",
+    "correction_statement",
+    "execute_command",
+    "is_proxied",
+    "set_up",
+]
+
+AnyConnection = Connection[Any] | AsyncConnection[Any]
+
+# What psycopg needs to read values. A role, a database or a user may have set something else.
+_WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encoding": b"UTF8"}
+_BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
+
+
+def complete_conninfo(conninfo: str, application: str, **defaults: Any) -> str:
+    """A conninfo with the encoding UTF8, and with an application name and defaults where it names nothing else.
+
+    Raises `psycopg.ProgrammingError` if it is not a conninfo.
+    """
+    given = conninfo_to_dict(conninfo)
+    defaults["fallback_application_name"] = application
+    missing = {name: value for name, value in defaults.items() if name not in given}
+    return make_conninfo(conninfo, **missing | {"client_encoding": "utf8"})
+
+
+def connect(conninfo: str, autocommit: bool = True, kind: type[Connection[Any]] = Connection) -> Connection[Any]:
+    """A connection that is set up. Raises `psycopg.Error`."""
+    connection = kind.connect(conninfo, autocommit=autocommit)
+    try:
+        connection.wait(set_up(connection))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def connect_async(conninfo: str) -> AsyncConnection[Any]:
+    """A connection in autocommit mode that is set up. Raises `psycopg.Error`."""
+    connection = await AsyncConnection.connect(conninfo, autocommit=True)
+    try:
+        await connection.wait(set_up(connection))
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+def set_up(connection: AnyConnection, settings: bytes = b"", proxied: bool | None = None) -> Generator[Any, Any, bool]:
+    """Set up a new connection, for `connection.wait`. Returns whether there is a pooler; `proxied` if that is known.
+
+    Behind a pooler, psycopg prepares no statement then. Otherwise `settings` are executed, and the settings that
+    psycopg needs are corrected. A pooler gives the client a key of its own for cancellations, and thereby another
+    process id than the server does.
+    """
+    if proxied is None:
+        (result,) = yield from execute_command(connection, _BACKEND_PID)
+        proxied = result.get_value(0, 0) != b"%d" % connection.pgconn.backend_pid
+    if proxied:
+        connection.prepare_threshold = None
+    elif statements := b"; ".join(filter(None, (settings, correction_statement(connection)))):
+        yield from execute_command(connection, statements)
+    return proxied
+
+
+def is_proxied(connection: AnyConnection) -> bool:
+    """Whether `set_up` has found a pooler."""
+    return connection.prepare_threshold is None
+
+
+def correction_statement(connection: AnyConnection, is_local: bool = False) -> bytes:
+    """The statements that correct DateStyle, IntervalStyle and client_encoding of a connection; empty if they are
+    correct. With `is_local` they hold for the transaction.
+
+    Needs no round trip: the server reports these settings when a session starts and when they change.
+    """
+    told = connection.pgconn.parameter_status
+    wrong = [name for name, wanted in _WANTED.items() if (told(name) or wanted).partition(b",")[0] != wanted]
+    scope = b"local " if is_local else b""
+    return b"; ".join([b"set %b%b = %b" % (scope, name, _WANTED[name]) for name in wrong])
+
+
+def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, list[PGresult]]:
+    """Execute statements without values, for `connection.wait`. Raises the error of the one that failed."""
+    connection.pgconn.send_query(text)
+    results: list[PGresult] = yield from generators.execute(connection.pgconn)
+    for result in results:
+        if result.status == ExecStatus.FATAL_ERROR:
+            raise error_from_result(result, connection.info.encoding)
+    return results

@@ -1,0 +1,361 @@
+"""Behind a pgbouncer that pools transactions, what pgqueue runs is right, and it leaves nothing to other clients.
+
+The database has styles that psycopg cannot read, so that every part has something to set.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from clients import PATIENCE, is_empty, wait_for
+from commands import in_process
+from consumers import FORMS, Form, Step, prepare, rows, together
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from served import ADMIN, Server, configuration, locked, new_name, serving
+
+import pgqueue
+from pgqueue import Queue, _connections
+from pgqueue.embedded import _identity
+
+Connection = psycopg.Connection[Any]
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "debs" / "root"
+SESSIONS = 5  # that the pooler has for each database
+CLIENTS = 12
+ROUNDS = 25
+# What pgbouncer itself sets for each client is not left over.
+LEFT = """
+select 'set ' || s.name || ' = ' || s.setting from pg_settings s
+where s.setting is distinct from s.reset_val and s.source = 'session'
+    and s.name not in ('application_name', 'client_encoding', 'DateStyle', 'TimeZone', 'standard_conforming_strings')
+union all select 'prepare ' || p.name || ' as ' || p.statement from pg_prepared_statements p
+union all select 'listen ' || c from pg_listening_channels() c
+"""
+
+
+def make_odd(empty_database: Callable[[], str]) -> str:
+    dsn = empty_database()
+    database = conninfo_to_dict(dsn)["dbname"]
+    with psycopg.connect(dsn) as connection:
+        pgqueue.install(connection)
+        for setting in ("DateStyle = 'German'", "IntervalStyle = 'iso_8601'", "TimeZone = 'Asia/Kathmandu'"):
+            connection.execute(f'alter database "{database}" set {setting}'.encode())
+    return dsn
+
+
+@pytest.fixture(scope="module")
+def database(empty_database: Callable[[], str]) -> str:
+    return make_odd(empty_database)
+
+
+@pytest.fixture(scope="module")
+def bouncer(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """How to connect to the database by way of pgbouncer."""
+    program = shutil.which("pgbouncer", path=f"{CACHE / 'usr/sbin'}:{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        pytest.skip("pgbouncer is missing: make test-tools fetches it on Debian")
+    identity = _identity()
+    home = tmp_path_factory.mktemp("b", numbered=True)
+    if identity.uid is not None:
+        home = Path("/tmp") / f"pgqueue-bouncer-{os.getpid()}"
+        home.mkdir(mode=0o755)
+        os.chown(home, identity.uid, identity.uid)
+    server = conninfo_to_dict(database)
+    target = " ".join(f"{key}={server[key]}" for key in ("host", "port", "user", "password") if key in server)
+    (home / "pgbouncer.ini").write_text(
+        f"[databases]\n* = {target}\n[pgbouncer]\nlisten_addr =\nunix_socket_dir = {home}\nlisten_port = 6432\n"
+        f"auth_type = any\npool_mode = transaction\ndefault_pool_size = {SESSIONS}\nmax_client_conn = 200\n"
+    )
+    libraries = [str(path) for path in CACHE.glob("usr/lib/*-linux-gnu")]
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*identity.prefix, program, str(home / "pgbouncer.ini")],
+            stderr=log,
+            **identity.switch,
+            env=os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)},
+        )
+    dsn = make_conninfo(host=str(home), port=6432, dbname=server["dbname"], user=server.get("user", "postgres"))
+
+    def answers() -> bool:
+        assert process.poll() is None, (home / "log").read_text()
+        try:
+            psycopg.connect(dsn, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    try:
+        wait_for(answers)
+        yield dsn
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@contextmanager
+def sessions(bouncer: str) -> Iterator[list[Connection]]:
+    """A transaction in each session of the pooler."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(psycopg.connect(bouncer, prepare_threshold=None)) for _ in range(SESSIONS)]
+        pids = {each.execute("select pg_backend_pid()").fetchone() for each in made}
+        assert len(pids) == SESSIONS
+        yield made
+
+
+def left_over(bouncer: str) -> set[str]:
+    """What other clients of the pooler find in its sessions."""
+    with sessions(bouncer) as made:
+        return {text for each in made for (text,) in each.execute(LEFT)}
+
+
+@pytest.fixture(autouse=True)
+def clean(bouncer: str) -> Iterator[None]:
+    assert left_over(bouncer) == set()
+    yield
+    assert left_over(bouncer) == set()
+
+
+def concurrently(work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        for each in [threads.submit(work, number) for number in range(CLIENTS)]:
+            each.result()
+
+
+# Connections
+
+
+def test_statements_are_prepared_only_without_a_pooler(database: str, bouncer: str) -> None:
+    prepared = "select count(*) from pg_prepared_statements where name like '\\_pg3%'"
+    counts = {}
+    for dsn in (database, bouncer):
+        with _connections.connect(_connections.complete_conninfo(dsn, "test")) as connection:
+            for _ in range(10):
+                connection.execute("select pgqueue.version()")
+            counts[dsn] = connection.execute(prepared).fetchone()
+            assert _connections.is_proxied(connection) is (dsn == bouncer)
+    assert counts == {database: (1,), bouncer: (0,)}
+
+
+# The client and the command line
+
+
+def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
+    Queue(connection, name).create_queue()
+    handled: list[Any] = []
+
+    def work(number: int) -> None:
+        with psycopg.connect(bouncer, autocommit=True, prepare_threshold=None) as own:
+            queue = Queue(own, name)
+            for n in range(ROUNDS):
+                queue.enqueue([number, n])
+                (message,) = wait_for(queue.claim)  # another claim may have locked all messages
+                assert abs(datetime.now(UTC) - message.enqueued_at) < timedelta(seconds=PATIENCE)
+                assert queue.get_queue().visibility_timeout == timedelta(seconds=30)
+                assert queue.ack(message.id, message.claim_token)
+                handled.append(message.payload)
+
+    concurrently(work)
+    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(ROUNDS)]
+    assert is_empty(connection, name)
+
+
+def test_commands_run_behind_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
+    Queue(connection, name).create_queue()
+    lines = "".join(f"{n}\n" for n in range(100))
+    for words in (["send", name, "--file", "-"], ["list"], ["browse", name], ["stats", name]):
+        done = in_process(bouncer, *words, stdin=lines if words[0] == "send" else None)
+        assert done.status == 0, done
+    assert Queue(connection, name).stats().ready_messages == 100
+
+
+# The consumer
+
+
+@pytest.fixture
+def unlistened(bouncer: str) -> Iterator[None]:
+    """A consumer tries whether notifications arrive, and cannot take back what a session listens to."""
+    yield
+    with sessions(bouncer) as made:
+        for each in made:
+            each.execute("unlisten *")
+
+
+@pytest.mark.usefixtures("clean", "unlistened")
+@together(FORMS)
+def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
+    form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+        if step.message.payload % 10 == 7 and step.attempt == 1:
+            raise ValueError
+
+    def said() -> list[str]:
+        ours = [record for record in caplog.records if getattr(record, "queue", None) == name]
+        texts = [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+        return [text for text in texts if "listen" in text.lower()]
+
+    with form.consuming(bouncer, name, work, concurrency=4) as run:
+        queue.enqueue_batch(list(range(60)))
+        wait_for(lambda: is_empty(connection, name))
+        for number in range(60, 65):
+            queue.enqueue(number)
+            wait_for(lambda: number in run.returned)  # noqa: B023
+        wait_for(said)
+        wait_for(lambda: is_empty(connection, name))
+    assert sorted(run.returned) == list(range(65))
+    assert sorted(run.attempts) == [1] * 65 + [2] * 6
+    if form.is_transactional:
+        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(65)]
+    assert (run.criticals, run.circuits) == ([], [])
+    assert len(said()) == 1, said()
+
+
+# Spark
+
+
+def test_a_batch_read_goes_through_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
+    pytest.importorskip("pyspark")
+    from pgqueue.spark.source import PgQueueDataSource
+
+    queue = Queue(connection, name)
+    queue.create_queue()
+    queue.enqueue_batch(list(range(20)))
+    source = PgQueueDataSource({"dsn": bouncer, "queue": name, "numPartitions": "4"})
+    reader: Any = source.reader(source.schema())
+    found = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+    assert sorted(int(row["payload"]) for row in found) == list(range(20))
+    assert all(abs(datetime.now(UTC) - row["enqueued_at"]) < timedelta(seconds=PATIENCE) for row in found)
+
+
+# The server
+
+
+@pytest.fixture(scope="module")
+def web(
+    empty_database: Callable[[], str], bouncer: str, database: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server that reaches its databases only through the pooler."""
+    control = make_conninfo(bouncer, dbname=conninfo_to_dict(make_odd(empty_database))["dbname"])
+    home = tmp_path_factory.mktemp("web")
+    services = {"pooled": (bouncer, [str(conninfo_to_dict(database)["dbname"])])}
+    limits = {"connections": 2 * SESSIONS, "database_seconds": 5}
+    with serving(configuration(home, control, services, limits=limits), home) as server:
+        yield server
+
+
+def test_requests_of_many_clients_are_right_behind_a_pooler(
+    web: Server, bouncer: str, connection: Connection, name: str
+) -> None:
+    Queue(connection, name).create_queue()
+    path = f"/v1/queues/{name}"
+    handled: list[Any] = []
+    seen: set[Any] = set()
+    is_over = threading.Event()
+
+    def look() -> None:
+        with psycopg.connect(bouncer, autocommit=True, prepare_threshold=None) as other:
+            while not is_over.is_set():
+                seen.add(
+                    other.execute(
+                        "select current_setting('statement_timeout'), current_setting('lock_timeout'),"
+                        " current_setting('TimeZone'), current_setting('IntervalStyle')"
+                    ).fetchone()
+                )
+
+    def work(number: int) -> None:
+        with httpx.Client(base_url=web.url, auth=ADMIN, timeout=PATIENCE, trust_env=False) as http:
+
+            def post(verb: str, body: Any, **headers: str) -> Any:
+                answer = http.post(f"{path}/{verb}", json=body, headers=headers)
+                assert answer.is_success, (verb, answer.text)
+                return answer.json()
+
+            for n in range(ROUNDS):
+                keyed = {"Idempotency-Key": f"{name}-{number}-{n}"} if n % 5 == 0 else {}
+                sent = post("enqueue", {"messages": [{"payload": [number, n]}]}, **keyed)
+                if keyed:
+                    assert post("enqueue", {"messages": [{"payload": [number, n]}]}, **keyed) == sent
+                (message,) = wait_for(lambda: post("claim", {"max_messages": 1})["messages"])
+                assert message["enqueued_at"].endswith("Z")
+                at = datetime.fromisoformat(message["enqueued_at"])
+                assert abs(datetime.now(UTC) - at) < timedelta(seconds=PATIENCE)
+                held = {"id": message["id"], "claim_token": message["claim_token"]}
+                assert post("extend", held | {"visibility_timeout_seconds": 900}) == {"id": message["id"]}
+                assert post("ack", held) == {"id": message["id"]}
+                assert http.post(f"{path}/ack", json=held).status_code == 410
+                handled.append(message["payload"])
+
+    with ThreadPoolExecutor(1) as looking:
+        looked = looking.submit(look)
+        try:
+            concurrently(work)
+        finally:
+            is_over.set()
+        looked.result()
+    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(ROUNDS)]
+    assert is_empty(connection, name)
+    assert seen == {("0", "0", "Asia/Kathmandu", "iso_8601")}
+
+
+def test_a_long_poll_behind_a_pooler_gets_a_message_that_is_sent_meanwhile(
+    web: Server, connection: Connection, name: str
+) -> None:
+    queue = Queue(connection, name)
+    queue.create_queue()
+    with ThreadPoolExecutor(1) as threads:
+        claim = threads.submit(web.post, f"/v1/queues/{name}/claim", {"wait_seconds": 20})
+        # The request has looked at the queue, and found nothing.
+        waiting = "select from pgqueue.queues q where q.name = %s and pg_sequence_last_value(q.waiting_until) > 0"
+        wait_for(lambda: rows(connection, waiting, name))
+        queue.enqueue({"n": 1})
+        (message,) = claim.result().json()["messages"]
+    assert message["payload"] == {"n": 1}
+
+
+def test_a_statement_behind_a_pooler_ends_at_the_time_limit(
+    web: Server, database: str, connection: Connection, name: str
+) -> None:
+    Queue(connection, name).create_queue()
+    with locked(database, "lock table pgqueue.messages in access exclusive mode"):
+        answer = web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]})
+    assert answer.status_code == 503, answer.text
+    assert web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]}).status_code == 201
+
+
+def test_managed_queues_and_pages_work_behind_a_pooler(web: Server, connection: Connection) -> None:
+    name = new_name()
+    queues = "/managed-services/pooled/queues"
+    assert web.post(queues, {"name": name}).status_code == 201
+    web.until(lambda: web.get(f"{queues}/{name}").json()["status"] == "Active")
+    sent = web.post(f"{queues}/{name}/messages", {"messages": [{"payload": {"n": n}} for n in range(2)]})
+    assert sent.status_code == 202, sent.text
+    done = web.task(f"{queues}/{name}/messages", sent.json()["task_id"])
+    assert (done["status"], len(done["result"]["message_ids"])) == ("completed", 2)
+    place = {"service": "pooled", "database": connection.info.dbname, "name": name}
+    for path in ("/", "/queue", "/queue/consumers", "/queue/settings", "/queue/purge_queue", "/queue/drop_queue"):
+        assert web.get(path, params=place).status_code == 200, path
+    # A statement that fails is explained in the form, and the rest of the request goes on.
+    connection.execute('create view "held" as select from pgqueue.messages')
+    wrong = web.post("/queue/settings", params=place, data={"max_attempts": "-1"})
+    assert (wrong.status_code, "max_attempts" in wrong.text) == (422, True), wrong.text
+    assert web.post("/queue/purge_queue", params=place, data={"typed": "other"}).status_code == 422
+    assert web.post("/queue/purge_queue", params=place, data={"typed": name}).status_code == 303
+    assert Queue(connection, name).stats().ready_messages == 0
+    assert web.call("DELETE", f"{queues}/{name}").status_code == 202
+    web.until(lambda: web.get(f"{queues}/{name}").status_code == 404)
