@@ -218,8 +218,6 @@ def shut_down(connection: AnyConnection) -> Callable[[], None]:
     return cancel_statement
 
 
-
-
 # Keeping and sharing
 
 
