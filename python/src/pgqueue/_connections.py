@@ -32,14 +32,13 @@ _BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
 
 
 def complete_conninfo(conninfo: str, application: str, **defaults: Any) -> str:
-    """A conninfo with the encoding UTF8, and with an application name and defaults where it names nothing else.
+    """A conninfo with the encoding UTF8, an application name unless it names one, and defaults for what it lacks.
 
     Raises `psycopg.ProgrammingError` if it is not a conninfo.
     """
     given = conninfo_to_dict(conninfo)
-    defaults["fallback_application_name"] = application
     missing = {name: value for name, value in defaults.items() if name not in given}
-    return make_conninfo(conninfo, **missing | {"client_encoding": "utf8"})
+    return make_conninfo(conninfo, **missing, fallback_application_name=application, client_encoding="utf8")
 
 
 def connect(conninfo: str, autocommit: bool = True, kind: type[Connection[Any]] = Connection) -> Connection[Any]:

@@ -597,7 +597,7 @@ def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders:
     assert len(again.sink[0][1]) == 4
 
 
-def test_no_statements_are_prepared_so_that_poolers_work(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_prepares_no_statements(orders: pgqueue.Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start(maxMessagesPerTrigger="1").begin()
     assert len(engine.drain()) == len(sent)

@@ -143,7 +143,7 @@ class _Turns:
     """Lets passwords be hashed: clients take turns, and so do the names of a client."""
 
     def __init__(self) -> None:
-        # Who has the next turn comes first, among the clients and among the names of a client.
+        # The next turn belongs to the first client, and to the first name of that client.
         self._waiting: dict[str, dict[str | None, deque[asyncio.Future[None]]]] = {}
         self._hashing: set[str] = set()  # clients
 

@@ -138,4 +138,7 @@ class _Connection(psycopg.Connection[Any]):
 
 def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
     """Open a connection that detects a lost server within a minute."""
-    return _connections.connect(complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE), autocommit, _Connection)
+    complete = complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE)
+    connection = _connections.connect(complete, autocommit, _Connection)
+    connection.prepare_threshold = None  # Each statement is executed a few times only.
+    return connection
