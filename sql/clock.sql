@@ -19,6 +19,8 @@ create or replace function pgqueue._is_first_statement()
 returns boolean
 language sql volatile
 as $$
+    -- A function cannot know whether its transaction commits at once. Without this guess, days of the archive and idle
+    -- queues would go only where a scheduled job calls maintain_archive and drop_idle_queues.
     select statement_timestamp() - transaction_timestamp() < interval '5 ms'
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;

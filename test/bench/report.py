@@ -7,6 +7,7 @@ results/*.json; with --check it changes nothing and fails where one of the two i
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,8 +240,13 @@ def section(report: dict[str, Any]) -> str:
     for part in report["parts"].values():
         for title, headings, rows, text in tables(part):
             lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
-            blocks += [f"**{title}**", "\n".join(markdown(line) for line in lines), f"<sub>{text}</sub>"]
+            blocks += [f"**{title}**", "\n".join(markdown(line) for line in lines), wrapped(f"<sub>{text}</sub>")]
     return "\n\n".join(blocks)
+
+
+def wrapped(text: str) -> str:
+    """A paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown(line: list[str]) -> str:
@@ -271,12 +277,14 @@ def breakdown(report: dict[str, Any]) -> str:
         lines += [[name, f"{share:.0f}"] for name, share in report["perf"]["stages"]]
         blocks.append("\n".join(map(markdown, lines)))
         alone = ", ".join(f"{name} {share:.1f}" for name, share in report["perf"]["alone"])
-        blocks.append(f"Functions that take most by themselves, in per cent: {alone}.")
+        blocks.append(wrapped(f"Functions that take most by themselves, in per cent: {alone}."))
     told = report["circumstances"]
     blocks.append(
-        f"<sub>The lowest of {report['rounds']} rounds of {report['calls']:,} calls from one client;"
-        f" synchronous_commit = off, 100 bytes. PostgreSQL {told['postgresql']['18']}; {told['machine']},"
-        f" load before it {told['load_before']}; commit {told['commit']}, {told['date']}.</sub>"
+        wrapped(
+            f"<sub>The lowest of {report['rounds']} rounds of {report['calls']:,} calls from one client;"
+            f" synchronous_commit = off, 100 bytes. PostgreSQL {told['postgresql']['18']}; {told['machine']},"
+            f" load before it {told['load_before']}; commit {told['commit']}, {told['date']}.</sub>"
+        )
     )
     return "\n\n".join(blocks)
 
@@ -304,15 +312,19 @@ def web(report: dict[str, Any]) -> str:
         )
     brokered = report["brokered"]
     settings = ", ".join(f"{name} = {value}" for name, value in report["settings"].items())
-    return (
-        "\n".join(map(markdown, lines))
-        + f"\n\nAn enqueue through an agent was completed after {brokered['p50_ms']['median']:.1f} ms (median;"
-        f" p99: {brokered['p99_ms']['median']:.1f} ms).\n\n<sub>PostgreSQL {report['postgresql']}, {settings};"
-        f" {report['cores']} cores ({report['cpu']}), shared by the server, its database and {report['clients']}"
-        f" clients, load before it {report['load_before'][0]}; commit {report['commit']}, {report['at'][:10]}."
-        f" Medians of {report['rounds']} rounds of {report['seconds']:g} s, with the lowest and the highest; the ratio"
-        " is taken within each round.</sub>"
-    )
+    blocks = [
+        "\n".join(map(markdown, lines)),
+        f"An enqueue through an agent was completed after {brokered['p50_ms']['median']:.1f} ms (median;"
+        f" p99: {brokered['p99_ms']['median']:.1f} ms).",
+        wrapped(
+            f"<sub>PostgreSQL {report['postgresql']}, {settings};"
+            f" {report['cores']} cores ({report['cpu']}), shared by the server, its database and {report['clients']}"
+            f" clients, load before it {report['load_before'][0]}; commit {report['commit']}, {report['at'][:10]}."
+            f" Medians of {report['rounds']} rounds of {report['seconds']:g} s, with the lowest and the highest; the"
+            " ratio is taken within each round.</sub>"
+        ),
+    ]
+    return "\n\n".join(blocks)
 
 
 def ranged(figures: dict[str, float], factor: int) -> str:
