@@ -844,8 +844,10 @@ class Soak:
         self._unpin()
         if self._late is not None:
             self._commit_late(self._late)
-        if self._dump is not None:
-            self._dump.join()
+        # `drop database` waits for sessions that are sending to a paused process: resume those that are due.
+        while self._dump is not None and self._dump.is_alive():
+            self._supervise()
+            time.sleep(0.02)
 
     def _supervise(self, calm: bool = False) -> None:
         """Handle ended processes, resume paused ones, and start those that are due."""
@@ -1156,13 +1158,13 @@ class Soak:
 
     def _close(self) -> None:
         self._unpin()
-        if self._dump is not None:
-            self._dump.join()
         if self._late is not None:
             self._late.queue.connection.close()
         for child in [*self._consumers, *self._producers]:
             if child is not None:
                 child.close()
+        if self._dump is not None:
+            self._dump.join()
         self.connection.close()
 
 
