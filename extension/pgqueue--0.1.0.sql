@@ -6850,13 +6850,14 @@ begin
         where d.queue_name = q.name and d.due_at > at
         order by d.due_at desc limit 1000
     ) w
-    where w.enqueued_at > at + interval '1 min';
+    -- The message of a schedule has its due time as enqueued_at.
+    where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
             format(
                 'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
-                ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L;',
+                ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     if shortest < peek_delay then

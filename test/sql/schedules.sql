@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(124);
+select plan(125);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -133,6 +133,7 @@ select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
 select results_eq($$ select s.headers ->> 'pgqueue.schedule', pg_temp.utc(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'schedules' $$,
     $$ values ('hourly', '2030-01-17 21:00:00') $$, 'housekeeping adds a message of a next tick that is missing');
 select is_empty($$ select from pgqueue.doctor() d where d.finding = 'stopped_schedule' $$, 'doctor reports no schedule with a next tick');
+select is_empty($$ select from pgqueue.doctor() d where d.finding = 'clock_ahead' $$, 'doctor does not take the time of a next tick for a clock that was ahead');
 select pgqueue._do_housekeeping(pgqueue._now()) is not null as done \gset
 select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'schedules'), 1::bigint, 'housekeeping adds no second message of a tick');
 update pgqueue.schedules set time_zone = 'Mars/Olympus' where name = 'hourly';

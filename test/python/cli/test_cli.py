@@ -253,6 +253,7 @@ def test_lines_of_json_are_sent_from_standard_input(cli: Callable[..., Done], or
     assert [record["id"] for record in done.records] == [message.id for message in orders.browse()]
     assert payloads(orders) == [{"a": 1}, "two", [3]]
     assert cli("send", orders.name, stdin="").out == f"0 messages sent to {orders.name}\n"
+    assert cli("send", "missing", stdin="").err.startswith("pgqueue: queue 'missing' does not exist\n")
 
 
 def test_lines_of_json_are_sent_from_files(cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path) -> None:
@@ -457,6 +458,10 @@ def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders:
     assert again.err.startswith(f"pgqueue: claim lost: {first['id']}\n")
     nothing = cli("claim", orders.name)
     assert nothing == (3, "", f"pgqueue: no message of queue {orders.name} is ready\n")
+    orders.pause_queue()
+    assert cli("claim", orders.name).err == (
+        f"pgqueue: no message of queue {orders.name} is ready; paused: {orders.name}, until pgqueue resume\n"
+    )
 
 
 def test_a_claim_takes_from_further_queues_in_their_order(

@@ -172,6 +172,14 @@ def test_until_empty_waits_for_retries_and_not_for_long_delays(
     assert left(orders) == (0, 0, 1, 0)
 
 
+def test_until_empty_ends_on_a_paused_queue(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+    orders.enqueue("kept")
+    orders.pause_queue()
+    done = work(orders, "note", "--until-empty", dsn=database, cwd=shop)
+    assert (done.status, done.out, left(orders)) == (0, "", (1, 0, 0, 0))
+    assert "pgqueue: left for later: 1 ready, as the queue is paused\n" in done.err
+
+
 def test_until_empty_waits_for_the_look_ahead(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue("later", delay=timedelta(seconds=50))
     none = work(orders, "note", "--until-empty", "--look-ahead", "0", dsn=database, cwd=shop)

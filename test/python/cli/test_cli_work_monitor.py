@@ -36,3 +36,5 @@ def test_the_look_ahead_uses_only_the_clock_of_the_server(
     assert not is_empty(5400 * SECOND)
     queue.enqueue(2)
     assert not is_empty(60 * SECOND)
+    queue.pause_queue()
+    assert is_empty(60 * SECOND)

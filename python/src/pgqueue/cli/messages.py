@@ -51,8 +51,11 @@ def claim(
     names = [queue, *(also or ())]
     with session.queues() as verbs:
         messages = verbs.claim_any(names, max, visibility_timeout, claimed_by)
-    if not messages:
-        raise Failure(f"no message of queue {' or '.join(names)} is ready", status=Status.NO)
+        if not messages:
+            why = f"no message of queue {' or '.join(names)} is ready"
+            if paused := {stats.queue_name for name in names for stats in verbs.stats(name) if stats.paused}:
+                why += f"; paused: {', '.join(sorted(paused))}, until pgqueue resume"
+            raise Failure(why, status=Status.NO)
     if also:
         session.show(messages, ["queue", *_HEADINGS], lambda message: [message.queue_name, *_row(message)])
     else:

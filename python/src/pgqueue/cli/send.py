@@ -139,6 +139,8 @@ def send(
         inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))
         sender = _Sender(session, connection, enqueue)
         sender.send(inputs, commit_every)
+        if not sender.sent:
+            verbs.get_queue()  # raises an error for a missing queue, as sending does
     if session.json:
         return
     if sender.sent == 1:

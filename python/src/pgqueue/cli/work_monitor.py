@@ -117,12 +117,19 @@ class WorkMonitor:
         return not (stats.running or stats.prefetched)
 
     def _is_drained(self) -> bool:
-        """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`."""
+        """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`.
+
+        A paused queue is drained when no message is in flight.
+        """
         if self._connection is None:
             self._connection = connect(self._conninfo)
         queue = Queue(self._connection, self._queue_name)
         self._depth = depth = queue.stats()
-        if self._look_ahead is None or depth.ready_messages or depth.inflight_messages or queue.peek(1):
+        if self._look_ahead is None or depth.inflight_messages:
+            return False
+        if depth.paused:
+            return True
+        if depth.ready_messages or queue.peek(1):
             return False
         # Only the server's clock is used, because the client's clock may differ.
         [(seconds,)] = self._connection.execute(_SECONDS_UNTIL_DUE, [self._queue_name]).fetchall()
@@ -166,5 +173,8 @@ class WorkMonitor:
                 summary += f", {figure:,} {what}" if figure else ""
             how = "by force " if self.signals > 1 else ""
             self._session.note(f"stopped {how}after {format_duration(took)}: {summary}")
-        if self._look_ahead is not None and depth is not None and depth.scheduled_messages:
-            self._session.note(f"left for later: {depth.scheduled_messages:,} scheduled")
+        if self._look_ahead is not None and depth is not None:
+            ready = f"{depth.ready_messages:,} ready, as the queue is paused" if depth.paused else ""
+            scheduled = f"{depth.scheduled_messages:,} scheduled" if depth.scheduled_messages else ""
+            if left := ", ".join(filter(None, (scheduled, ready))):
+                self._session.note(f"left for later: {left}")
