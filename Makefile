@@ -96,6 +96,7 @@ verify: setup  ## are generated files current, versions equal, modules in order,
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check
 	@$(PYTHON) test/documents.py
+	@echo 'verify: ok'
 
 client: setup  ## generate the sync client from the async one
 	@$(python) python/async_to_sync.py

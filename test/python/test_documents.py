@@ -88,7 +88,6 @@ class Pasting:
 
     def python(self, code: str) -> None:
         """Run it on the database; a consumer stops after its first message."""
-        connect = psycopg.connect
 
         def consumer(_dsn: str, *arguments: Any, **options: Any) -> pgqueue.Consumer:
             made = pgqueue.consumer.Consumer(self.dsn, *arguments, **options)
@@ -96,11 +95,10 @@ class Pasting:
             return made
 
         with self.monkeypatch.context() as patch:
-            if "EmbeddedServer" not in code:
-                patch.setattr(psycopg, "connect", lambda **settings: connect(self.dsn, **settings))
+            patch.setenv("PGQUEUE_DSN", self.dsn)
             patch.setattr(pgqueue, "Consumer", consumer, raising=False)
             if "Consumer(" in code and "enqueue(" not in code:
-                with connect(self.dsn, autocommit=True) as connection:
+                with psycopg.connect(self.dsn, autocommit=True) as connection:
                     pgqueue.Queue(connection, "orders").enqueue({"order_id": 1004})
             exec(code, {})
 

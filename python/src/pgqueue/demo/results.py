@@ -93,7 +93,7 @@ def check_results(
     console.print(counts)
 
     speed = Table(title="Rates; producers and consumers ran together", title_justify="left", title_style="bold")
-    for heading in ("", "messages", "seconds", "per second"):
+    for heading in ("", "messages or attempts", "seconds", "per second"):
         speed.add_column(heading, justify="right" if heading else "left")
     sent, sending = per_second(run.figures.sending, lambda report: report.sent)
     settled, working = per_second(run.figures.working, lambda report: report.processed + report.failed, 0.99)
