@@ -1,0 +1,130 @@
+-- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
+-- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
+-- roles, and dumps them. The checks of the domains in types.sql are made here.
+
+create or replace function pgqueue._privileges_of(accesses text[])
+returns text
+language sql immutable parallel safe
+as $$
+    select string_agg(p.privilege, ', ')
+    from (values
+        ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
+        ('reader', 'SELECT'), ('raw', 'TRUNCATE'), ('transport', 'TRIGGER')
+    ) as p (access, privilege)
+    where p.access = any (accesses)
+$$;
+comment on function pgqueue._privileges_of(text[]) is
+'The privileges on the views of access that stand for kinds of access.';
+
+create or replace function pgqueue._access_view(name_or_pattern text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 48) $$;
+comment on function pgqueue._access_view(text) is
+'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
+
+create or replace function pgqueue._may_use(caller name, queue_name text, privileges text)
+returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if has_table_privilege(caller, 'pgqueue.access_any'::regclass, privileges) then
+        return true;
+    end if;
+    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+        return false;
+    end if;
+    if has_table_privilege(caller, to_regclass(pgqueue._access_view(queue_name)), privileges) then
+        return true;
+    end if;
+    for n in 1..length(queue_name) loop
+        if substr(queue_name, n, 1) in ('-', '_')
+            and has_table_privilege(caller, to_regclass(pgqueue._access_view(left(queue_name, n) || '*')), privileges)
+        then
+            return true;
+        end if;
+    end loop;
+    return false;
+end;
+$$;
+comment on function pgqueue._may_use(name, text, text) is
+'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
+matches. Every role with access may call this, because the checks of the domains do.';
+
+create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
+returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
+    if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
+        if creating then
+            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+        end if;
+        perform pgqueue._raise_queue_not_found(queue_name);
+    end if;
+    return true;
+end;
+$$;
+comment on function pgqueue._may_or_raise(text, text, boolean) is
+'For the checks of the domains, which run with the rights of the caller. Raises PQ001 as for a queue that does not
+exist or, if the queue would be created, 42501.';
+
+create or replace function pgqueue._require_admin_of_all(caller name, verb text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
+        perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);
+    end if;
+end;
+$$;
+comment on function pgqueue._require_admin_of_all(name, text) is
+'Raises 42501 unless the role has admin access to all queues.';
+
+create or replace function pgqueue._functions_of_checks()
+returns regprocedure[]
+language sql stable
+as $$
+    select array_agg(p.oid::regprocedure)
+    from pg_catalog.pg_proc p
+    where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
+        '_access_view', '_may_use', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
+$$;
+comment on function pgqueue._functions_of_checks() is
+'The private functions that the checks of the domains call: each role with access may execute them.';
+
+do $$
+declare
+    d record;
+begin
+    for d in
+        select c.name, pgqueue._privileges_of(c.accesses) as privileges, c.name = 'new_queue_of_admin' as creating
+        from (values
+            ('queue_of_producer', '{producer}'::text[]),
+            ('queue_of_consumer', '{consumer}'),
+            ('queue_of_admin', '{admin}'),
+            ('new_queue_of_admin', '{admin}'),
+            ('queue_of_transport', '{transport}'),
+            ('queue_of_consumer_or_admin', '{consumer,admin}'),
+            ('queue_of_producer_or_admin', '{producer,admin}'),
+            ('queue_of_admin_or_reader', '{admin,reader}'),
+            ('queue_of_consumer_admin_or_reader', '{consumer,admin,reader}'),
+            ('queue_of_producer_admin_or_raw', '{producer,admin,raw}'),
+            ('queue_of_any_access', '{producer,consumer,admin,raw,reader}')
+        ) as c (name, accesses)
+    loop
+        execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
+        execute format(
+            'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
+            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or pgqueue._may_or_raise(value, %2$L, %L))',
+            d.name, d.privileges, d.creating);
+        execute format('revoke usage on domain pgqueue.%I from public', d.name);
+    end loop;
+    revoke usage on domain pgqueue.caller from public;
+end;
+$$;
