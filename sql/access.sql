@@ -19,7 +19,7 @@ comment on function pgqueue._privileges_of(text[]) is
 create or replace function pgqueue._access_view(name_or_pattern text)
 returns text
 language sql immutable parallel safe
-as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 48) $$;
+as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 comment on function pgqueue._access_view(text) is
 'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
 
@@ -28,6 +28,8 @@ returns boolean
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    n int := 0;
 begin
     if has_table_privilege(caller, 'pgqueue.access_any'::regclass, privileges) then
         return true;
@@ -38,10 +40,10 @@ begin
     if has_table_privilege(caller, to_regclass(pgqueue._access_view(queue_name)), privileges) then
         return true;
     end if;
-    for n in 1..length(queue_name) loop
-        if substr(queue_name, n, 1) in ('-', '_')
-            and has_table_privilege(caller, to_regclass(pgqueue._access_view(left(queue_name, n) || '*')), privileges)
-        then
+    loop
+        n := regexp_instr(queue_name, '[-_]', n + 1);
+        exit when n = 0;
+        if has_table_privilege(caller, to_regclass(pgqueue._access_view(left(queue_name, n) || '*')), privileges) then
             return true;
         end if;
     end loop;
@@ -50,27 +52,55 @@ end;
 $$;
 comment on function pgqueue._may_use(name, text, text) is
 'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
-matches. Every role with access may call this, because the checks of the domains do.';
+matches.';
 
-create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
-returns boolean
+create or replace function pgqueue._refuse_queue(queue_name text, creating boolean)
+returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
-    if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
-        if creating then
-            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+    if creating then
+        perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+    end if;
+    perform pgqueue._raise_queue_not_found(queue_name);
+end;
+$$;
+comment on function pgqueue._refuse_queue(text, boolean) is
+'Raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
+
+-- A hot path for roles without access to all queues: it does what _may_use does in few expressions, as each has to be
+-- prepared in every transaction, and without a search_path, which costs as much. All names are qualified instead.
+create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
+returns boolean
+language plpgsql stable
+as $$
+declare
+    candidate text := queue_name;
+    n int := 0;
+begin
+    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb. A longer
+    -- name is none. to_regclass truncates the name of the view as _access_view does.
+    while pg_catalog.int4le(pg_catalog.octet_length(candidate), 129) loop
+        if pg_catalog.has_table_privilege(
+                pg_catalog.to_regclass(pg_catalog.textcat('pgqueue.access_',
+                    pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(candidate, 'UTF8')), 'hex'))),
+                privileges)
+        then
+            return true;
         end if;
-        perform pgqueue._raise_queue_not_found(queue_name);
+        n := pg_catalog.regexp_instr(queue_name, '[-_]', pg_catalog.int4pl(n, 1));
+        candidate := case when pg_catalog.int4gt(n, 0) then pg_catalog.textcat(pg_catalog.left(queue_name, n), '*') end;
+    end loop;
+    if queue_name is not null then
+        perform pgqueue._refuse_queue(queue_name, creating);
     end if;
     return true;
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains, which run with the rights of the caller. Raises PQ001 as for a queue that does not
-exist or, if the queue would be created, 42501.';
+'For the checks of the domains, which run with the rights of the caller: whether it may use the queue. Otherwise raises
+PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
 
 create or replace function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -93,7 +123,7 @@ as $$
     select array_agg(p.oid::regprocedure)
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_access_view', '_may_use', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
+        '_refuse_queue', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
 $$;
 comment on function pgqueue._functions_of_checks() is
 'The private functions that the checks of the domains call: each role with access may execute them.';

@@ -187,13 +187,14 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     access_view constant text := pgqueue._access_view(queue_name);
+    view_name constant name := replace(access_view, 'pgqueue.', '');
 begin
     if to_regclass(access_view) is null then
-        execute format('create view %s as select', access_view);
+        execute format('create view pgqueue.%I as select', view_name);
         perform pgqueue._revoke_default_privileges(access_view::regclass);
         -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
         if right(queue_name, 1) = '*' then
-            execute format('comment on view %s is %L', access_view, queue_name);
+            execute format('comment on view pgqueue.%I is %L', view_name, queue_name);
         end if;
     end if;
     return access_view::regclass;
