@@ -116,7 +116,9 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
     connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     connection.execute("select pgqueue.pause_queue('paused')")
     connection.execute("select pgqueue.grant_access('producer', 'producer'), pgqueue.grant_access('raw', 'raw')")
-    connection.execute("select pgqueue.grant_access('consumer', 'consumer', q) from unnest('{paused,doors-*}'::text[]) q")
+    connection.execute(
+        "select pgqueue.grant_access('consumer', 'consumer', q) from unnest('{paused,doors-*}'::text[]) q"
+    )
 
 
 def data(server: Server, database: str) -> dict[str, list[str]]:
