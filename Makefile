@@ -3,7 +3,7 @@
 # An upgrade alters state and replaces behaviour.
 STATE = schema types tables dump
 # A module calls only modules before it. The core knows no room. grants comes last, because it names all functions.
-CORE = errors clock registers backoff keys locks hooks notify finish queue dedup enqueue sweep_state sweep groups limits claim receive extend ack nack exchange \
+CORE = errors access clock registers backoff keys locks hooks notify finish queue dedup enqueue sweep_state sweep groups limits claim receive extend ack nack exchange \
 	dead_letter expire peek browse stats wake doctor
 ROOMS = claim_any archive streams sink topics schedules cancel transport contract idle compact
 BEHAVIOUR = $(CORE) $(ROOMS) grants
@@ -44,10 +44,10 @@ $(OUT)/pgqueue--$(VERSION).sql: $(state) $(behaviour) pgqueue.control Makefile |
 	    cat $(state); $(create_only) $(behaviour); \
 	} > $@
 
-$(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql sql/upgrade/begin.sql $(behaviour) Makefile | $(OUT)
+$(upgrades:%=$(OUT)/pgqueue--%.sql): $(OUT)/pgqueue--%.sql: sql/upgrade/%.sql $(behaviour) Makefile | $(OUT)
 	@{ \
 	    printf '%s\n' '\echo Use "alter extension pgqueue update" to load this file. \quit'; \
-	    cat sql/upgrade/begin.sql $< $(behaviour); \
+	    cat $< $(behaviour); \
 	} > $@
 
 # For servers where extensions cannot be created: plain SQL in one transaction, with the settings of create extension,

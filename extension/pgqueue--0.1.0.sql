@@ -225,6 +225,57 @@ create type pgqueue.compaction as (
 comment on type pgqueue.compaction is
 'What compact_queue did with one table. outcome is compacted or the reason why it was left alone. The sizes include
 indexes and the toast table.';
+
+create type pgqueue.access as (
+    role_name name,
+    access text,
+    queue_name text
+);
+comment on type pgqueue.access is
+'The access of a role to all queues (queue_name is null), to one, or to those of a pattern, as list_access returns it.';
+
+-- The names of queues in the arguments of the verbs. PostgreSQL evaluates the check of a domain with the rights of the
+-- role that calls, before the security definer function runs. access.sql adds the checks. No role has USAGE on the
+-- domains, so no role can store a value that was checked for another.
+create domain pgqueue.queue_of_producer as text;
+comment on domain pgqueue.queue_of_producer is
+'The name of a queue that the caller has producer access to.';
+create domain pgqueue.queue_of_consumer as text;
+comment on domain pgqueue.queue_of_consumer is
+'The name of a queue that the caller has consumer access to.';
+create domain pgqueue.queue_of_admin as text;
+comment on domain pgqueue.queue_of_admin is
+'The name of a queue that the caller has admin access to.';
+create domain pgqueue.queue_of_transport as text;
+comment on domain pgqueue.queue_of_transport is
+'The name of a queue that the caller has transport access to.';
+create domain pgqueue.queue_of_consumer_or_admin as text;
+comment on domain pgqueue.queue_of_consumer_or_admin is
+'The name of a queue that the caller has consumer or admin access to.';
+create domain pgqueue.queue_of_producer_or_admin as text;
+comment on domain pgqueue.queue_of_producer_or_admin is
+'The name of a queue that the caller has producer or admin access to.';
+create domain pgqueue.queue_of_admin_or_reader as text;
+comment on domain pgqueue.queue_of_admin_or_reader is
+'The name of a queue that the caller has admin or reader access to.';
+create domain pgqueue.queue_of_consumer_admin_or_reader as text;
+comment on domain pgqueue.queue_of_consumer_admin_or_reader is
+'The name of a queue that the caller has consumer, admin or reader access to.';
+create domain pgqueue.queue_of_producer_admin_or_raw as text;
+comment on domain pgqueue.queue_of_producer_admin_or_raw is
+'The name of a queue that the caller has producer, admin or raw access to.';
+create domain pgqueue.queue_of_any_access as text;
+comment on domain pgqueue.queue_of_any_access is
+'The name of a queue that the caller has any access but transport to.';
+create domain pgqueue.new_queue_of_admin as text;
+comment on domain pgqueue.new_queue_of_admin is
+'The name of a queue to create: the caller has admin access to queues of such names.';
+
+create domain pgqueue.caller as name
+constraint caller_is_current_user check (coalesce(value = current_user, false));
+comment on domain pgqueue.caller is
+'The role that calls. A verb that works on several queues has it as its last argument, with current_user as default. No
+other value is accepted, as PostgreSQL evaluates the check with the rights of the caller.';
 -- Tables, sequences and indexes. The column names are part of the API: applications may send, claim and acknowledge
 -- messages with plain SQL on these tables. Add new columns at the end.
 
@@ -780,6 +831,12 @@ begin
     end loop;
 end;
 $$;
+
+create view pgqueue.access_any as select;
+comment on view pgqueue.access_any is
+'Its privileges are the access of roles to all queues: INSERT is producer, UPDATE consumer, DELETE admin, SELECT reader,
+TRUNCATE raw and TRIGGER transport. The view has no column. A view access_<hash> is the same for one queue or for the
+queues of a pattern.';
 -- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
 -- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
@@ -951,6 +1008,181 @@ end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: the role does not exist.';
+
+create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'The owner can grant this privilege.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
+-- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
+-- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
+-- roles, and dumps them. The checks of the domains in types.sql are made here.
+
+create function pgqueue._privileges_of(accesses text[])
+returns text
+language sql immutable parallel safe
+as $$
+    select string_agg(p.privilege, ', ')
+    from (values
+        ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
+        ('reader', 'SELECT'), ('raw', 'TRUNCATE'), ('transport', 'TRIGGER')
+    ) as p (access, privilege)
+    where p.access = any (accesses)
+$$;
+comment on function pgqueue._privileges_of(text[]) is
+'The privileges on the views of access that stand for kinds of access.';
+
+create function pgqueue._access_view(name_or_pattern text)
+returns text
+language sql immutable parallel safe
+as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
+comment on function pgqueue._access_view(text) is
+'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
+
+create function pgqueue._may_use(caller name, queue_name text, privileges text)
+returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    n int := 0;
+begin
+    if has_table_privilege(caller, 'pgqueue.access_any'::regclass, privileges) then
+        return true;
+    end if;
+    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+        return false;
+    end if;
+    if has_table_privilege(caller, to_regclass(pgqueue._access_view(queue_name)), privileges) then
+        return true;
+    end if;
+    loop
+        n := regexp_instr(queue_name, '[-_]', n + 1);
+        exit when n = 0;
+        if has_table_privilege(caller, to_regclass(pgqueue._access_view(left(queue_name, n) || '*')), privileges) then
+            return true;
+        end if;
+    end loop;
+    return false;
+end;
+$$;
+comment on function pgqueue._may_use(name, text, text) is
+'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
+matches.';
+
+create function pgqueue._refuse_queue(queue_name text, creating boolean)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if creating then
+        perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
+    end if;
+    perform pgqueue._raise_queue_not_found(queue_name);
+end;
+$$;
+comment on function pgqueue._refuse_queue(text, boolean) is
+'Raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
+
+-- A hot path for roles without access to all queues: it does what _may_use does in few expressions, as each has to be
+-- prepared in every transaction, and without a search_path, which costs as much. All names are qualified instead.
+create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
+returns boolean
+language plpgsql stable
+as $$
+declare
+    candidate text := queue_name;
+    n int := 0;
+begin
+    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb. A longer
+    -- name is none. to_regclass truncates the name of the view as _access_view does.
+    while pg_catalog.int4le(pg_catalog.octet_length(candidate), 129) loop
+        if pg_catalog.has_table_privilege(
+                pg_catalog.to_regclass(pg_catalog.textcat('pgqueue.access_',
+                    pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(candidate, 'UTF8')), 'hex'))),
+                privileges)
+        then
+            return true;
+        end if;
+        n := pg_catalog.regexp_instr(queue_name, '[-_]', pg_catalog.int4pl(n, 1));
+        candidate := case when pg_catalog.int4gt(n, 0) then pg_catalog.textcat(pg_catalog.left(queue_name, n), '*') end;
+    end loop;
+    if queue_name is not null then
+        perform pgqueue._refuse_queue(queue_name, creating);
+    end if;
+    return true;
+end;
+$$;
+comment on function pgqueue._may_or_raise(text, text, boolean) is
+'For the checks of the domains, which run with the rights of the caller: whether it may use the queue. Otherwise raises
+PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
+
+create function pgqueue._require_admin_of_all(caller name, verb text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
+        perform pgqueue._raise_not_allowed(caller, 'call, without admin access to all queues,', verb);
+    end if;
+end;
+$$;
+comment on function pgqueue._require_admin_of_all(name, text) is
+'Raises 42501 unless the role has admin access to all queues.';
+
+create function pgqueue._functions_of_checks()
+returns regprocedure[]
+language sql stable
+as $$
+    select array_agg(p.oid::regprocedure)
+    from pg_catalog.pg_proc p
+    where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
+        '_refuse_queue', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
+$$;
+comment on function pgqueue._functions_of_checks() is
+'The private functions that the checks of the domains call: each role with access may execute them.';
+
+do $$
+declare
+    d record;
+begin
+    for d in
+        select c.name, pgqueue._privileges_of(c.accesses) as privileges, c.name = 'new_queue_of_admin' as creating
+        from (values
+            ('queue_of_producer', '{producer}'::text[]),
+            ('queue_of_consumer', '{consumer}'),
+            ('queue_of_admin', '{admin}'),
+            ('new_queue_of_admin', '{admin}'),
+            ('queue_of_transport', '{transport}'),
+            ('queue_of_consumer_or_admin', '{consumer,admin}'),
+            ('queue_of_producer_or_admin', '{producer,admin}'),
+            ('queue_of_admin_or_reader', '{admin,reader}'),
+            ('queue_of_consumer_admin_or_reader', '{consumer,admin,reader}'),
+            ('queue_of_producer_admin_or_raw', '{producer,admin,raw}'),
+            ('queue_of_any_access', '{producer,consumer,admin,raw,reader}')
+        ) as c (name, accesses)
+    loop
+        execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
+        execute format(
+            'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
+            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or pgqueue._may_or_raise(value, %2$L, %L))',
+            d.name, d.privileges, d.creating);
+        execute format('revoke usage on domain pgqueue.%I from public', d.name);
+    end loop;
+    revoke usage on domain pgqueue.caller from public;
+end;
+$$;
 -- Time. _now is the only function that reads the clock, so that a test can replace it inside its own transaction.
 
 create function pgqueue._now()
@@ -1923,7 +2155,7 @@ comment on function pgqueue._check_settings(pgqueue.queues) is
 'Raises 22023 for the first setting of a queue that is out of bounds.';
 
 create function pgqueue.create_queue(
-    queue_name text,
+    queue_name pgqueue.new_queue_of_admin,
     visibility_timeout interval default '30 s',
     max_attempts int default 5,
     dlq_enabled boolean default true,
@@ -2050,8 +2282,8 @@ begin
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval, interval, int, text, int, int, interval
+    pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -2120,7 +2352,7 @@ comment on function pgqueue._partition_of(pgqueue.queues) is
 'The partition that holds the messages of a queue.';
 
 create function pgqueue.alter_queue(
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     visibility_timeout interval default null,
     max_attempts int default null,
     dlq_enabled boolean default null,
@@ -2190,8 +2422,8 @@ begin
 end;
 $$;
 comment on function pgqueue.alter_queue(
-    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval, interval, int, text, int, int, interval
+    pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
+    double precision, interval, interval, interval, int, text, int, int, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
@@ -2203,7 +2435,7 @@ same holds for max_in_flight. A new rate_limit or rate_period applies to the nex
 0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
 a longer transaction uses that relation.';
 
-create function pgqueue.drop_queue(queue_name text)
+create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2224,7 +2456,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.drop_queue(text) is
+comment on function pgqueue.drop_queue(pgqueue.queue_of_admin) is
 'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
@@ -2336,7 +2568,7 @@ comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean)
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
 within 500 ms, as other sessions wait behind it.';
 
-create function pgqueue.purge_queue(queue_name text)
+create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2351,12 +2583,12 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.purge_queue(text) is
+comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
 stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
 messages or a dedicated table.';
 
-create function pgqueue.get_queue(queue_name text)
+create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2365,23 +2597,26 @@ begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.get_queue(text) is
+comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
 'Returns a queue with its settings. Raises PQ001.';
 
-create function pgqueue.list_queues()
+create function pgqueue.list_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.queue
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
-    select l.* from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l order by q.name;
+    select l.*
+    from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l
+    where pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'))
+    order by q.name;
 end;
 $$;
-comment on function pgqueue.list_queues() is
-'Returns all queues with their settings, by name.';
+comment on function pgqueue.list_queues(pgqueue.caller) is
+'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
-create function pgqueue.pause_queue(queue_name text)
+create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2396,11 +2631,11 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.pause_queue(text) is
+comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
-create function pgqueue.resume_queue(queue_name text)
+create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -2418,7 +2653,7 @@ begin
     return resumed;
 end;
 $$;
-comment on function pgqueue.resume_queue(text) is
+comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
 create function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)
@@ -3028,7 +3263,7 @@ comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, 
 'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
 
 create function pgqueue.enqueue(
-    queue_name text,
+    queue_name pgqueue.queue_of_producer,
     payload jsonb default null,
     delay interval default '0',
     headers jsonb default null,
@@ -3082,7 +3317,9 @@ begin
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text) is
+comment on function pgqueue.enqueue(
+    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text
+) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -3097,7 +3334,7 @@ key. group_key (1 to 255 characters) is the group of the message, for a queue wi
 pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
-    queue_name text,
+    queue_name pgqueue.queue_of_producer,
     payloads jsonb[] default null,
     delay interval default '0',
     headers jsonb[] default null,
@@ -3226,7 +3463,8 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(
-    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text, text[]
+    pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
+    text[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
@@ -4922,7 +5160,7 @@ comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean)
 and 22023 for a receive in a queue with max_in_flight.';
 
 create function pgqueue.claim(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
@@ -4958,7 +5196,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue.claim(text, int, interval, text) is
+comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text) is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
@@ -4969,7 +5207,7 @@ limit of the queue allows none; next_due_at returns when to try again. Call it i
 claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
-create function pgqueue.receive(queue_name text, max_messages int default 1)
+create function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5023,7 +5261,7 @@ begin
     from gone g;
 end;
 $$;
-comment on function pgqueue.receive(text, int) is
+comment on function pgqueue.receive(pgqueue.queue_of_consumer, int) is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps
@@ -5051,7 +5289,7 @@ comment on function pgqueue._check_claim(bigint, uuid) is
 'Raises 22023 if id or claim_token is null.';
 
 create function pgqueue.extend(
-    queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -5074,13 +5312,13 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.extend(text, bigint, uuid, interval) is
+comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
-    queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -5107,12 +5345,12 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
+comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uuid, interval) is
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
-create function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
+create function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5136,12 +5374,12 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue.ack(text, bigint, uuid) is
+comment on function pgqueue.ack(pgqueue.queue_of_consumer, bigint, uuid) is
 'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
 archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
 or removed. Raises 22023, PQ001.';
 
-create function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
+create function pgqueue.ack_batch(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5171,7 +5409,7 @@ begin
     return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
-comment on function pgqueue.ack_batch(text, bigint[], uuid) is
+comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';
 -- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
@@ -5290,7 +5528,7 @@ comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, 
 'The common part of nack and reject.';
 
 create function pgqueue.nack(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     claim_token uuid,
     delay interval default null,
@@ -5308,7 +5546,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
-comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
+comment on function pgqueue.nack(pgqueue.queue_of_consumer, bigint, uuid, interval, text, jsonb) is
 'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
 delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
 letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
@@ -5317,7 +5555,7 @@ same name. The message keeps its own headers unchanged if the result exceeds 64 
 22023, PQ001.';
 
 create function pgqueue.reject(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     claim_token uuid,
     error text default null,
@@ -5339,14 +5577,14 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
+comment on function pgqueue.reject(pgqueue.queue_of_consumer, bigint, uuid, text, jsonb, text) is
 'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
 message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
 attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
 nack. Raises 22023, PQ001.';
 
 create function pgqueue.record_failure(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     attempt_count int,
     delay interval default null,
@@ -5394,14 +5632,14 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
+comment on function pgqueue.record_failure(pgqueue.queue_of_consumer, bigint, int, interval, text, jsonb) is
 'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
 returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
 attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
-create function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
+create function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5455,13 +5693,13 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.release(text, bigint[], uuid) is
+comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
 -- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create function pgqueue.exchange(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     ids bigint[],
     claim_token uuid,
     max_messages int default 1,
@@ -5501,7 +5739,7 @@ begin
         if pgqueue._count('acknowledged', queue_name, cardinality(acked)) is distinct from given then
             return query
             select
-                i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
+                i, exchange.queue_name::text, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
             from unnest(pgqueue._array_except(ids, acked)) as i
             where i is not null;
@@ -5526,13 +5764,15 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
-comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
+comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
 id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
 -- Makes dead letters of the messages that have no attempts left, returns dead letters to their queue, or deletes them.
 
-create function pgqueue.sweep_queue(queue_name text, max_messages int default 10000)
+create function pgqueue.sweep_queue(
+    queue_name pgqueue.queue_of_consumer_or_admin, max_messages int default 10000
+)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5550,14 +5790,14 @@ begin
     return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
 end;
 $$;
-comment on function pgqueue.sweep_queue(text, int) is
+comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
 this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
 that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 create function pgqueue.redrive(
-    queue_name text, max_messages int default 1000, ids bigint[] default null
+    queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
 )
 returns int
 language plpgsql volatile security definer
@@ -5610,14 +5850,14 @@ begin
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(text, int, bigint[]) is
+comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
 included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
 
-create function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
+create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5664,7 +5904,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_dead_messages(text, bigint[]) is
+comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
 found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
@@ -5699,7 +5939,7 @@ comment on function pgqueue._findings_of_held_groups(pgqueue.queues) is
 'Groups that wait for a dead letter while they have messages.';
 -- Removes expired messages before a claim would pass over them.
 
-create function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
+create function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_size int default 10000)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5756,7 +5996,7 @@ begin
     return cardinality(expired_ids) + cardinality(expired_scheduled);
 end;
 $$;
-comment on function pgqueue.purge_expired(text, int) is
+comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
 dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
 whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
@@ -5819,7 +6059,7 @@ comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamp
 'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
 not read otherwise, and the number of messages for which each stands.';
 
-create function pgqueue.peek(queue_name text, max_records int default 100)
+create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -5911,7 +6151,7 @@ begin
     return least(total, max_records);
 end;
 $$;
-comment on function pgqueue.peek(text, int) is
+comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
 of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
@@ -5919,7 +6159,10 @@ Raises 22023, PQ001.';
 -- Shows messages and dead letters without changing or locking them.
 
 create function pgqueue.browse(
-    queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
+    queue_name pgqueue.queue_of_consumer_admin_or_reader,
+    state text default 'ready',
+    max_messages int default 100,
+    after_id bigint default 0
 )
 returns setof pgqueue.message
 language plpgsql volatile security definer
@@ -5973,12 +6216,12 @@ begin
     limit browse.max_messages;
 end;
 $$;
-comment on function pgqueue.browse(text, text, int, bigint) is
+comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
 
 create function pgqueue.browse_dead_messages(
-    queue_name text, max_messages int default 100, after_id bigint default 0
+    queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
 )
 returns setof pgqueue.dead_message
 language plpgsql volatile security definer
@@ -6028,7 +6271,7 @@ begin
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
-comment on function pgqueue.browse_dead_messages(text, int, bigint) is
+comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reader, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
@@ -6399,7 +6642,9 @@ $$;
 comment on function pgqueue._add_totals(pgqueue.queue_stats) is
 'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
 
-create function pgqueue.stats(queue_name text default null)
+create function pgqueue.stats(
+    queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -6418,7 +6663,8 @@ begin
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
-        continue when pg_relation_filenode(q.fresh_from_id) is null;
+        continue when pg_relation_filenode(q.fresh_from_id) is null
+            or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
         s := pgqueue._stats(q, at);
         begin
             s := pgqueue._add_totals(s);
@@ -6435,7 +6681,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.stats(text) is
+comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
@@ -6449,7 +6695,7 @@ is left out of the statistics of all queues. Raises PQ001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
-create function pgqueue.wake(queue_name text)
+create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -6458,11 +6704,11 @@ begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.wake(text) is
+comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
-create function pgqueue.next_due_at(queue_name text)
+create function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access)
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -6508,13 +6754,13 @@ begin
     return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
-comment on function pgqueue.next_due_at(text) is
+comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
 allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
 message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001.';
 
-create function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
+create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -6549,7 +6795,7 @@ begin
     return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
-comment on function pgqueue.prepare_wait(text, interval) is
+comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while
@@ -6889,24 +7135,12 @@ $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'The findings of doctor about one queue.';
 
-create function pgqueue.doctor(peek_delay interval default '1 s')
+create function pgqueue._installation_findings()
 returns setof pgqueue.finding
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set quote_all_identifiers = off
-set datestyle = iso
-set intervalstyle = postgres
-set jit = off
 as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    q pgqueue.queues;
-    findings pgqueue.finding[];
 begin
-    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-
     return query
     select
         'warning', null::text, 'pinned_horizon',
@@ -7012,8 +7246,38 @@ begin
     order by m.queue_name;
 
     return query select f.* from pgqueue._room_findings() f;
+end;
+$$;
+comment on function pgqueue._installation_findings() is
+'The findings of doctor about what belongs to no queue, and about the names of queues that do not exist.';
 
-    for q in select queues.* from pgqueue.queues order by queues.name loop
+create function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
+returns setof pgqueue.finding
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off
+set datestyle = iso
+set intervalstyle = postgres
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+    findings pgqueue.finding[];
+begin
+    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+
+    if has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
+        return query select f.* from pgqueue._installation_findings() f;
+    end if;
+
+    for q in
+        select queues.* from pgqueue.queues
+        where pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
+        order by queues.name
+    loop
         findings := '{}';
         begin
             if pgqueue._try_lock_existing_queue(q) then
@@ -7028,16 +7292,17 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.doctor(interval) is
+comment on function pgqueue.doctor(interval, pgqueue.caller) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
-that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
-one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
-twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
-hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
-dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group (waits for a
-dead letter), stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every
-peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
+that none was found. An admin of some queues gets the findings about these. severity is error, warning or info. finding
+is one of: pinned_horizon, orphaned_messages, undelivered_messages (left by a dropped queue), compaction (whether it
+runs while the horizon is pinned, and the last one), uncompacted_table (nearly all of it is dead rows),
+stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
+messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
+transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
+missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, clock_ahead,
+lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
+unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
 subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is
 from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
@@ -7046,7 +7311,8 @@ create function pgqueue.claim_any(
     queue_names text[],
     max_messages int default 1,
     visibility_timeout interval default null,
-    claimed_by text default null
+    claimed_by text default null,
+    caller pgqueue.caller default current_user
 )
 returns setof pgqueue.message
 language plpgsql volatile security definer
@@ -7064,7 +7330,12 @@ begin
         perform pgqueue._raise_invalid('queue_names', left(queue_names::text, 300),
             'an array of 1 to 100 names of queues, each once');
     end if;
+    -- An array of a domain would not do: PostgreSQL checks a literal of such a type when it parses the statement, with
+    -- the rights of that role, and not again for the role that runs a view, function or prepared statement later.
     foreach queue_name in array queue_names loop
+        if not pgqueue._may_use(caller, queue_name, pgqueue._privileges_of('{consumer}')) then
+            perform pgqueue._raise_queue_not_found(queue_name);
+        end if;
         return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
         get diagnostics found_messages = row_count;
         wanted := wanted - found_messages;
@@ -7072,7 +7343,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.claim_any(text[], int, interval, text) is
+comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.caller) is
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
@@ -7529,7 +7800,7 @@ comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 overdue days.';
 
 create function pgqueue.browse_archived_messages(
-    queue_name text, max_messages int default 100, before_id bigint default null
+    queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
 )
 returns setof pgqueue.archived_message
 language plpgsql volatile security definer
@@ -7569,7 +7840,7 @@ begin
     limit max_messages;
 end;
 $$;
-comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_admin_or_reader, int, bigint) is
 'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';
 -- Batches that can be read again. A stream reserves messages under a batch number and a token, which the reader stores
@@ -7872,7 +8143,7 @@ comment on function pgqueue._save_batch(pgqueue.streams) is
 'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create function pgqueue.stream_open(
-    queue_name text, stream_name text, opened_by text default null, on_ack text default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
 )
 returns pgqueue.stream
 language plpgsql volatile security definer
@@ -7901,7 +8172,7 @@ begin
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(text, text, text, text) is
+comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
@@ -8006,7 +8277,7 @@ comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, i
 open batch if none were ready.';
 
 create function pgqueue.stream_claim(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     stream_name text,
     epoch bigint,
     after_seq bigint,
@@ -8096,7 +8367,9 @@ begin
     perform pgqueue._save_batch(s);
 end;
 $$;
-comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
+comment on function pgqueue.stream_claim(
+    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint, boolean
+) is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
 stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
 max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
@@ -8107,7 +8380,7 @@ fail_on_data_loss false the stream continues from the checkpoint and releases an
 PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     stream_name text,
     epoch bigint,
     seq bigint,
@@ -8172,7 +8445,7 @@ begin
     return pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
+comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, boolean) is
 'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
 partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
 out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of
@@ -8254,7 +8527,8 @@ comment on function pgqueue._lock_and_read_batch(text, text, bigint, bigint, uui
 keeps an older one.';
 
 create function pgqueue.stream_read(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
+    partition int default null
 )
 returns setof pgqueue.message
 language plpgsql stable security definer
@@ -8279,7 +8553,7 @@ begin
     select r.* from pgqueue._lock_and_read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
-comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
 'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
 the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
 and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
@@ -8287,7 +8561,7 @@ messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 
 PQ008.';
 
 create function pgqueue.stream_extend(
-    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, visibility_timeout interval default null
 )
 returns setof pgqueue.stream_batch
 language plpgsql volatile security definer
@@ -8315,13 +8589,13 @@ begin
     return next pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_extend(text, text, bigint, interval) is
+comment on function pgqueue.stream_extend(pgqueue.queue_of_consumer, text, bigint, interval) is
 'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
 now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
 Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create function pgqueue.stream_ack(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid
 )
 returns int
 language plpgsql volatile security definer
@@ -8353,13 +8627,13 @@ begin
     return acked;
 end;
 $$;
-comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
+comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
 'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
 still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
 PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_skip(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer_or_admin,
     stream_name text,
     seq bigint,
     ids bigint[] default null,
@@ -8415,7 +8689,7 @@ begin
     return skipped;
 end;
 $$;
-comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
+comment on function pgqueue.stream_skip(pgqueue.queue_of_consumer_or_admin, text, bigint, bigint[], text, bigint) is
 'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
 letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
 the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
@@ -8423,7 +8697,9 @@ over; if none remain, it is read as an empty batch. An operator calls this witho
 restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
 and PQ007 if the batch is not open.';
 
-create function pgqueue.list_streams(queue_name text default null)
+create function pgqueue.list_streams(
+    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.stream
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
@@ -8436,13 +8712,14 @@ begin
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
     where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
+        and pgqueue._may_use(caller, t.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
     order by t.queue_name, t.stream_name;
 end;
 $$;
-comment on function pgqueue.list_streams(text) is
+comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
-create function pgqueue.drop_stream(queue_name text, stream_name text)
+create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -8459,7 +8736,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.drop_stream(text, text) is
+comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
@@ -8529,7 +8806,9 @@ $$;
 comment on function pgqueue._raise_in_row(text, int, int, text, text) is
 'Raises an error of a single message again, with its row and partition in the message.';
 
-create function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
+create function pgqueue.sink_stage(
+    queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
+)
 returns uuid
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -8552,7 +8831,7 @@ begin
     return token;
 end;
 $$;
-comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
+comment on function pgqueue.sink_stage(pgqueue.queue_of_producer, uuid, int, bigint) is
 'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
 same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
 messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
@@ -8798,7 +9077,8 @@ create function pgqueue.sink_commit(
     tokens uuid[],
     counts bigint[],
     app_id text default null,
-    version bigint default null
+    version bigint default null,
+    caller pgqueue.caller default current_user
 )
 returns boolean
 language plpgsql volatile security definer
@@ -8814,7 +9094,11 @@ begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
-    perform pgqueue._get_locked_queue(n.queue_name)
+    perform case
+        when pgqueue._may_use(caller, n.queue_name, pgqueue._privileges_of('{producer}'))
+            then pgqueue._get_locked_queue(n.queue_name) is null
+        else pgqueue._raise_queue_not_found(n.queue_name) is null
+    end
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
@@ -8853,7 +9137,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
+comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
 exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
 Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all
@@ -9054,7 +9338,7 @@ comment on function pgqueue._subscribers(text[]) is
 'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
 locked.';
 
-create function pgqueue.subscribe(topic text, queue_name text)
+create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9070,7 +9354,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.subscribe(text, text) is
+comment on function pgqueue.subscribe(text, pgqueue.queue_of_consumer_or_admin) is
 'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
 message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
 * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
@@ -9078,7 +9362,7 @@ matches orders and orders.paid.late. A queue that several subscriptions match ge
 transport find the subscription if the queue has a relation of expose_transport and topic is not a pattern. Raises
 22023, PQ001.';
 
-create function pgqueue.unsubscribe(topic text, queue_name text)
+create function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9091,11 +9375,13 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.unsubscribe(text, text) is
+comment on function pgqueue.unsubscribe(text, pgqueue.queue_of_consumer_or_admin) is
 'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
 that were published before stay in the queue. Raises 22023, PQ001.';
 
-create function pgqueue.list_subscriptions(queue_name text default null)
+create function pgqueue.list_subscriptions(
+    queue_name pgqueue.queue_of_consumer_or_admin default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.subscription
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9107,12 +9393,13 @@ begin
     return query
     -- A queue can be subscribed by subscribe, and also as the address of endpoints.
     select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
-    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
+    where (list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C")
+        and pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{consumer,admin}'))
     group by s.topic, s.queue_name
     order by s.topic, s.queue_name;
 end;
 $$;
-comment on function pgqueue.list_subscriptions(text) is
+comment on function pgqueue.list_subscriptions(pgqueue.queue_of_consumer_or_admin, pgqueue.caller) is
 'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
 once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
@@ -9127,7 +9414,8 @@ create function pgqueue.publish(
     base_topics text[] default null,
     dedup_key text default null,
     on_duplicate text default 'keep',
-    group_key text default null
+    group_key text default null,
+    caller pgqueue.caller default current_user
 )
 returns int
 language plpgsql volatile security definer
@@ -9151,7 +9439,12 @@ begin
 
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
+    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[])
+        -- The first condition is the cheaper one.
+        and (
+            has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{producer}'))
+            or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
+        );
     -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
     -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
     -- drop: pg_relation_filenode does not depend on it.
@@ -9211,12 +9504,15 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
-number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
-its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
-is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
-255 characters: words joined by dots. A queue in which dedup_key is taken counts, too. Raises 22023, PQ003.';
+comment on function pgqueue.publish(
+    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, pgqueue.caller
+) is
+'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
+transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same
+event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header
+pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is
+sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
+Raises 22023, PQ003.';
 
 create function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void
@@ -9590,7 +9886,7 @@ drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
 for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
-create function pgqueue._lock_schedule(name text)
+create function pgqueue._lock_schedule(name text, caller name)
 returns pgqueue.schedules
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -9604,7 +9900,7 @@ begin
     -- The message is locked before the schedule, as a claim does. A claim may take the message meanwhile.
     loop
         select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
-        if not found then
+        if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{admin}')) then
             perform pgqueue._raise_schedule_not_found(name);
         end if;
         next_id := s.next_id;
@@ -9616,8 +9912,9 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_schedule(text) is
-'Locks a schedule and its message, and returns the schedule. Raises PQ011.';
+comment on function pgqueue._lock_schedule(text, name) is
+'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
+queue.';
 
 create function pgqueue._remove_tick_message(s pgqueue.schedules)
 returns void
@@ -9672,7 +9969,7 @@ comment on function pgqueue._check_schedule(pgqueue.schedules) is
 
 create function pgqueue.create_schedule(
     name text,
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     cron text,
     payload jsonb default 'null',
     headers jsonb default null,
@@ -9703,7 +10000,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.create_schedule(text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
@@ -9724,14 +10021,15 @@ create function pgqueue.alter_schedule(
     headers jsonb default null,
     time_zone text default null,
     paused boolean default null,
-    catch_up boolean default null
+    catch_up boolean default null,
+    caller pgqueue.caller default current_user
 )
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.schedules := pgqueue._lock_schedule(name);
+    s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
@@ -9751,30 +10049,32 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, pgqueue.caller) is
 'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
 paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
 no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 
-create function pgqueue.drop_schedule(name text)
+create function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name));
+    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
     delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
     return true;
 exception when sqlstate 'PQ011' then
     return false;
 end;
 $$;
-comment on function pgqueue.drop_schedule(text) is
+comment on function pgqueue.drop_schedule(text, pgqueue.caller) is
 'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
 no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
 claiming a tick.';
 
-create function pgqueue.list_schedules(queue_name text default null)
+create function pgqueue.list_schedules(
+    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.schedule
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9786,15 +10086,16 @@ begin
     return query
     select s.name, s.queue_name, s.cron, s.payload, s.headers, s.time_zone, s.paused, s.catch_up, s.next_at, s.last_at
     from pgqueue.schedules s
-    where list_schedules.queue_name is null or s.queue_name = list_schedules.queue_name collate "C"
+    where (list_schedules.queue_name is null or s.queue_name = list_schedules.queue_name collate "C")
+        and pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
     order by s.name;
 end;
 $$;
-comment on function pgqueue.list_schedules(text) is
+comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
-create function pgqueue.run_schedule(name text)
+create function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9803,13 +10104,13 @@ declare
     s pgqueue.schedules;
 begin
     select schedules.* into s from pgqueue.schedules where schedules.name = run_schedule.name collate "C";
-    if not found then
+    if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{producer,admin}')) then
         perform pgqueue._raise_schedule_not_found(name);
     end if;
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;
 $$;
-comment on function pgqueue.run_schedule(text) is
+comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 
@@ -9911,7 +10212,7 @@ comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Repairs schedules that have stopped.';
 -- Takes back messages that no consumer has claimed.
 
-create function pgqueue.cancel(queue_name text, id bigint)
+create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9943,14 +10244,14 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.cancel(text, bigint) is
+comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
 gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
 cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
 claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
 adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
 
-create function pgqueue.cancel_by_key(queue_name text, dedup_key text)
+create function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -9972,7 +10273,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.cancel_by_key(text, text) is
+comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
 taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
@@ -9993,21 +10294,6 @@ end;
 $$;
 comment on function pgqueue._raise_exposed(text, regclass) is
 'Raises 42710: the queue already has a relation. A queue has at most one.';
-
-create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, deed, object),
-        hint = 'The owner can grant this privilege.';
-end;
-$$;
-comment on function pgqueue._raise_not_allowed(name, text, text) is
-'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 
 create function pgqueue._raise_null_column(relation regclass, column_name name)
 returns void
@@ -10400,7 +10686,7 @@ $$;
 comment on function pgqueue._advance_transport(pgqueue.queues) is
 'Does the work of advance_transport if it is due, and returns its result.';
 
-create function pgqueue.advance_transport(queue_name text)
+create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -10413,7 +10699,7 @@ begin
     return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.advance_transport(text) is
+comment on function pgqueue.advance_transport(pgqueue.queue_of_transport) is
 'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
 expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
@@ -10586,14 +10872,11 @@ $$;
 comment on function pgqueue._transport_address(regclass) is
 'Returns the address of a relation, in the form that a transport uses.';
 
-create function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
-returns name
+create function pgqueue._check_exposure(schema_name text, table_name text, flavor text, for_role name)
+returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
-    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
@@ -10609,18 +10892,18 @@ begin
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
         perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
     end if;
-    return for_role;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, text) is
-'Returns the role of the caller. Raises 22023 or 42501 unless the caller may create such a relation in the schema.';
+comment on function pgqueue._check_exposure(text, text, text, name) is
+'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create function pgqueue.expose_transport(
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     schema_name text default 'public',
     table_name text default null,
     body_string boolean default false,
-    flavor text default 'postgresql'
+    flavor text default 'postgresql',
+    caller pgqueue.caller default current_user
 )
 returns text
 language plpgsql volatile security definer
@@ -10629,14 +10912,13 @@ set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
-    for_role name;
     exposed regclass;
     address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
+    perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor, caller);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
@@ -10644,7 +10926,7 @@ begin
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
@@ -10660,7 +10942,7 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
+comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
@@ -10709,7 +10991,7 @@ $$;
 comment on function pgqueue._unexpose(pgqueue.queues) is
 'Drops the relation of a queue; returns false if there is none.';
 
-create function pgqueue.unexpose_transport(queue_name text)
+create function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -10727,7 +11009,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.unexpose_transport(text) is
+comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
@@ -10822,7 +11104,8 @@ comment on function pgqueue._create_subscriptions_relation(text, text, name) is
 'Creates the relation of expose_subscriptions, grants all privileges on it to a role, and returns its address.';
 
 create function pgqueue.expose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
 )
 returns text
 language plpgsql volatile security definer
@@ -10830,12 +11113,13 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
-    return pgqueue._create_subscriptions_relation(
-        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
+    perform pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql', caller);
+    return pgqueue._create_subscriptions_relation(schema_name, table_name, caller);
 end;
 $$;
-comment on function pgqueue.expose_subscriptions(text, text) is
+comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
 'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
 uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
 have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
@@ -10864,7 +11148,8 @@ comment on function pgqueue._drop_subscriptions_relation(regclass) is
 'Drops a relation that expose_subscriptions created; returns false if the relation is not one of them.';
 
 create function pgqueue.unexpose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
 )
 returns boolean
 language plpgsql volatile security definer
@@ -10877,11 +11162,12 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
-comment on function pgqueue.unexpose_subscriptions(text, text) is
+comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 
@@ -11011,14 +11297,12 @@ $$;
 comment on function pgqueue._contract_views(text) is
 'The views that expose_contract created in a schema.';
 
-create function pgqueue._create_contract(schema_name text)
+create function pgqueue._create_contract(schema_name text, for_role name)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
-    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
     missing constant text[] := array(
         select t from unnest(array[
             'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
@@ -11053,24 +11337,27 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._create_contract(text) is
-'Creates the views that a schema lacks, and the schema if it does not exist; returns false if nothing was missing.
-Raises 42501.';
+comment on function pgqueue._create_contract(text, name) is
+'Creates the views that a schema lacks for a role, and the schema if it does not exist; returns false if nothing was
+missing. Raises 42501.';
 
-create function pgqueue.expose_contract(schema_name text default 'mdb_queue')
+create function pgqueue.expose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._create_contract(schema_name collate "C");
+    return pgqueue._create_contract(schema_name collate "C", caller);
 end;
 $$;
-comment on function pgqueue.expose_contract(text) is
+comment on function pgqueue.expose_contract(text, pgqueue.caller) is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
 whose SQL names that schema sends, claims, extends, gives back and acknowledges messages through them as on the tables.
@@ -11109,19 +11396,22 @@ comment on function pgqueue._drop_contract(text) is
 'Drops the views that expose_contract created in a schema, and the schema if expose_contract created it and nothing else
 is in it; returns false if there is no such view.';
 
-create function pgqueue.unexpose_contract(schema_name text default 'mdb_queue')
+create function pgqueue.unexpose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     return pgqueue._drop_contract(schema_name collate "C");
 end;
 $$;
-comment on function pgqueue.unexpose_contract(text) is
+comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is
 'Drops the views that expose_contract created and returns true; false if there are none. Drops the schema, too, if
 expose_contract created it and nothing else is in it. The tables and their messages stay. Raises 22023, 55P03 if a
 longer transaction uses a view, and 2BP01 if another object depends on one.';
@@ -11214,7 +11504,9 @@ comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) 
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
 dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
 
-create function pgqueue._drop_idle_queues(max_queues int, may_block boolean)
+create function pgqueue._drop_idle_queues(
+    max_queues int, may_block boolean, caller name default current_user
+)
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -11232,6 +11524,7 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
+            and pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
         order by case when may_block then queues.name end, random()
         limit case when not may_block then 100 end
@@ -11244,21 +11537,21 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. may_block is
-passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
+comment on function pgqueue._drop_idle_queues(int, boolean, name) is
+'Drops up to max_queues queues of which the caller is an admin and that were not used for their expires_after_idle, and
+returns their names. may_block is passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
-create function pgqueue.drop_idle_queues()
+create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
 returns setof text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
-    return query select n from pgqueue._drop_idle_queues(100, true) as n;
+    return query select n from pgqueue._drop_idle_queues(100, true, caller) as n;
 end;
 $$;
-comment on function pgqueue.drop_idle_queues() is
+comment on function pgqueue.drop_idle_queues(pgqueue.caller) is
 'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has
 expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during
 that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because
@@ -11657,7 +11950,7 @@ $$;
 comment on function pgqueue._compact_tables(text, regclass[]) is
 'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
 
-create function pgqueue.compact_queue(queue_name text)
+create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -11672,17 +11965,17 @@ begin
         array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
 end;
 $$;
-comment on function pgqueue.compact_queue(text) is
+comment on function pgqueue.compact_queue(pgqueue.queue_of_admin) is
 'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
 truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
 busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
 runs; published if a publication contains the table without truncate or through its parent; trigger if a trigger of
 another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction pins the
 horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
-size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until the
-transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty; the
-functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction, and
-55P03 if another compaction takes longer than 500 ms.';
+size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until
+the transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty;
+the functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction,
+and 55P03 if another compaction takes longer than 500 ms.';
 
 create function pgqueue.compact_queues()
 returns setof pgqueue.compaction
@@ -11780,8 +12073,8 @@ end;
 $$;
 comment on function pgqueue._findings_of_compact(pgqueue.queues) is
 'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
--- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
--- role are the only record of its access.
+-- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
+-- privileges on the views of access.sql are the only record of the access of a role.
 
 create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -11862,7 +12155,8 @@ as $$
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access_matrix() is
-'The functions that each kind of access may call. grant_access and revoke_access are reserved for the owner.';
+'The functions that each kind of access may call. grant_access, revoke_access and list_access are
+reserved for the owner.';
 
 create function pgqueue._verbs(access text)
 returns setof regprocedure
@@ -11876,40 +12170,28 @@ $$;
 comment on function pgqueue._verbs(text) is
 'The functions that a kind of access may call.';
 
-create function pgqueue._has_access(role_name name, access text)
-returns boolean
+create function pgqueue._granted_access()
+returns table (role_name name, access text, queue_name text, access_view regclass)
 language sql stable
 as $$
-    -- Raw access is recognized by its rights on the tables, as other kinds of access include all of its functions.
-    select not exists (
-            select from pgqueue._verbs(access) as v
-            where not exists (
-                select from pg_catalog.pg_proc p cross join lateral aclexplode(p.proacl) as g
-                where p.oid = v and g.privilege_type = 'EXECUTE' and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
-        and (
-            access <> 'raw'
-            or exists (
-                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
-                where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
-                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
-        -- Reader access is recognized by select on message_id, which no other access includes.
-        and (
-            access <> 'reader'
-            or exists (
-                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
-                where c.oid = 'pgqueue.message_id'::regclass and g.privilege_type = 'SELECT'
-                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
+    select
+        r.rolname, p.access,
+        case
+            when c.relname <> 'access_any' then coalesce(pg_catalog.obj_description(c.oid, 'pg_class'), q.name, c.relname)
+        end,
+        c.oid::regclass
+    from pg_catalog.pg_class c
+    cross join lateral pg_catalog.aclexplode(c.relacl) as a
+    join unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as p (access)
+        on pgqueue._privileges_of(array[p.access]) = a.privilege_type
+    join pg_catalog.pg_roles r on r.oid = a.grantee
+    left join pgqueue.queues q on pgqueue._access_view(q.name) = 'pgqueue.' || c.relname
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and c.relname ~ '^access_' and a.grantee <> c.relowner
 $$;
-comment on function pgqueue._has_access(name, text) is
-'Whether a kind of access was granted to the role itself.';
+comment on function pgqueue._granted_access() is
+'The access that grant_access granted to each role; queue_name is null for all queues.';
 
-create function pgqueue._check_access(role_name name, access text)
+create function pgqueue._check_access(role_name name, access text, queue_name text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -11924,12 +12206,20 @@ begin
     if not exists (select from pg_roles r where r.rolname = role_name) then
         perform pgqueue._raise_role_not_found(role_name);
     end if;
+    if queue_name is not null and access = 'raw' then
+        perform pgqueue._raise_invalid('access', access,
+            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues');
+    end if;
+    if right(queue_name, 1) = '*' and queue_name !~ '^[a-z0-9_-]{0,127}[_-][*]$' then
+        perform pgqueue._raise_invalid('queue_name', queue_name,
+            'the name of a queue, or the beginning of names up to a - or _, and then *');
+    end if;
 end;
 $$;
-comment on function pgqueue._check_access(name, text) is
-'Raises 22023 for an unknown kind of access and 42704 for an unknown role.';
+comment on function pgqueue._check_access(name, text, text) is
+'Raises 22023 for an unknown kind of access or an invalid pattern, and 42704 for an unknown role.';
 
-create function pgqueue._apply_access(role_name name, access text)
+create function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -11938,7 +12228,7 @@ declare
     verb regprocedure;
 begin
     execute format('grant usage on schema pgqueue to %I', role_name);
-    if access = 'raw' then
+    if for_all and access = 'raw' then
         execute format('grant select on pgqueue.queues to %I', role_name);
         execute format(
             'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
@@ -11946,7 +12236,7 @@ begin
             role_name);
         execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
     end if;
-    if access = 'reader' then
+    if for_all and access = 'reader' then
         execute format(
             'grant select on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
             ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
@@ -11956,13 +12246,38 @@ begin
     if access = 'producer' then
         execute format('grant insert on pgqueue.staged_messages to %I', role_name);
     end if;
-    for verb in select v from pgqueue._verbs(access) as v loop
+    foreach verb in array array(select v from pgqueue._verbs(access) as v) || pgqueue._functions_of_checks() loop
         execute format('grant execute on function %s to %I', verb, role_name);
     end loop;
 end;
 $$;
-comment on function pgqueue._apply_access(name, text) is
-'Grants all privileges of a kind of access to a role.';
+comment on function pgqueue._apply_access(name, text, boolean) is
+'Grants to a role the privileges of a kind of access: the functions, which check the queue, and for all queues also the
+tables.';
+
+create function pgqueue._create_access_view(queue_name text)
+returns regclass
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view constant text := pgqueue._access_view(queue_name);
+    view_name constant name := replace(access_view, 'pgqueue.', '');
+begin
+    if to_regclass(access_view) is null then
+        execute format('create view pgqueue.%I as select', view_name);
+        perform pgqueue._revoke_default_privileges(access_view::regclass);
+        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
+        if right(queue_name, 1) = '*' then
+            execute format('comment on view pgqueue.%I is %L', view_name, queue_name);
+        end if;
+    end if;
+    return access_view::regclass;
+end;
+$$;
+comment on function pgqueue._create_access_view(text) is
+'Returns the view whose privileges are the access to a queue or a pattern, and creates it if it does not exist. The
+comment of the view is the pattern.';
 
 create function pgqueue._serialize_grants()
 returns void
@@ -11972,51 +12287,54 @@ comment on function pgqueue._serialize_grants() is
 'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
 one function at once. No queue has the empty name, so the lock is free for this purpose.';
 
-create function pgqueue.grant_access(role_name name, access text)
+create function pgqueue.grant_access(role_name name, access text, queue_name text default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_access(role_name collate "C", access);
+    perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
+    if queue_name is not null and right(queue_name, 1) <> '*' then
+        perform pgqueue._get_locked_queue(queue_name);
+    end if;
     perform pgqueue._serialize_grants();
-    perform pgqueue._apply_access(role_name, access);
+    perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
+    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]),
+        case when queue_name is null then 'pgqueue.access_any' else pgqueue._create_access_view(queue_name)::text end, role_name);
 end;
 $$;
-comment on function pgqueue.grant_access(name, text) is
+comment on function pgqueue.grant_access(name, text, text) is
 'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
 messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
 update and delete on the tables, for applications that use plain SQL, also through the views of expose_contract.
 transport is the use of relations that expose_transport created; the role also needs privileges on those relations. A
-role may have several kinds of access. Only the owner of the extension may call this. Raises 22023, and 42704 for an
-unknown role.';
+role may have several kinds of access.
+queue_name limits the access to one queue, or to all queues, also future ones, whose names begin with a pattern such as
+billing-*: what is before * ends in - or _. For other queues the functions then raise PQ001, as if these did not exist,
+and functions over several queues show and change only those of the caller. drop_queue ends the access to a single
+queue. raw cannot be limited, and a reader of one queue has the functions, not the tables. Access belongs to the role
+that calls: after set role to that role, in a security definer function to its owner. Members of a role have its access
+if they inherit its privileges. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role,
+and PQ001.';
 
-create function pgqueue.revoke_access(role_name name, access text)
+create function pgqueue._revoke_access(role_name name, access text, access_view regclass)
 returns void
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    kept text[];
-    other text;
     verb regprocedure;
+    kept record;
 begin
-    perform pgqueue._check_access(role_name collate "C", access);
-    -- The functions call each other with the privileges of their owner.
-    if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
+    if access_view is not null then
+        execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    perform pgqueue._serialize_grants();
-    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
-    kept := array(
-        select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-        where k <> access and pgqueue._has_access(role_name collate "C", k));
-    for verb in select v from pgqueue._verbs(access) as v loop
+    foreach verb in array array(select v from pgqueue._verbs(access) as v) loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;
-    if access in ('raw', 'reader') then
+    if access_view = 'pgqueue.access_any'::regclass and access in ('raw', 'reader') then
         execute format(
             'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
             ' pgqueue.archived_messages, pgqueue.unfiled_messages from %I',
@@ -12026,18 +12344,133 @@ begin
     if access = 'producer' then
         execute format('revoke all on pgqueue.staged_messages from %I', role_name);
     end if;
-    if kept = '{}' then
+    if not exists (select from pgqueue._granted_access() g where g.role_name = _revoke_access.role_name collate "C") then
+        foreach verb in array pgqueue._functions_of_checks() loop
+            execute format('revoke execute on function %s from %I', verb, role_name);
+        end loop;
         execute format('revoke usage on schema pgqueue from %I', role_name);
     end if;
-    -- Privileges that another kind of access includes are granted again.
-    foreach other in array kept loop
-        perform pgqueue._apply_access(role_name, other);
+    -- Privileges that other access of the role includes are granted again.
+    for kept in
+        select distinct g.access, g.queue_name is null as for_all
+        from pgqueue._granted_access() g
+        where g.role_name = _revoke_access.role_name collate "C"
+    loop
+        perform pgqueue._apply_access(role_name, kept.access, kept.for_all);
     end loop;
 end;
 $$;
-comment on function pgqueue.revoke_access(name, text) is
-'Revokes what grant_access granted. Privileges that the role has by another kind of access remain. Only the owner of the
-extension may call this. Raises 22023, and 42704 for an unknown role.';
+comment on function pgqueue._revoke_access(name, text, regclass) is
+'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
+
+create function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view constant regclass := to_regclass(pgqueue._access_view(q.name));
+begin
+    if access_view is not null then
+        perform pgqueue._serialize_grants();
+        perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
+        from pgqueue._granted_access() g
+        where g.access_view = to_regclass(pgqueue._access_view(q.name));
+        -- Any role can make a view that depends on this one. It must not keep the queue.
+        execute format('drop view %s cascade', access_view);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
+'Ends the access that was granted for this queue. Access by a pattern stays.';
+
+create function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view regclass;
+begin
+    perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
+    -- The functions call each other with the privileges of their owner.
+    if role_name collate "C" = current_user then
+        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
+    end if;
+    if queue_name is not null and right(queue_name, 1) <> '*' then
+        perform pgqueue._get_locked_queue(queue_name);
+    end if;
+    perform pgqueue._serialize_grants();
+    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
+    access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
+    perform pgqueue._revoke_access(role_name, access collate "C", access_view);
+end;
+$$;
+comment on function pgqueue.revoke_access(name, text, text) is
+'Revokes what grant_access granted with the same queue_name: without queue_name the access to all queues, with it that
+to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
+what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
+
+create function pgqueue.list_access()
+returns setof pgqueue.access
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
+    order by g.role_name, g.access, g.queue_name nulls first;
+end;
+$$;
+comment on function pgqueue.list_access() is
+'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
+for all queues. Access that a role has as a member of another is listed for the other. Only the owner of the extension
+may call this.';
+
+create function pgqueue._findings_of_grants(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    with granted as (
+        select
+            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, m.allowed_to as accesses,
+            false as for_all
+        from pg_proc p
+        join pgqueue._access_matrix() m on m.verb = p.proname
+        cross join lateral aclexplode(p.proacl) as a
+        where p.pronamespace = 'pgqueue'::regnamespace
+        union all
+        select
+            case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
+            case when c.relname = 'staged_messages' then '{producer}'::text[] else '{raw,reader}' end,
+            c.relname <> 'staged_messages'
+        from pg_class c
+        cross join lateral aclexplode(c.relacl) as a
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
+    ),
+    past as (
+        select coalesce(quote_ident(r.rolname), 'public') as grantee, g.object
+        from granted g
+        left join pg_roles r on r.oid = g.grantee
+        where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
+            and not exists (
+                select from pgqueue._granted_access() w
+                where w.role_name = r.rolname and w.access = any (g.accesses)
+                    and (w.queue_name is null or not g.for_all)
+            )
+    )
+    select
+        'warning', null, 'unmanaged_grant',
+        format('role %s has privileges that none of its access includes: %s', p.grantee,
+            string_agg(distinct p.object, ', ' order by p.object)),
+        string_agg(distinct format('revoke all on %s from %s;', p.object, p.grantee), ' ')
+    from past p
+    group by p.grantee
+$$;
+comment on function pgqueue._findings_of_grants(pgqueue.queues) is
+'The findings of doctor about privileges on functions and tables that were granted by hand. Such functions find no
+queue, and such tables show all queues.';
 
 revoke all on all functions in schema pgqueue from public;
 
@@ -12057,7 +12490,11 @@ begin
             union all
             select 'table ' || c.oid::regclass, c.relacl, c.relowner
             from pg_catalog.pg_class c
-            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and installing
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v') and installing
+            union all
+            select 'type ' || y.oid::regtype, y.typacl, y.typowner
+            from pg_catalog.pg_type y
+            where y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd'
             union all
             select 'schema pgqueue', n.nspacl, n.nspowner
             from pg_catalog.pg_namespace n
@@ -12071,8 +12508,11 @@ begin
     end loop;
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 
-    perform pgqueue._apply_access((h ->> 0)::name, h ->> 1)
-    from pg_catalog.jsonb_array_elements(nullif(current_setting('pgqueue.had_access', true), '')::jsonb) as h;
-    perform pg_catalog.set_config('pgqueue.had_access', '', true);
+    -- An upgrade may have added functions, and its statement above has revoked those of the checks.
+    perform pgqueue._apply_access(g.role_name, g.access, g.for_all)
+    from (
+        select distinct w.role_name, w.access, w.queue_name is null as for_all
+        from pgqueue._granted_access() w
+    ) g;
 end;
 $$;

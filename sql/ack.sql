@@ -1,6 +1,6 @@
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 
-create or replace function pgqueue.ack(queue_name text, id bigint, claim_token uuid)
+create or replace function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -24,12 +24,12 @@ begin
     return false;
 end;
 $$;
-comment on function pgqueue.ack(text, bigint, uuid) is
+comment on function pgqueue.ack(pgqueue.queue_of_consumer, bigint, uuid) is
 'Acknowledges a message and returns true; false if the claim was lost. The message is deleted or, if the queue has
 archive_for, moved to the archive. A claim is lost if it expired and the message was then claimed again, dead-lettered
 or removed. Raises 22023, PQ001.';
 
-create or replace function pgqueue.ack_batch(queue_name text, ids bigint[], claim_token uuid)
+create or replace function pgqueue.ack_batch(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -59,6 +59,6 @@ begin
     return pgqueue._count('acknowledged', queue_name, acked);
 end;
 $$;
-comment on function pgqueue.ack_batch(text, bigint[], uuid) is
+comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';

@@ -450,7 +450,7 @@ comment on function pgqueue._findings_of_archive(pgqueue.queues) is
 overdue days.';
 
 create or replace function pgqueue.browse_archived_messages(
-    queue_name text, max_messages int default 100, before_id bigint default null
+    queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
 )
 returns setof pgqueue.archived_message
 language plpgsql volatile security definer
@@ -490,6 +490,6 @@ begin
     limit max_messages;
 end;
 $$;
-comment on function pgqueue.browse_archived_messages(text, int, bigint) is
+comment on function pgqueue.browse_archived_messages(pgqueue.queue_of_consumer_admin_or_reader, int, bigint) is
 'Shows up to max_messages (1 to 10000) acknowledged messages, newest id first, with ids below before_id; for the next
 page pass the last id. For a dropped queue it shows the messages that are still kept. Raises 22023, PQ001.';

@@ -1,7 +1,10 @@
 -- Shows messages and dead letters without changing or locking them.
 
 create or replace function pgqueue.browse(
-    queue_name text, state text default 'ready', max_messages int default 100, after_id bigint default 0
+    queue_name pgqueue.queue_of_consumer_admin_or_reader,
+    state text default 'ready',
+    max_messages int default 100,
+    after_id bigint default 0
 )
 returns setof pgqueue.message
 language plpgsql volatile security definer
@@ -55,12 +58,12 @@ begin
     limit browse.max_messages;
 end;
 $$;
-comment on function pgqueue.browse(text, text, int, bigint) is
+comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
 
 create or replace function pgqueue.browse_dead_messages(
-    queue_name text, max_messages int default 100, after_id bigint default 0
+    queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
 )
 returns setof pgqueue.dead_message
 language plpgsql volatile security definer
@@ -110,7 +113,7 @@ begin
     order by d.id limit browse_dead_messages.max_messages;
 end;
 $$;
-comment on function pgqueue.browse_dead_messages(text, int, bigint) is
+comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reader, int, bigint) is
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,

@@ -1,6 +1,6 @@
 -- Takes back messages that no consumer has claimed.
 
-create or replace function pgqueue.cancel(queue_name text, id bigint)
+create or replace function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -32,14 +32,14 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.cancel(text, bigint) is
+comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
 'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
 gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
 cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
 claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
 adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
 
-create or replace function pgqueue.cancel_by_key(queue_name text, dedup_key text)
+create or replace function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -61,6 +61,6 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.cancel_by_key(text, text) is
+comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
 taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';

@@ -197,7 +197,7 @@ comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean)
 and 22023 for a receive in a queue with max_in_flight.';
 
 create or replace function pgqueue.claim(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     max_messages int default 1,
     visibility_timeout interval default null,
     claimed_by text default null
@@ -233,7 +233,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue.claim(text, int, interval, text) is
+comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text) is
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have

@@ -4,7 +4,8 @@ create or replace function pgqueue.claim_any(
     queue_names text[],
     max_messages int default 1,
     visibility_timeout interval default null,
-    claimed_by text default null
+    claimed_by text default null,
+    caller pgqueue.caller default current_user
 )
 returns setof pgqueue.message
 language plpgsql volatile security definer
@@ -22,7 +23,12 @@ begin
         perform pgqueue._raise_invalid('queue_names', left(queue_names::text, 300),
             'an array of 1 to 100 names of queues, each once');
     end if;
+    -- An array of a domain would not do: PostgreSQL checks a literal of such a type when it parses the statement, with
+    -- the rights of that role, and not again for the role that runs a view, function or prepared statement later.
     foreach queue_name in array queue_names loop
+        if not pgqueue._may_use(caller, queue_name, pgqueue._privileges_of('{consumer}')) then
+            perform pgqueue._raise_queue_not_found(queue_name);
+        end if;
         return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
         get diagnostics found_messages = row_count;
         wanted := wanted - found_messages;
@@ -30,7 +36,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.claim_any(text[], int, interval, text) is
+comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.caller) is
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are

@@ -365,7 +365,7 @@ $$;
 comment on function pgqueue._compact_tables(text, regclass[]) is
 'Compacts those of the tables, all if relations is null, that occupy 1 MB or more. Raises 25001.';
 
-create or replace function pgqueue.compact_queue(queue_name text)
+create or replace function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -380,17 +380,17 @@ begin
         array_remove(array[pgqueue._partition_of(q), to_regclass(format('pgqueue.transports_%s', q.queue_id))], null)) c;
 end;
 $$;
-comment on function pgqueue.compact_queue(text) is
+comment on function pgqueue.compact_queue(pgqueue.queue_of_admin) is
 'Compacts the table of the queue, which other queues may share, if it occupies 1 MB or more: locks it exclusively,
 truncates it and inserts the living messages again, unchanged. Returns a row for each table with its outcome: compacted;
 busy if the lock was not free within 500 ms; backlog if more than 10,000 messages or 8 MB are living; dump while pg_dump
 runs; published if a publication contains the table without truncate or through its parent; trigger if a trigger of
 another schema would fire; referenced by a foreign key. Sweeps do the same by themselves while a transaction pins the
 horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
-size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until the
-transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty; the
-functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction, and
-55P03 if another compaction takes longer than 500 ms.';
+size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until
+the transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty;
+the functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction,
+and 55P03 if another compaction takes longer than 500 ms.';
 
 create or replace function pgqueue.compact_queues()
 returns setof pgqueue.compaction

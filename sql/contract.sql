@@ -38,14 +38,12 @@ $$;
 comment on function pgqueue._contract_views(text) is
 'The views that expose_contract created in a schema.';
 
-create or replace function pgqueue._create_contract(schema_name text)
+create or replace function pgqueue._create_contract(schema_name text, for_role name)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
-    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
     missing constant text[] := array(
         select t from unnest(array[
             'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages'
@@ -80,24 +78,27 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue._create_contract(text) is
-'Creates the views that a schema lacks, and the schema if it does not exist; returns false if nothing was missing.
-Raises 42501.';
+comment on function pgqueue._create_contract(text, name) is
+'Creates the views that a schema lacks for a role, and the schema if it does not exist; returns false if nothing was
+missing. Raises 42501.';
 
-create or replace function pgqueue.expose_contract(schema_name text default 'mdb_queue')
+create or replace function pgqueue.expose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     -- Concurrent calls wait for each other, so that the second one finds the views of the first. The lock is that of
     -- changes of privileges.
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
-    return pgqueue._create_contract(schema_name collate "C");
+    return pgqueue._create_contract(schema_name collate "C", caller);
 end;
 $$;
-comment on function pgqueue.expose_contract(text) is
+comment on function pgqueue.expose_contract(text, pgqueue.caller) is
 'Creates views over the tables queues, messages, scheduled_messages, dead_messages, archived_messages and
 unfiled_messages in schema_name (default mdb_queue), and returns true; false if the schema has them. An application
 whose SQL names that schema sends, claims, extends, gives back and acknowledges messages through them as on the tables.
@@ -136,19 +137,22 @@ comment on function pgqueue._drop_contract(text) is
 'Drops the views that expose_contract created in a schema, and the schema if expose_contract created it and nothing else
 is in it; returns false if there is no such view.';
 
-create or replace function pgqueue.unexpose_contract(schema_name text default 'mdb_queue')
+create or replace function pgqueue.unexpose_contract(
+    schema_name text default 'mdb_queue', caller pgqueue.caller default current_user
+)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
     perform pgqueue._check_contract_schema(schema_name collate "C");
     perform pg_advisory_xact_lock(pgqueue._lock_key(''));
     return pgqueue._drop_contract(schema_name collate "C");
 end;
 $$;
-comment on function pgqueue.unexpose_contract(text) is
+comment on function pgqueue.unexpose_contract(text, pgqueue.caller) is
 'Drops the views that expose_contract created and returns true; false if there are none. Drops the schema, too, if
 expose_contract created it and nothing else is in it. The tables and their messages stay. Raises 22023, 55P03 if a
 longer transaction uses a view, and 2BP01 if another object depends on one.';

@@ -1,6 +1,8 @@
 -- Makes dead letters of the messages that have no attempts left, returns dead letters to their queue, or deletes them.
 
-create or replace function pgqueue.sweep_queue(queue_name text, max_messages int default 10000)
+create or replace function pgqueue.sweep_queue(
+    queue_name pgqueue.queue_of_consumer_or_admin, max_messages int default 10000
+)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -18,14 +20,14 @@ begin
     return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
 end;
 $$;
-comment on function pgqueue.sweep_queue(text, int) is
+comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
 this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
 that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
 
 create or replace function pgqueue.redrive(
-    queue_name text, max_messages int default 1000, ids bigint[] default null
+    queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
 )
 returns int
 language plpgsql volatile security definer
@@ -78,14 +80,14 @@ begin
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(text, int, bigint[]) is
+comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
 included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
 
-create or replace function pgqueue.purge_dead_messages(queue_name text, ids bigint[] default null)
+create or replace function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -132,7 +134,7 @@ begin
     return purged;
 end;
 $$;
-comment on function pgqueue.purge_dead_messages(text, bigint[]) is
+comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
 no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
 found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';

@@ -332,24 +332,12 @@ $$;
 comment on function pgqueue._queue_findings(pgqueue.queues, timestamptz, interval) is
 'The findings of doctor about one queue.';
 
-create or replace function pgqueue.doctor(peek_delay interval default '1 s')
+create or replace function pgqueue._installation_findings()
 returns setof pgqueue.finding
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set quote_all_identifiers = off
-set datestyle = iso
-set intervalstyle = postgres
-set jit = off
 as $$
-declare
-    at constant timestamptz := pgqueue._now();
-    q pgqueue.queues;
-    findings pgqueue.finding[];
 begin
-    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
-    end if;
-
     return query
     select
         'warning', null::text, 'pinned_horizon',
@@ -455,8 +443,38 @@ begin
     order by m.queue_name;
 
     return query select f.* from pgqueue._room_findings() f;
+end;
+$$;
+comment on function pgqueue._installation_findings() is
+'The findings of doctor about what belongs to no queue, and about the names of queues that do not exist.';
 
-    for q in select queues.* from pgqueue.queues order by queues.name loop
+create or replace function pgqueue.doctor(peek_delay interval default '1 s', caller pgqueue.caller default current_user)
+returns setof pgqueue.finding
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set quote_all_identifiers = off
+set datestyle = iso
+set intervalstyle = postgres
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q pgqueue.queues;
+    findings pgqueue.finding[];
+begin
+    if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+
+    if has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{admin}')) then
+        return query select f.* from pgqueue._installation_findings() f;
+    end if;
+
+    for q in
+        select queues.* from pgqueue.queues
+        where pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
+        order by queues.name
+    loop
         findings := '{}';
         begin
             if pgqueue._try_lock_existing_queue(q) then
@@ -471,15 +489,16 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.doctor(interval) is
+comment on function pgqueue.doctor(interval, pgqueue.caller) is
 'Checks the installation and returns one row per problem, with the statement or action that repairs it; no row means
-that none was found. severity is error, warning or info. finding is one of: pinned_horizon, orphaned_messages,
-undelivered_messages (left by a dropped queue), compaction (whether it runs while the horizon is pinned, and the last
-one), uncompacted_table (nearly all of it is dead rows), stopped_schedule, misplaced_messages, ids_above_sequence,
-twin_messages (checked among the first 1,000 scheduled messages), sequence_cache, unfit_keys (after pg_upgrade),
-hidden_transactions (the owner of pgqueue cannot see the transactions of other roles), few_locks (for the number of
-dedicated queues), autovacuum_off, stale_staging, missing_counter, paused_queue, dead_messages, held_group (waits for a
-dead letter), stuck_claims, clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every
-peek_delay), missing_index, long_writer, archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
+that none was found. An admin of some queues gets the findings about these. severity is error, warning or info. finding
+is one of: pinned_horizon, orphaned_messages, undelivered_messages (left by a dropped queue), compaction (whether it
+runs while the horizon is pinned, and the last one), uncompacted_table (nearly all of it is dead rows),
+stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
+messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
+transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
+missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, clock_ahead,
+lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
+unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
 subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is
 from 0 to 10 years.';

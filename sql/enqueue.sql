@@ -215,7 +215,7 @@ comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, 
 'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
 
 create or replace function pgqueue.enqueue(
-    queue_name text,
+    queue_name pgqueue.queue_of_producer,
     payload jsonb default null,
     delay interval default '0',
     headers jsonb default null,
@@ -269,7 +269,9 @@ begin
     return pgqueue._enqueue(queue_name, payload, delay, headers, expires_in, message_id, body);
 end;
 $$;
-comment on function pgqueue.enqueue(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text) is
+comment on function pgqueue.enqueue(
+    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text
+) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
 of at most 64 KB. delay (0 to 10 years) postpones the first delivery. After expires_in (0 to 10 years; null: never) the
@@ -284,7 +286,7 @@ key. group_key (1 to 255 characters) is the group of the message, for a queue wi
 pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(
-    queue_name text,
+    queue_name pgqueue.queue_of_producer,
     payloads jsonb[] default null,
     delay interval default '0',
     headers jsonb[] default null,
@@ -413,7 +415,8 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue_batch(
-    text, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text, text[]
+    pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
+    text[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays

@@ -125,3 +125,18 @@ end;
 $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: the role does not exist.';
+
+create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'insufficient_privilege',
+        message = format('role %I may not %s %I', role_name, deed, object),
+        hint = 'The owner can grant this privilege.';
+end;
+$$;
+comment on function pgqueue._raise_not_allowed(name, text, text) is
+'Raises 42501: the caller lacks a privilege that the security definer function itself has.';

@@ -1,7 +1,7 @@
 -- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create or replace function pgqueue.exchange(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     ids bigint[],
     claim_token uuid,
     max_messages int default 1,
@@ -41,7 +41,7 @@ begin
         if pgqueue._count('acknowledged', queue_name, cardinality(acked)) is distinct from given then
             return query
             select
-                i, exchange.queue_name, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
+                i, exchange.queue_name::text, null::jsonb, null::bytea, null::jsonb, null::uuid, null::int, null::int,
                 null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::uuid, null::text, true
             from unnest(pgqueue._array_except(ids, acked)) as i
             where i is not null;
@@ -66,7 +66,7 @@ begin
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
 end;
 $$;
-comment on function pgqueue.exchange(text, bigint[], uuid, int, interval, text) is
+comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
 Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
 id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';

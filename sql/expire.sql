@@ -1,6 +1,6 @@
 -- Removes expired messages before a claim would pass over them.
 
-create or replace function pgqueue.purge_expired(queue_name text, batch_size int default 10000)
+create or replace function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_size int default 10000)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -57,7 +57,7 @@ begin
     return cardinality(expired_ids) + cardinality(expired_scheduled);
 end;
 $$;
-comment on function pgqueue.purge_expired(text, int) is
+comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
 dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
 whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that

@@ -18,7 +18,7 @@ comment on function pgqueue._check_claim(bigint, uuid) is
 'Raises 22023 if id or claim_token is null.';
 
 create or replace function pgqueue.extend(
-    queue_name text, id bigint, claim_token uuid, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 )
 returns boolean
 language plpgsql volatile security definer
@@ -41,13 +41,13 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.extend(text, bigint, uuid, interval) is
+comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. Raises 22023, PQ001.';
 
 create or replace function pgqueue.extend_batch(
-    queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -74,6 +74,6 @@ begin
     returning m.id;
 end;
 $$;
-comment on function pgqueue.extend_batch(text, bigint[], uuid, interval) is
+comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uuid, interval) is
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';

@@ -1,5 +1,5 @@
--- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. Grants to a
--- role are the only record of its access.
+-- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
+-- privileges on the views of access.sql are the only record of the access of a role.
 
 create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -80,7 +80,8 @@ as $$
     ('version', '{producer,consumer,admin,raw,reader}'::text[])
 $$;
 comment on function pgqueue._access_matrix() is
-'The functions that each kind of access may call. grant_access and revoke_access are reserved for the owner.';
+'The functions that each kind of access may call. grant_access, revoke_access and list_access are
+reserved for the owner.';
 
 create or replace function pgqueue._verbs(access text)
 returns setof regprocedure
@@ -94,40 +95,28 @@ $$;
 comment on function pgqueue._verbs(text) is
 'The functions that a kind of access may call.';
 
-create or replace function pgqueue._has_access(role_name name, access text)
-returns boolean
+create or replace function pgqueue._granted_access()
+returns table (role_name name, access text, queue_name text, access_view regclass)
 language sql stable
 as $$
-    -- Raw access is recognized by its rights on the tables, as other kinds of access include all of its functions.
-    select not exists (
-            select from pgqueue._verbs(access) as v
-            where not exists (
-                select from pg_catalog.pg_proc p cross join lateral aclexplode(p.proacl) as g
-                where p.oid = v and g.privilege_type = 'EXECUTE' and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
-        and (
-            access <> 'raw'
-            or exists (
-                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
-                where c.oid = 'pgqueue.messages'::regclass and g.privilege_type = 'INSERT'
-                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
-        -- Reader access is recognized by select on message_id, which no other access includes.
-        and (
-            access <> 'reader'
-            or exists (
-                select from pg_catalog.pg_class c cross join lateral aclexplode(c.relacl) as g
-                where c.oid = 'pgqueue.message_id'::regclass and g.privilege_type = 'SELECT'
-                    and g.grantee = (select r.oid from pg_catalog.pg_roles r where r.rolname = role_name)
-            )
-        )
+    select
+        r.rolname, p.access,
+        case
+            when c.relname <> 'access_any' then coalesce(pg_catalog.obj_description(c.oid, 'pg_class'), q.name, c.relname)
+        end,
+        c.oid::regclass
+    from pg_catalog.pg_class c
+    cross join lateral pg_catalog.aclexplode(c.relacl) as a
+    join unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as p (access)
+        on pgqueue._privileges_of(array[p.access]) = a.privilege_type
+    join pg_catalog.pg_roles r on r.oid = a.grantee
+    left join pgqueue.queues q on pgqueue._access_view(q.name) = 'pgqueue.' || c.relname
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and c.relname ~ '^access_' and a.grantee <> c.relowner
 $$;
-comment on function pgqueue._has_access(name, text) is
-'Whether a kind of access was granted to the role itself.';
+comment on function pgqueue._granted_access() is
+'The access that grant_access granted to each role; queue_name is null for all queues.';
 
-create or replace function pgqueue._check_access(role_name name, access text)
+create or replace function pgqueue._check_access(role_name name, access text, queue_name text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -142,12 +131,20 @@ begin
     if not exists (select from pg_roles r where r.rolname = role_name) then
         perform pgqueue._raise_role_not_found(role_name);
     end if;
+    if queue_name is not null and access = 'raw' then
+        perform pgqueue._raise_invalid('access', access,
+            'producer, consumer, admin, reader or transport for a queue: raw is access to the tables of all queues');
+    end if;
+    if right(queue_name, 1) = '*' and queue_name !~ '^[a-z0-9_-]{0,127}[_-][*]$' then
+        perform pgqueue._raise_invalid('queue_name', queue_name,
+            'the name of a queue, or the beginning of names up to a - or _, and then *');
+    end if;
 end;
 $$;
-comment on function pgqueue._check_access(name, text) is
-'Raises 22023 for an unknown kind of access and 42704 for an unknown role.';
+comment on function pgqueue._check_access(name, text, text) is
+'Raises 22023 for an unknown kind of access or an invalid pattern, and 42704 for an unknown role.';
 
-create or replace function pgqueue._apply_access(role_name name, access text)
+create or replace function pgqueue._apply_access(role_name name, access text, for_all boolean)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -156,7 +153,7 @@ declare
     verb regprocedure;
 begin
     execute format('grant usage on schema pgqueue to %I', role_name);
-    if access = 'raw' then
+    if for_all and access = 'raw' then
         execute format('grant select on pgqueue.queues to %I', role_name);
         execute format(
             'grant select, insert, update, delete on pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
@@ -164,7 +161,7 @@ begin
             role_name);
         execute format('grant usage on sequence pgqueue.message_id to %I', role_name);
     end if;
-    if access = 'reader' then
+    if for_all and access = 'reader' then
         execute format(
             'grant select on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
             ' pgqueue.archived_messages, pgqueue.unfiled_messages to %I',
@@ -174,13 +171,38 @@ begin
     if access = 'producer' then
         execute format('grant insert on pgqueue.staged_messages to %I', role_name);
     end if;
-    for verb in select v from pgqueue._verbs(access) as v loop
+    foreach verb in array array(select v from pgqueue._verbs(access) as v) || pgqueue._functions_of_checks() loop
         execute format('grant execute on function %s to %I', verb, role_name);
     end loop;
 end;
 $$;
-comment on function pgqueue._apply_access(name, text) is
-'Grants all privileges of a kind of access to a role.';
+comment on function pgqueue._apply_access(name, text, boolean) is
+'Grants to a role the privileges of a kind of access: the functions, which check the queue, and for all queues also the
+tables.';
+
+create or replace function pgqueue._create_access_view(queue_name text)
+returns regclass
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view constant text := pgqueue._access_view(queue_name);
+    view_name constant name := replace(access_view, 'pgqueue.', '');
+begin
+    if to_regclass(access_view) is null then
+        execute format('create view pgqueue.%I as select', view_name);
+        perform pgqueue._revoke_default_privileges(access_view::regclass);
+        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
+        if right(queue_name, 1) = '*' then
+            execute format('comment on view pgqueue.%I is %L', view_name, queue_name);
+        end if;
+    end if;
+    return access_view::regclass;
+end;
+$$;
+comment on function pgqueue._create_access_view(text) is
+'Returns the view whose privileges are the access to a queue or a pattern, and creates it if it does not exist. The
+comment of the view is the pattern.';
 
 create or replace function pgqueue._serialize_grants()
 returns void
@@ -190,51 +212,54 @@ comment on function pgqueue._serialize_grants() is
 'Makes concurrent grants wait for each other: PostgreSQL raises an error if two transactions change the privileges of
 one function at once. No queue has the empty name, so the lock is free for this purpose.';
 
-create or replace function pgqueue.grant_access(role_name name, access text)
+create or replace function pgqueue.grant_access(role_name name, access text, queue_name text default null)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._check_access(role_name collate "C", access);
+    perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
+    if queue_name is not null and right(queue_name, 1) <> '*' then
+        perform pgqueue._get_locked_queue(queue_name);
+    end if;
     perform pgqueue._serialize_grants();
-    perform pgqueue._apply_access(role_name, access);
+    perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
+    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]),
+        case when queue_name is null then 'pgqueue.access_any' else pgqueue._create_access_view(queue_name)::text end, role_name);
 end;
 $$;
-comment on function pgqueue.grant_access(name, text) is
+comment on function pgqueue.grant_access(name, text, text) is
 'Grants a kind of access to a role. A producer sends messages, also by staging, and sees the depth of queues but no
 payload. A consumer claims, acknowledges, receives, reads streams and browses, including the archive. An admin creates,
 alters, pauses, drops, redrives, purges, maintains the archive and browses dead letters. A reader reads and browses all
 messages, by select on the tables, and changes nothing; batch reads of Spark need this access. raw is select, insert,
 update and delete on the tables, for applications that use plain SQL, also through the views of expose_contract.
 transport is the use of relations that expose_transport created; the role also needs privileges on those relations. A
-role may have several kinds of access. Only the owner of the extension may call this. Raises 22023, and 42704 for an
-unknown role.';
+role may have several kinds of access.
+queue_name limits the access to one queue, or to all queues, also future ones, whose names begin with a pattern such as
+billing-*: what is before * ends in - or _. For other queues the functions then raise PQ001, as if these did not exist,
+and functions over several queues show and change only those of the caller. drop_queue ends the access to a single
+queue. raw cannot be limited, and a reader of one queue has the functions, not the tables. Access belongs to the role
+that calls: after set role to that role, in a security definer function to its owner. Members of a role have its access
+if they inherit its privileges. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role,
+and PQ001.';
 
-create or replace function pgqueue.revoke_access(role_name name, access text)
+create or replace function pgqueue._revoke_access(role_name name, access text, access_view regclass)
 returns void
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    kept text[];
-    other text;
     verb regprocedure;
+    kept record;
 begin
-    perform pgqueue._check_access(role_name collate "C", access);
-    -- The functions call each other with the privileges of their owner.
-    if role_name collate "C" = current_user then
-        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
+    if access_view is not null then
+        execute format('revoke %s on %s from %I', pgqueue._privileges_of(array[access]), access_view, role_name);
     end if;
-    perform pgqueue._serialize_grants();
-    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
-    kept := array(
-        select k from unnest(array['producer', 'consumer', 'admin', 'reader', 'raw', 'transport']) as k
-        where k <> access and pgqueue._has_access(role_name collate "C", k));
-    for verb in select v from pgqueue._verbs(access) as v loop
+    foreach verb in array array(select v from pgqueue._verbs(access) as v) loop
         execute format('revoke execute on function %s from %I', verb, role_name);
     end loop;
-    if access in ('raw', 'reader') then
+    if access_view = 'pgqueue.access_any'::regclass and access in ('raw', 'reader') then
         execute format(
             'revoke all on pgqueue.queues, pgqueue.messages, pgqueue.scheduled_messages, pgqueue.dead_messages,'
             ' pgqueue.archived_messages, pgqueue.unfiled_messages from %I',
@@ -244,18 +269,133 @@ begin
     if access = 'producer' then
         execute format('revoke all on pgqueue.staged_messages from %I', role_name);
     end if;
-    if kept = '{}' then
+    if not exists (select from pgqueue._granted_access() g where g.role_name = _revoke_access.role_name collate "C") then
+        foreach verb in array pgqueue._functions_of_checks() loop
+            execute format('revoke execute on function %s from %I', verb, role_name);
+        end loop;
         execute format('revoke usage on schema pgqueue from %I', role_name);
     end if;
-    -- Privileges that another kind of access includes are granted again.
-    foreach other in array kept loop
-        perform pgqueue._apply_access(role_name, other);
+    -- Privileges that other access of the role includes are granted again.
+    for kept in
+        select distinct g.access, g.queue_name is null as for_all
+        from pgqueue._granted_access() g
+        where g.role_name = _revoke_access.role_name collate "C"
+    loop
+        perform pgqueue._apply_access(role_name, kept.access, kept.for_all);
     end loop;
 end;
 $$;
-comment on function pgqueue.revoke_access(name, text) is
-'Revokes what grant_access granted. Privileges that the role has by another kind of access remain. Only the owner of the
-extension may call this. Raises 22023, and 42704 for an unknown role.';
+comment on function pgqueue._revoke_access(name, text, regclass) is
+'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
+
+create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view constant regclass := to_regclass(pgqueue._access_view(q.name));
+begin
+    if access_view is not null then
+        perform pgqueue._serialize_grants();
+        perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
+        from pgqueue._granted_access() g
+        where g.access_view = to_regclass(pgqueue._access_view(q.name));
+        -- Any role can make a view that depends on this one. It must not keep the queue.
+        execute format('drop view %s cascade', access_view);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
+'Ends the access that was granted for this queue. Access by a pattern stays.';
+
+create or replace function pgqueue.revoke_access(role_name name, access text, queue_name text default null)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    access_view regclass;
+begin
+    perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
+    -- The functions call each other with the privileges of their owner.
+    if role_name collate "C" = current_user then
+        perform pgqueue._raise_invalid('role_name', role_name, 'a role other than the owner of pgqueue, whose access does not come from grants');
+    end if;
+    if queue_name is not null and right(queue_name, 1) <> '*' then
+        perform pgqueue._get_locked_queue(queue_name);
+    end if;
+    perform pgqueue._serialize_grants();
+    perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
+    access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
+    perform pgqueue._revoke_access(role_name, access collate "C", access_view);
+end;
+$$;
+comment on function pgqueue.revoke_access(name, text, text) is
+'Revokes what grant_access granted with the same queue_name: without queue_name the access to all queues, with it that
+to the queue or the pattern. Privileges that the role has by other access remain. A transaction that is running keeps
+what it has begun. Only the owner of the extension may call this. Raises 22023, 42704 for an unknown role, and PQ001.';
+
+create or replace function pgqueue.list_access()
+returns setof pgqueue.access
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
+    order by g.role_name, g.access, g.queue_name nulls first;
+end;
+$$;
+comment on function pgqueue.list_access() is
+'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
+for all queues. Access that a role has as a member of another is listed for the other. Only the owner of the extension
+may call this.';
+
+create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql stable
+set search_path = pg_catalog, pg_temp
+as $$
+    with granted as (
+        select
+            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, m.allowed_to as accesses,
+            false as for_all
+        from pg_proc p
+        join pgqueue._access_matrix() m on m.verb = p.proname
+        cross join lateral aclexplode(p.proacl) as a
+        where p.pronamespace = 'pgqueue'::regnamespace
+        union all
+        select
+            case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
+            case when c.relname = 'staged_messages' then '{producer}'::text[] else '{raw,reader}' end,
+            c.relname <> 'staged_messages'
+        from pg_class c
+        cross join lateral aclexplode(c.relacl) as a
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
+    ),
+    past as (
+        select coalesce(quote_ident(r.rolname), 'public') as grantee, g.object
+        from granted g
+        left join pg_roles r on r.oid = g.grantee
+        where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
+            and not exists (
+                select from pgqueue._granted_access() w
+                where w.role_name = r.rolname and w.access = any (g.accesses)
+                    and (w.queue_name is null or not g.for_all)
+            )
+    )
+    select
+        'warning', null, 'unmanaged_grant',
+        format('role %s has privileges that none of its access includes: %s', p.grantee,
+            string_agg(distinct p.object, ', ' order by p.object)),
+        string_agg(distinct format('revoke all on %s from %s;', p.object, p.grantee), ' ')
+    from past p
+    group by p.grantee
+$$;
+comment on function pgqueue._findings_of_grants(pgqueue.queues) is
+'The findings of doctor about privileges on functions and tables that were granted by hand. Such functions find no
+queue, and such tables show all queues.';
 
 revoke all on all functions in schema pgqueue from public;
 
@@ -275,7 +415,11 @@ begin
             union all
             select 'table ' || c.oid::regclass, c.relacl, c.relowner
             from pg_catalog.pg_class c
-            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S') and installing
+            where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 'v') and installing
+            union all
+            select 'type ' || y.oid::regtype, y.typacl, y.typowner
+            from pg_catalog.pg_type y
+            where y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd'
             union all
             select 'schema pgqueue', n.nspacl, n.nspowner
             from pg_catalog.pg_namespace n
@@ -289,8 +433,11 @@ begin
     end loop;
     perform pg_catalog.set_config('pgqueue.installing', '', true);
 
-    perform pgqueue._apply_access((h ->> 0)::name, h ->> 1)
-    from pg_catalog.jsonb_array_elements(nullif(current_setting('pgqueue.had_access', true), '')::jsonb) as h;
-    perform pg_catalog.set_config('pgqueue.had_access', '', true);
+    -- An upgrade may have added functions, and its statement above has revoked those of the checks.
+    perform pgqueue._apply_access(g.role_name, g.access, g.for_all)
+    from (
+        select distinct w.role_name, w.access, w.queue_name is null as for_all
+        from pgqueue._granted_access() w
+    ) g;
 end;
 $$;

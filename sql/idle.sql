@@ -87,7 +87,9 @@ comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) 
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
 dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
 
-create or replace function pgqueue._drop_idle_queues(max_queues int, may_block boolean)
+create or replace function pgqueue._drop_idle_queues(
+    max_queues int, may_block boolean, caller name default current_user
+)
 returns setof text
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -105,6 +107,7 @@ begin
         select queues.* from pgqueue.queues
         where queues.expires_after_idle is not null
             and queues.updated_at <= pgqueue._add_interval(at, -queues.expires_after_idle)
+            and pgqueue._may_use(caller, queues.name, pgqueue._privileges_of('{admin}'))
         -- create_queue must not try thousands of queues that are in use. It tries some of them at random.
         order by case when may_block then queues.name end, random()
         limit case when not may_block then 100 end
@@ -117,21 +120,21 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._drop_idle_queues(int, boolean) is
-'Drops up to max_queues queues that were not used for their expires_after_idle, and returns their names. may_block is
-passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
+comment on function pgqueue._drop_idle_queues(int, boolean, name) is
+'Drops up to max_queues queues of which the caller is an admin and that were not used for their expires_after_idle, and
+returns their names. may_block is passed to _drop_if_idle. If it is false, at most 100 queues are tried.';
 
-create or replace function pgqueue.drop_idle_queues()
+create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller default current_user)
 returns setof text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
-    return query select n from pgqueue._drop_idle_queues(100, true) as n;
+    return query select n from pgqueue._drop_idle_queues(100, true, caller) as n;
 end;
 $$;
-comment on function pgqueue.drop_idle_queues() is
+comment on function pgqueue.drop_idle_queues(pgqueue.caller) is
 'Drops at most 100 idle queues and returns their names; call it until it returns none. A queue is idle if it has
 expires_after_idle, holds no message, including dead ones, and was not claimed from, received from or waited for during
 that time. A queue that an open transaction uses stays. In repeatable read and serializable all queues stay, because

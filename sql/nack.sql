@@ -114,7 +114,7 @@ comment on function pgqueue._nack_or_reject(text, bigint, uuid, interval, text, 
 'The common part of nack and reject.';
 
 create or replace function pgqueue.nack(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     claim_token uuid,
     delay interval default null,
@@ -132,7 +132,7 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
 end;
 $$;
-comment on function pgqueue.nack(text, bigint, uuid, interval, text, jsonb) is
+comment on function pgqueue.nack(pgqueue.queue_of_consumer, bigint, uuid, interval, text, jsonb) is
 'Returns a claimed message to the queue after a failure, and returns true; false if the claim was lost. The message is
 delivered again after delay (0 to 10 years, default: the queue''s backoff). If no attempts are left, it goes to the dead
 letters with reason attempts_exhausted, or is deleted if dlq_enabled of the queue is false. error is kept as last_error,
@@ -141,7 +141,7 @@ same name. The message keeps its own headers unchanged if the result exceeds 64 
 22023, PQ001.';
 
 create or replace function pgqueue.reject(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     claim_token uuid,
     error text default null,
@@ -163,14 +163,14 @@ begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, null, error, headers, reason);
 end;
 $$;
-comment on function pgqueue.reject(text, bigint, uuid, text, jsonb, text) is
+comment on function pgqueue.reject(pgqueue.queue_of_consumer, bigint, uuid, text, jsonb, text) is
 'Gives up a claimed message at once, even if attempts are left, and returns true; false if the claim was lost. The
 message goes to the dead letters with reason, or is deleted if dlq_enabled of the queue is false. reason is rejected, or
 attempts_exhausted if the caller counts attempts by its own rules and none is left. error and headers are kept as by
 nack. Raises 22023, PQ001.';
 
 create or replace function pgqueue.record_failure(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     id bigint,
     attempt_count int,
     delay interval default null,
@@ -218,14 +218,14 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.record_failure(text, bigint, int, interval, text, jsonb) is
+comment on function pgqueue.record_failure(pgqueue.queue_of_consumer, bigint, int, interval, text, jsonb) is
 'Records a failed attempt whose transaction was rolled back (a receive, or a claim that was never committed), and
 returns true: the message is scheduled for a retry or goes to the dead letters. delay, error and headers are as in nack.
 attempt_count is that of the failed attempt, as receive returned it (from 1). Returns false and does nothing if the
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
-create or replace function pgqueue.release(queue_name text, ids bigint[], claim_token uuid)
+create or replace function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -279,6 +279,6 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.release(text, bigint[], uuid) is
+comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';

@@ -56,7 +56,7 @@ comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamp
 'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
 not read otherwise, and the number of messages for which each stands.';
 
-create or replace function pgqueue.peek(queue_name text, max_records int default 100)
+create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -148,7 +148,7 @@ begin
     return least(total, max_records);
 end;
 $$;
-comment on function pgqueue.peek(text, int) is
+comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
 of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.

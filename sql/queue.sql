@@ -111,7 +111,7 @@ comment on function pgqueue._check_settings(pgqueue.queues) is
 'Raises 22023 for the first setting of a queue that is out of bounds.';
 
 create or replace function pgqueue.create_queue(
-    queue_name text,
+    queue_name pgqueue.new_queue_of_admin,
     visibility_timeout interval default '30 s',
     max_attempts int default 5,
     dlq_enabled boolean default true,
@@ -238,8 +238,8 @@ begin
 end;
 $$;
 comment on function pgqueue.create_queue(
-    text, interval, int, boolean, boolean, boolean, int, interval, double precision, interval, double precision,
-    boolean, interval, interval, interval, int, text, int, int, interval
+    pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -308,7 +308,7 @@ comment on function pgqueue._partition_of(pgqueue.queues) is
 'The partition that holds the messages of a queue.';
 
 create or replace function pgqueue.alter_queue(
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     visibility_timeout interval default null,
     max_attempts int default null,
     dlq_enabled boolean default null,
@@ -378,8 +378,8 @@ begin
 end;
 $$;
 comment on function pgqueue.alter_queue(
-    text, interval, int, boolean, boolean, int, interval, double precision, interval, double precision, interval,
-    interval, interval, int, text, int, int, interval
+    pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
+    double precision, interval, interval, interval, int, text, int, int, interval
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
@@ -391,7 +391,7 @@ same holds for max_in_flight. A new rate_limit or rate_period applies to the nex
 0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
 a longer transaction uses that relation.';
 
-create or replace function pgqueue.drop_queue(queue_name text)
+create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -412,7 +412,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.drop_queue(text) is
+comment on function pgqueue.drop_queue(pgqueue.queue_of_admin) is
 'Drops a queue with all its messages, dead letters, streams and subscriptions, and returns the number of messages
 removed. Delayed messages that are not due and were never claimed are kept, as their delivery is still outstanding: they
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
@@ -524,7 +524,7 @@ comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean)
 'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
 within 500 ms, as other sessions wait behind it.';
 
-create or replace function pgqueue.purge_queue(queue_name text)
+create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -539,12 +539,12 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.purge_queue(text) is
+comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
 stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
 messages or a dedicated table.';
 
-create or replace function pgqueue.get_queue(queue_name text)
+create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -553,23 +553,26 @@ begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.get_queue(text) is
+comment on function pgqueue.get_queue(pgqueue.queue_of_any_access) is
 'Returns a queue with its settings. Raises PQ001.';
 
-create or replace function pgqueue.list_queues()
+create or replace function pgqueue.list_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.queue
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     return query
-    select l.* from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l order by q.name;
+    select l.*
+    from pgqueue.queues q cross join lateral pgqueue._public_queue(q) l
+    where pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'))
+    order by q.name;
 end;
 $$;
-comment on function pgqueue.list_queues() is
-'Returns all queues with their settings, by name.';
+comment on function pgqueue.list_queues(pgqueue.caller) is
+'Returns the queues of the caller with their settings, by name: all of them, or those for which the caller has access.';
 
-create or replace function pgqueue.pause_queue(queue_name text)
+create or replace function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -584,11 +587,11 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.pause_queue(text) is
+comment on function pgqueue.pause_queue(pgqueue.queue_of_admin) is
 'Pauses a queue: claim, exchange, receive and stream_claim return no messages until resume_queue. Messages can still be
 sent, acknowledged and returned. Returns false if the queue was paused already. Raises PQ001.';
 
-create or replace function pgqueue.resume_queue(queue_name text)
+create or replace function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -606,7 +609,7 @@ begin
     return resumed;
 end;
 $$;
-comment on function pgqueue.resume_queue(text) is
+comment on function pgqueue.resume_queue(pgqueue.queue_of_admin) is
 'Ends the pause of a queue and notifies waiting consumers. Returns false if the queue was not paused. Raises PQ001.';
 
 create or replace function pgqueue._add_undelivered_dead_letter(m pgqueue.messages, at timestamptz)

@@ -1,6 +1,6 @@
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
-create or replace function pgqueue.receive(queue_name text, max_messages int default 1)
+create or replace function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -54,7 +54,7 @@ begin
     from gone g;
 end;
 $$;
-comment on function pgqueue.receive(text, int) is
+comment on function pgqueue.receive(pgqueue.queue_of_consumer, int) is
 'Deletes up to max_messages (1 to 10000) ready messages in the caller''s transaction and returns them by id. A rollback
 returns them to the queue with their attempt_count unchanged. Until the transaction ends, no other session gets them. On
 its way the call removes messages that have no attempts left or have expired, to the dead letters if the queue keeps

@@ -364,7 +364,7 @@ drop trigger if exists add_next_tick_message on pgqueue.scheduled_messages;
 create trigger add_next_tick_message after delete on pgqueue.scheduled_messages
 for each row when (old.headers ? 'pgqueue.schedule') execute function pgqueue._add_next_tick_message();
 
-create or replace function pgqueue._lock_schedule(name text)
+create or replace function pgqueue._lock_schedule(name text, caller name)
 returns pgqueue.schedules
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -378,7 +378,7 @@ begin
     -- The message is locked before the schedule, as a claim does. A claim may take the message meanwhile.
     loop
         select schedules.* into s from pgqueue.schedules where schedules.name = _lock_schedule.name collate "C";
-        if not found then
+        if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{admin}')) then
             perform pgqueue._raise_schedule_not_found(name);
         end if;
         next_id := s.next_id;
@@ -390,8 +390,9 @@ begin
     return s;
 end;
 $$;
-comment on function pgqueue._lock_schedule(text) is
-'Locks a schedule and its message, and returns the schedule. Raises PQ011.';
+comment on function pgqueue._lock_schedule(text, name) is
+'Locks a schedule and its message, and returns the schedule. Raises PQ011, also if the caller is not an admin of its
+queue.';
 
 create or replace function pgqueue._remove_tick_message(s pgqueue.schedules)
 returns void
@@ -446,7 +447,7 @@ comment on function pgqueue._check_schedule(pgqueue.schedules) is
 
 create or replace function pgqueue.create_schedule(
     name text,
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     cron text,
     payload jsonb default 'null',
     headers jsonb default null,
@@ -477,7 +478,7 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(text, text, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.create_schedule(text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
 the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
@@ -498,14 +499,15 @@ create or replace function pgqueue.alter_schedule(
     headers jsonb default null,
     time_zone text default null,
     paused boolean default null,
-    catch_up boolean default null
+    catch_up boolean default null,
+    caller pgqueue.caller default current_user
 )
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    s pgqueue.schedules := pgqueue._lock_schedule(name);
+    s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
@@ -525,30 +527,32 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, pgqueue.caller) is
 'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
 paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
 no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 
-create or replace function pgqueue.drop_schedule(name text)
+create or replace function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name));
+    perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
     delete from pgqueue.schedules s where s.name = drop_schedule.name collate "C";
     return true;
 exception when sqlstate 'PQ011' then
     return false;
 end;
 $$;
-comment on function pgqueue.drop_schedule(text) is
+comment on function pgqueue.drop_schedule(text, pgqueue.caller) is
 'Drops a schedule and returns true; false if there is none. Messages that were claimed stay; the message of a tick that
 no consumer has claimed yet is removed. drop_queue drops the schedules of the queue. Waits for a transaction that is
 claiming a tick.';
 
-create or replace function pgqueue.list_schedules(queue_name text default null)
+create or replace function pgqueue.list_schedules(
+    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.schedule
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -560,15 +564,16 @@ begin
     return query
     select s.name, s.queue_name, s.cron, s.payload, s.headers, s.time_zone, s.paused, s.catch_up, s.next_at, s.last_at
     from pgqueue.schedules s
-    where list_schedules.queue_name is null or s.queue_name = list_schedules.queue_name collate "C"
+    where (list_schedules.queue_name is null or s.queue_name = list_schedules.queue_name collate "C")
+        and pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
     order by s.name;
 end;
 $$;
-comment on function pgqueue.list_schedules(text) is
+comment on function pgqueue.list_schedules(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the schedules of a queue, or of all queues if queue_name is null, by name. next_at is the time of the next
 tick; it lies in the past if no consumer has claimed since. Raises PQ001.';
 
-create or replace function pgqueue.run_schedule(name text)
+create or replace function pgqueue.run_schedule(name text, caller pgqueue.caller default current_user)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -577,13 +582,13 @@ declare
     s pgqueue.schedules;
 begin
     select schedules.* into s from pgqueue.schedules where schedules.name = run_schedule.name collate "C";
-    if not found then
+    if not found or not pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{producer,admin}')) then
         perform pgqueue._raise_schedule_not_found(name);
     end if;
     return pgqueue.enqueue(s.queue_name, s.payload, headers => pgqueue._tick_headers(s, pgqueue._now()));
 end;
 $$;
-comment on function pgqueue.run_schedule(text) is
+comment on function pgqueue.run_schedule(text, pgqueue.caller) is
 'Sends the message of a schedule now, also if the schedule is paused, and returns its id. The ticks stay as they are.
 Raises PQ001, PQ003, PQ011.';
 

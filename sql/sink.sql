@@ -36,7 +36,9 @@ $$;
 comment on function pgqueue._raise_in_row(text, int, int, text, text) is
 'Raises an error of a single message again, with its row and partition in the message.';
 
-create or replace function pgqueue.sink_stage(queue_name text, run uuid, partition int, attempt bigint)
+create or replace function pgqueue.sink_stage(
+    queue_name pgqueue.queue_of_producer, run uuid, partition int, attempt bigint
+)
 returns uuid
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -59,7 +61,7 @@ begin
     return token;
 end;
 $$;
-comment on function pgqueue.sink_stage(text, uuid, int, bigint) is
+comment on function pgqueue.sink_stage(pgqueue.queue_of_producer, uuid, int, bigint) is
 'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
 same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
 messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
@@ -305,7 +307,8 @@ create or replace function pgqueue.sink_commit(
     tokens uuid[],
     counts bigint[],
     app_id text default null,
-    version bigint default null
+    version bigint default null,
+    caller pgqueue.caller default current_user
 )
 returns boolean
 language plpgsql volatile security definer
@@ -321,7 +324,11 @@ begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
     perform pgqueue._require_untruncated('{pgqueue.staged_attempts,pgqueue.staged_messages,pgqueue.sink_commits}');
     -- Lock the queues first, in the order of their names. From here on none of them can be dropped.
-    perform pgqueue._get_locked_queue(n.queue_name)
+    perform case
+        when pgqueue._may_use(caller, n.queue_name, pgqueue._privileges_of('{producer}'))
+            then pgqueue._get_locked_queue(n.queue_name) is null
+        else pgqueue._raise_queue_not_found(n.queue_name) is null
+    end
     from (
         select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
         order by a.queue_name
@@ -360,7 +367,7 @@ begin
     return true;
 end;
 $$;
-comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint) is
+comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
 exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
 Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all

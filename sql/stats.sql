@@ -347,7 +347,9 @@ $$;
 comment on function pgqueue._add_totals(pgqueue.queue_stats) is
 'Adds the totals to the statistics of a queue. Raises 55P03 or 42P01 while the queue is being dropped.';
 
-create or replace function pgqueue.stats(queue_name text default null)
+create or replace function pgqueue.stats(
+    queue_name pgqueue.queue_of_any_access default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.queue_stats
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -366,7 +368,8 @@ begin
     end if;
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
-        continue when pg_relation_filenode(q.fresh_from_id) is null;
+        continue when pg_relation_filenode(q.fresh_from_id) is null
+            or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
         s := pgqueue._stats(q, at);
         begin
             s := pgqueue._add_totals(s);
@@ -383,7 +386,7 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue.stats(text) is
+comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,

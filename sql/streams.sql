@@ -298,7 +298,7 @@ comment on function pgqueue._save_batch(pgqueue.streams) is
 'Writes the last acknowledged batch and the open batch of a stream to its row.';
 
 create or replace function pgqueue.stream_open(
-    queue_name text, stream_name text, opened_by text default null, on_ack text default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, opened_by text default null, on_ack text default null
 )
 returns pgqueue.stream
 language plpgsql volatile security definer
@@ -327,7 +327,7 @@ begin
     return pgqueue._public_stream(s);
 end;
 $$;
-comment on function pgqueue.stream_open(text, text, text, text) is
+comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
 each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
@@ -432,7 +432,7 @@ comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, i
 open batch if none were ready.';
 
 create or replace function pgqueue.stream_claim(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     stream_name text,
     epoch bigint,
     after_seq bigint,
@@ -522,7 +522,9 @@ begin
     perform pgqueue._save_batch(s);
 end;
 $$;
-comment on function pgqueue.stream_claim(text, text, bigint, bigint, uuid, int, int, interval, bigint, boolean) is
+comment on function pgqueue.stream_claim(
+    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint, boolean
+) is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
 stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
 max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
@@ -533,7 +535,7 @@ fail_on_data_loss false the stream continues from the checkpoint and releases an
 PQ006, PQ007.';
 
 create or replace function pgqueue.stream_begin(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer,
     stream_name text,
     epoch bigint,
     seq bigint,
@@ -598,7 +600,7 @@ begin
     return pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_begin(text, text, bigint, bigint, uuid, int, boolean) is
+comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, boolean) is
 'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
 partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
 out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of
@@ -680,7 +682,8 @@ comment on function pgqueue._lock_and_read_batch(text, text, bigint, bigint, uui
 keeps an older one.';
 
 create or replace function pgqueue.stream_read(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
+    partition int default null
 )
 returns setof pgqueue.message
 language plpgsql stable security definer
@@ -705,7 +708,7 @@ begin
     select r.* from pgqueue._lock_and_read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
-comment on function pgqueue.stream_read(text, text, bigint, bigint, uuid, int) is
+comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
 'Returns the messages of one partition of the open batch, numbered from 0, or of all partitions if partition is null, in
 the order of their ids; each partition is a contiguous range of the batch. It changes nothing, may be called repeatedly
 and in parallel, and returns the same messages each time, except for visible_at. It never returns fewer messages: lost
@@ -713,7 +716,7 @@ messages raise PQ008, and a batch that is not the open one raises PQ007. Raises 
 PQ008.';
 
 create or replace function pgqueue.stream_extend(
-    queue_name text, stream_name text, epoch bigint, visibility_timeout interval default null
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, visibility_timeout interval default null
 )
 returns setof pgqueue.stream_batch
 language plpgsql volatile security definer
@@ -741,13 +744,13 @@ begin
     return next pgqueue._public_batch(s, lost);
 end;
 $$;
-comment on function pgqueue.stream_extend(text, text, bigint, interval) is
+comment on function pgqueue.stream_extend(pgqueue.queue_of_consumer, text, bigint, interval) is
 'Sets the end of the open batch''s reservation to visibility_timeout (1 s to 43200 s, default that of its claim) from
 now. Returns the batch, with the ids of the messages that the stream has lost as lost; no row if no batch is open.
 Readers call this periodically as a heartbeat. Raises 22023, PQ001, PQ005, PQ006.';
 
 create or replace function pgqueue.stream_ack(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid
 )
 returns int
 language plpgsql volatile security definer
@@ -779,13 +782,13 @@ begin
     return acked;
 end;
 $$;
-comment on function pgqueue.stream_ack(text, text, bigint, bigint, uuid) is
+comment on function pgqueue.stream_ack(pgqueue.queue_of_consumer, text, bigint, bigint, uuid) is
 'Acknowledges the open batch, whose results must be stored durably, and returns how many of its messages the stream
 still held; 0 if the batch was acknowledged before. A batch that was never claimed, or whose token differs, raises
 PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create or replace function pgqueue.stream_skip(
-    queue_name text,
+    queue_name pgqueue.queue_of_consumer_or_admin,
     stream_name text,
     seq bigint,
     ids bigint[] default null,
@@ -841,7 +844,7 @@ begin
     return skipped;
 end;
 $$;
-comment on function pgqueue.stream_skip(text, text, bigint, bigint[], text, bigint) is
+comment on function pgqueue.stream_skip(pgqueue.queue_of_consumer_or_admin, text, bigint, bigint[], text, bigint) is
 'Removes messages, all or those in ids, from the open batch, whose number is seq. Returns how many went to the dead
 letters, with reason rejected and error as last_error, or were deleted if the queue has no dead letters. Messages that
 the stream has lost are left out as well. The batch continues with the remaining messages and its replay count starts
@@ -849,7 +852,9 @@ over; if none remain, it is read as an empty batch. An operator calls this witho
 restart its query. A reader that skips messages it cannot use passes its own epoch. Raises 22023, PQ001, PQ005, PQ006,
 and PQ007 if the batch is not open.';
 
-create or replace function pgqueue.list_streams(queue_name text default null)
+create or replace function pgqueue.list_streams(
+    queue_name pgqueue.queue_of_consumer_admin_or_reader default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.stream
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
@@ -862,13 +867,14 @@ begin
     select l.*
     from pgqueue.streams t cross join lateral pgqueue._public_stream(t) l
     where t.queue_name = coalesce(list_streams.queue_name collate "C", t.queue_name)
+        and pgqueue._may_use(caller, t.queue_name, pgqueue._privileges_of('{consumer,admin,reader}'))
     order by t.queue_name, t.stream_name;
 end;
 $$;
-comment on function pgqueue.list_streams(text) is
+comment on function pgqueue.list_streams(pgqueue.queue_of_consumer_admin_or_reader, pgqueue.caller) is
 'Returns the streams of a queue, or of all queues if queue_name is null, by queue and stream name. Raises PQ001.';
 
-create or replace function pgqueue.drop_stream(queue_name text, stream_name text)
+create or replace function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_name text)
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -885,7 +891,7 @@ begin
     return released;
 end;
 $$;
-comment on function pgqueue.drop_stream(text, text) is
+comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';

@@ -553,3 +553,9 @@ begin
     end loop;
 end;
 $$;
+
+create view pgqueue.access_any as select;
+comment on view pgqueue.access_any is
+'Its privileges are the access of roles to all queues: INSERT is producer, UPDATE consumer, DELETE admin, SELECT reader,
+TRUNCATE raw and TRIGGER transport. The view has no column. A view access_<hash> is the same for one queue or for the
+queues of a pattern.';

@@ -86,7 +86,7 @@ comment on function pgqueue._subscribers(text[]) is
 'Returns the names of the queues that are subscribed to any of the topics, each once, in the order in which they are
 locked.';
 
-create or replace function pgqueue.subscribe(topic text, queue_name text)
+create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -102,7 +102,7 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.subscribe(text, text) is
+comment on function pgqueue.subscribe(text, pgqueue.queue_of_consumer_or_admin) is
 'Subscribes the queue to topic and returns true; false if it is already subscribed. The queue gets a copy of each
 message that is published to topic from now on. topic is 1 to 255 characters: words joined by dots. In place of a word,
 * matches exactly one word and # any number of words, including none: orders.* matches orders.paid, and orders.# also
@@ -110,7 +110,7 @@ matches orders and orders.paid.late. A queue that several subscriptions match ge
 transport find the subscription if the queue has a relation of expose_transport and topic is not a pattern. Raises
 22023, PQ001.';
 
-create or replace function pgqueue.unsubscribe(topic text, queue_name text)
+create or replace function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_consumer_or_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -123,11 +123,13 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue.unsubscribe(text, text) is
+comment on function pgqueue.unsubscribe(text, pgqueue.queue_of_consumer_or_admin) is
 'Ends the subscription of the queue to exactly this topic or pattern and returns true; false if there was none. Messages
 that were published before stay in the queue. Raises 22023, PQ001.';
 
-create or replace function pgqueue.list_subscriptions(queue_name text default null)
+create or replace function pgqueue.list_subscriptions(
+    queue_name pgqueue.queue_of_consumer_or_admin default null, caller pgqueue.caller default current_user
+)
 returns setof pgqueue.subscription
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -139,12 +141,13 @@ begin
     return query
     -- A queue can be subscribed by subscribe, and also as the address of endpoints.
     select s.topic, s.queue_name, min(s.subscribed_at) from pgqueue.subscriptions s
-    where list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C"
+    where (list_subscriptions.queue_name is null or s.queue_name = list_subscriptions.queue_name collate "C")
+        and pgqueue._may_use(caller, s.queue_name, pgqueue._privileges_of('{consumer,admin}'))
     group by s.topic, s.queue_name
     order by s.topic, s.queue_name;
 end;
 $$;
-comment on function pgqueue.list_subscriptions(text) is
+comment on function pgqueue.list_subscriptions(pgqueue.queue_of_consumer_or_admin, pgqueue.caller) is
 'Returns the subscriptions of a queue, or of all queues if queue_name is null, by topic and queue. Each is returned
 once, with the time when it was first made, whether by subscribe or by endpoints of a transport. Raises PQ001.';
 
@@ -159,7 +162,8 @@ create or replace function pgqueue.publish(
     base_topics text[] default null,
     dedup_key text default null,
     on_duplicate text default 'keep',
-    group_key text default null
+    group_key text default null,
+    caller pgqueue.caller default current_user
 )
 returns int
 language plpgsql volatile security definer
@@ -183,7 +187,12 @@ begin
 
     select array_agg(q.name order by q.name), array_agg(q.queue_id) into names, queue_ids
     from pgqueue.queues q
-    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[]);
+    where q.name = any ((select pgqueue._subscribers((topic || array(select unnest(base_topics))) collate "C"))::text[])
+        -- The first condition is the cheaper one.
+        and (
+            has_table_privilege(caller, 'pgqueue.access_any'::regclass, pgqueue._privileges_of('{producer}'))
+            or pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer}'))
+        );
     -- Lock one queue after the other, by name. After waiting for a drop_queue, the queue may be gone, or a new queue of
     -- the same name may exist, with other subscriptions: queue_id tells them apart. The snapshot can be older than the
     -- drop: pg_relation_filenode does not depend on it.
@@ -243,12 +252,15 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text) is
-'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
-number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
-its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy
-is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is sent to none. topic is 1 to
-255 characters: words joined by dots. A queue in which dedup_key is taken counts, too. Raises 22023, PQ003.';
+comment on function pgqueue.publish(
+    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, pgqueue.caller
+) is
+'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
+transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same
+event, for example those of its base classes; a queue gets one copy, however many of its subscriptions match. The header
+pgqueue.topic of each copy is topic. All else is as in enqueue, for each copy: a message over the limit of one queue is
+sent to none. topic is 1 to 255 characters: words joined by dots. A queue in which dedup_key is taken counts, too.
+Raises 22023, PQ003.';
 
 create or replace function pgqueue._on_queue_dropping_topics(q pgqueue.queues)
 returns void

@@ -17,21 +17,6 @@ $$;
 comment on function pgqueue._raise_exposed(text, regclass) is
 'Raises 42710: the queue already has a relation. A queue has at most one.';
 
-create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, deed, object),
-        hint = 'The owner can grant this privilege.';
-end;
-$$;
-comment on function pgqueue._raise_not_allowed(name, text, text) is
-'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
-
 create or replace function pgqueue._raise_null_column(relation regclass, column_name name)
 returns void
 language plpgsql stable
@@ -423,7 +408,7 @@ $$;
 comment on function pgqueue._advance_transport(pgqueue.queues) is
 'Does the work of advance_transport if it is due, and returns its result.';
 
-create or replace function pgqueue.advance_transport(queue_name text)
+create or replace function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -436,7 +421,7 @@ begin
     return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.advance_transport(text) is
+comment on function pgqueue.advance_transport(pgqueue.queue_of_transport) is
 'Makes scheduled messages ready when they come due, and returns the lowest seq at which statements on the relation of
 expose_transport have to read; 9223372036854775807 while the queue is paused, or if it is not exposed. The relation
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
@@ -609,14 +594,11 @@ $$;
 comment on function pgqueue._transport_address(regclass) is
 'Returns the address of a relation, in the form that a transport uses.';
 
-create or replace function pgqueue._check_exposure(schema_name text, table_name text, flavor text)
-returns name
+create or replace function pgqueue._check_exposure(schema_name text, table_name text, flavor text, for_role name)
+returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    -- Inside a security definer function, the caller is the role of "set role", or else the session user.
-    for_role constant name := coalesce(nullif(current_setting('role'), 'none'), session_user);
 begin
     if schema_name is null or schema_name ~ '^(pg_|pgqueue$|information_schema$)'
         or not exists (select from pg_namespace n where n.nspname = schema_name)
@@ -632,18 +614,18 @@ begin
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
         perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
     end if;
-    return for_role;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, text) is
-'Returns the role of the caller. Raises 22023 or 42501 unless the caller may create such a relation in the schema.';
+comment on function pgqueue._check_exposure(text, text, text, name) is
+'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create or replace function pgqueue.expose_transport(
-    queue_name text,
+    queue_name pgqueue.queue_of_admin,
     schema_name text default 'public',
     table_name text default null,
     body_string boolean default false,
-    flavor text default 'postgresql'
+    flavor text default 'postgresql',
+    caller pgqueue.caller default current_user
 )
 returns text
 language plpgsql volatile security definer
@@ -652,14 +634,13 @@ set lock_timeout = '500 ms'
 as $$
 declare
     q pgqueue.queues;
-    for_role name;
     exposed regclass;
     address text;
 begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    for_role := pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor);
+    perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor, caller);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
@@ -667,7 +648,7 @@ begin
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, for_role);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
     if not q.dedicated then
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
@@ -683,7 +664,7 @@ exception
         return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(text, text, text, boolean, text) is
+comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
 seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
@@ -732,7 +713,7 @@ $$;
 comment on function pgqueue._unexpose(pgqueue.queues) is
 'Drops the relation of a queue; returns false if there is none.';
 
-create or replace function pgqueue.unexpose_transport(queue_name text)
+create or replace function pgqueue.unexpose_transport(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -750,7 +731,7 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.unexpose_transport(text) is
+comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
@@ -845,7 +826,8 @@ comment on function pgqueue._create_subscriptions_relation(text, text, name) is
 'Creates the relation of expose_subscriptions, grants all privileges on it to a role, and returns its address.';
 
 create or replace function pgqueue.expose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
 )
 returns text
 language plpgsql volatile security definer
@@ -853,12 +835,13 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
-    return pgqueue._create_subscriptions_relation(
-        schema_name, table_name, pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql'));
+    perform pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql', caller);
+    return pgqueue._create_subscriptions_relation(schema_name, table_name, caller);
 end;
 $$;
-comment on function pgqueue.expose_subscriptions(text, text) is
+comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
 'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
 uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
 have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
@@ -887,7 +870,8 @@ comment on function pgqueue._drop_subscriptions_relation(regclass) is
 'Drops a relation that expose_subscriptions created; returns false if the relation is not one of them.';
 
 create or replace function pgqueue.unexpose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting'
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
 )
 returns boolean
 language plpgsql volatile security definer
@@ -900,11 +884,12 @@ begin
     if table_name is null then
         perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
     end if;
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
     lock table only pgqueue.subscriptions in share update exclusive mode;
     return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
 end;
 $$;
-comment on function pgqueue.unexpose_subscriptions(text, text) is
+comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
 

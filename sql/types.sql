@@ -217,3 +217,54 @@ create type pgqueue.compaction as (
 comment on type pgqueue.compaction is
 'What compact_queue did with one table. outcome is compacted or the reason why it was left alone. The sizes include
 indexes and the toast table.';
+
+create type pgqueue.access as (
+    role_name name,
+    access text,
+    queue_name text
+);
+comment on type pgqueue.access is
+'The access of a role to all queues (queue_name is null), to one, or to those of a pattern, as list_access returns it.';
+
+-- The names of queues in the arguments of the verbs. PostgreSQL evaluates the check of a domain with the rights of the
+-- role that calls, before the security definer function runs. access.sql adds the checks. No role has USAGE on the
+-- domains, so no role can store a value that was checked for another.
+create domain pgqueue.queue_of_producer as text;
+comment on domain pgqueue.queue_of_producer is
+'The name of a queue that the caller has producer access to.';
+create domain pgqueue.queue_of_consumer as text;
+comment on domain pgqueue.queue_of_consumer is
+'The name of a queue that the caller has consumer access to.';
+create domain pgqueue.queue_of_admin as text;
+comment on domain pgqueue.queue_of_admin is
+'The name of a queue that the caller has admin access to.';
+create domain pgqueue.queue_of_transport as text;
+comment on domain pgqueue.queue_of_transport is
+'The name of a queue that the caller has transport access to.';
+create domain pgqueue.queue_of_consumer_or_admin as text;
+comment on domain pgqueue.queue_of_consumer_or_admin is
+'The name of a queue that the caller has consumer or admin access to.';
+create domain pgqueue.queue_of_producer_or_admin as text;
+comment on domain pgqueue.queue_of_producer_or_admin is
+'The name of a queue that the caller has producer or admin access to.';
+create domain pgqueue.queue_of_admin_or_reader as text;
+comment on domain pgqueue.queue_of_admin_or_reader is
+'The name of a queue that the caller has admin or reader access to.';
+create domain pgqueue.queue_of_consumer_admin_or_reader as text;
+comment on domain pgqueue.queue_of_consumer_admin_or_reader is
+'The name of a queue that the caller has consumer, admin or reader access to.';
+create domain pgqueue.queue_of_producer_admin_or_raw as text;
+comment on domain pgqueue.queue_of_producer_admin_or_raw is
+'The name of a queue that the caller has producer, admin or raw access to.';
+create domain pgqueue.queue_of_any_access as text;
+comment on domain pgqueue.queue_of_any_access is
+'The name of a queue that the caller has any access but transport to.';
+create domain pgqueue.new_queue_of_admin as text;
+comment on domain pgqueue.new_queue_of_admin is
+'The name of a queue to create: the caller has admin access to queues of such names.';
+
+create domain pgqueue.caller as name
+constraint caller_is_current_user check (coalesce(value = current_user, false));
+comment on domain pgqueue.caller is
+'The role that calls. A verb that works on several queues has it as its last argument, with current_user as default. No
+other value is accepted, as PostgreSQL evaluates the check with the rights of the caller.';

@@ -1,7 +1,7 @@
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
-create or replace function pgqueue.wake(queue_name text)
+create or replace function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -10,11 +10,11 @@ begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
 end;
 $$;
-comment on function pgqueue.wake(text) is
+comment on function pgqueue.wake(pgqueue.queue_of_producer_admin_or_raw) is
 'Notifies waiting consumers when the transaction commits. Call it after an insert into pgqueue.messages by plain SQL.
 Raises PQ001.';
 
-create or replace function pgqueue.next_due_at(queue_name text)
+create or replace function pgqueue.next_due_at(queue_name pgqueue.queue_of_any_access)
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -60,13 +60,13 @@ begin
     return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
-comment on function pgqueue.next_due_at(text) is
+comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
 allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
 message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001.';
 
-create or replace function pgqueue.prepare_wait(queue_name text, timeout interval default '60 s')
+create or replace function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -101,7 +101,7 @@ begin
     return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
 end;
 $$;
-comment on function pgqueue.prepare_wait(text, interval) is
+comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
 'Announces that the caller listens on channel(queue_name) and will wait for up to timeout (0 to 1 day). Until then each
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while

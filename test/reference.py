@@ -40,7 +40,10 @@ def reference(files: list[Path]) -> str:
 def signature(function: re.Match[str]) -> str:
     """The function, its arguments with their defaults, and what it returns: on one line if it is short enough."""
     name, returns = function["name"], function["returns"].replace("pgqueue.", "")
-    listed = re.sub(r"\s+", " ", function["arguments"]).strip().replace(" default ", " = ")
+    listed = re.sub(r"\s+", " ", function["arguments"]).strip()
+    # The domains of names are text to a caller, and no caller gives the argument caller: the reference says so once.
+    listed = re.sub(r"pgqueue\.(new_)?queue_of_\w+", "text", re.sub(r"(, )?caller pgqueue\.caller .*", "", listed))
+    listed = listed.replace(" default ", " = ")
     line = f"{name}({listed}) → {returns}"
     if len(line) <= WIDTH:
         return line

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(433);
+select plan(437);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -97,7 +97,8 @@ insert into verbs values
 ('purge_queue', 'select pgqueue.purge_queue(''grants_new'')', false, false, true),
 ('drop_queue', 'select pgqueue.drop_queue(''grants_new'')', false, false, true),
 ('grant_access', 'select pgqueue.grant_access(current_user, ''admin'')', false, false, false),
-('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false);
+('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false),
+('list_access', 'select pgqueue.list_access()', false, false, false);
 grant select on verbs to public;
 -- compact_queue is refused behind another statement.
 create or replace function pgqueue._is_first_statement() returns boolean language sql volatile as $$ select true $$;

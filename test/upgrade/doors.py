@@ -148,8 +148,8 @@ begin
         where d.refclassid = 'pg_extension'::regclass and d.deptype = 'e'
             and d.refobjid = (select e.oid from pg_extension e where e.extname = 'pgqueue')
             and i.type not in ('type', 'table column') or d.objid in (
-                select t.oid from pg_type t where t.typtype = 'c' and t.typrelid in (
-                    select c.oid from pg_class c where c.relkind = 'c')
+                select t.oid from pg_type t where (t.typtype = 'd' or t.typrelid in (
+                    select c.oid from pg_class c where c.relkind = 'c'))
                 and d.classid = 'pg_type'::regclass and d.deptype = 'e')
     loop
         execute format('alter extension pgqueue drop %s %s',

@@ -116,6 +116,9 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
     connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")
     connection.execute("select pgqueue.pause_queue('paused')")
     connection.execute("select pgqueue.grant_access('producer', 'producer'), pgqueue.grant_access('raw', 'raw')")
+    connection.execute(
+        "select pgqueue.grant_access('consumer', 'consumer', q) from unnest('{paused,doors-*}'::text[]) q"
+    )
 
 
 def data(server: Server, database: str) -> dict[str, list[str]]:
@@ -158,6 +161,14 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert [headers["state"] for (headers,) in read] == ["reserved"]
         acked = connection.execute("select pgqueue.stream_ack(%s, 'read', %s, %s, %s)", (queue, *stream))
         assert acked.fetchone() == (1,)
+    limited = connection.execute("select queue_name from pgqueue.list_access() where role_name = 'consumer' order by 1")
+    assert limited.fetchall() == [("doors-*",), ("paused",)]
+    connection.execute("set role consumer")
+    assert connection.execute("select name from pgqueue.list_queues()").fetchall() == [("paused",)]
+    assert connection.execute("select pgqueue.claim('paused')").fetchall() == []
+    with pytest.raises(psycopg.Error, match="does not exist"):
+        connection.execute("select pgqueue.claim('exposed')")
+    connection.execute("reset role")
     connection.execute("select pgqueue.resume_queue('paused')")
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp()")
     connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp()")

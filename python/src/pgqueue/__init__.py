@@ -22,6 +22,7 @@ from .errors import (
     StreamPoisoned,
 )
 from .message import (
+    Access,
     ArchiveChange,
     ArchivedMessage,
     Compaction,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Access",
     "ArchiveChange",
     "ArchivedMessage",
     "AsyncConsumer",

@@ -17,6 +17,7 @@ from psycopg.types.json import Json, Jsonb
 
 from .errors import InvalidArgument
 from .message import (
+    Access,
     ArchiveChange,
     ArchivedMessage,
     Compaction,
@@ -305,8 +306,9 @@ compact_queue = Call(Compaction, "compact_queue", "queue_name text")
 compact_queues = Call(Compaction, "compact_queues")
 doctor = Call(Finding, "doctor", "", "peek_delay interval")
 version = Call(str, "version")
-grant_access = Call(object, "grant_access", "role_name name, access text")
-revoke_access = Call(object, "revoke_access", "role_name name, access text")
+grant_access = Call(object, "grant_access", "role_name name, access text", "queue_name text")
+revoke_access = Call(object, "revoke_access", "role_name name, access text", "queue_name text")
+list_access = Call(Access, "list_access")
 
 # The longest wait in seconds, by the server's clock because the client's clock may differ; and a look at the queue
 # after `prepare_wait`, because a message that came before it notifies nobody.

@@ -13,6 +13,7 @@ from ._connections import correction_statement
 from ._copy import CopyRows, copy_messages, server_moment
 from .errors import MISSING, not_installed
 from .message import (
+    Access,
     ArchiveChange,
     ArchivedMessage,
     Compaction,
@@ -266,18 +267,23 @@ class AsyncQueues(_Calls):
         """The version of the SQL that is installed."""
         return await self._one(_calls.version())
 
-    async def grant_access(self, role_name: str, access: str) -> None:
+    async def grant_access(self, role_name: str, access: str, queue_name: str | None = None) -> None:
         """Let a role call the verbs of a `producer`, `consumer`, `admin` or `reader`.
 
         The access `raw` is SQL on the tables, and `transport` is the use of the relations of
-        `AsyncQueue.expose_transport`. Raises `InvalidArgument` for another access, `psycopg.errors.UndefinedObject` for
-        an unknown role.
+        `AsyncQueue.expose_transport`. `queue_name` (all queues) limits every access but `raw` to one queue or, as in
+        `billing-*`, to those whose names begin alike. For other queues the role then gets `QueueNotFound`. Raises
+        `InvalidArgument` for another access, `QueueNotFound`, `psycopg.errors.UndefinedObject` for an unknown role.
         """
-        await self._one(_calls.grant_access(role_name, access))
+        await self._one(_calls.grant_access(role_name, access, queue_name))
 
-    async def revoke_access(self, role_name: str, access: str) -> None:
-        """Revoke the access that `grant_access` gave. Raises the errors of `grant_access`."""
-        await self._one(_calls.revoke_access(role_name, access))
+    async def revoke_access(self, role_name: str, access: str, queue_name: str | None = None) -> None:
+        """Revoke what `grant_access` gave with the same `queue_name`. Other access stays. Raises its errors."""
+        await self._one(_calls.revoke_access(role_name, access, queue_name))
+
+    async def list_access(self) -> list[Access]:
+        """What `grant_access` gave to each role. The owner of pgqueue may call this, as the two before."""
+        return await self._all(_calls.list_access())
 
 
 class AsyncQueue(_Calls):
@@ -294,6 +300,14 @@ class AsyncQueue(_Calls):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+    async def grant_access(self, role_name: str, access: str) -> None:
+        """Let a role use this queue, as `AsyncQueues.grant_access` does. `drop_queue` ends the access."""
+        await self._one(_calls.grant_access(role_name, access, self.name))
+
+    async def revoke_access(self, role_name: str, access: str) -> None:
+        """Revoke the access that `grant_access` gave to this queue alone."""
+        await self._one(_calls.revoke_access(role_name, access, self.name))
 
     async def create_queue(
         self,

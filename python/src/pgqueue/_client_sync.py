@@ -14,6 +14,7 @@ from ._connections import correction_statement
 from ._copy import CopyRows, copy_messages, server_moment
 from .errors import MISSING, not_installed
 from .message import (
+    Access,
     ArchiveChange,
     ArchivedMessage,
     Compaction,
@@ -267,18 +268,23 @@ class Queues(_Calls):
         """The version of the SQL that is installed."""
         return self._one(_calls.version())
 
-    def grant_access(self, role_name: str, access: str) -> None:
+    def grant_access(self, role_name: str, access: str, queue_name: str | None = None) -> None:
         """Let a role call the verbs of a `producer`, `consumer`, `admin` or `reader`.
 
         The access `raw` is SQL on the tables, and `transport` is the use of the relations of
-        `Queue.expose_transport`. Raises `InvalidArgument` for another access, `psycopg.errors.UndefinedObject` for
-        an unknown role.
+        `Queue.expose_transport`. `queue_name` (all queues) limits every access but `raw` to one queue or, as in
+        `billing-*`, to those whose names begin alike. For other queues the role then gets `QueueNotFound`. Raises
+        `InvalidArgument` for another access, `QueueNotFound`, `psycopg.errors.UndefinedObject` for an unknown role.
         """
-        self._one(_calls.grant_access(role_name, access))
+        self._one(_calls.grant_access(role_name, access, queue_name))
 
-    def revoke_access(self, role_name: str, access: str) -> None:
-        """Revoke the access that `grant_access` gave. Raises the errors of `grant_access`."""
-        self._one(_calls.revoke_access(role_name, access))
+    def revoke_access(self, role_name: str, access: str, queue_name: str | None = None) -> None:
+        """Revoke what `grant_access` gave with the same `queue_name`. Other access stays. Raises its errors."""
+        self._one(_calls.revoke_access(role_name, access, queue_name))
+
+    def list_access(self) -> list[Access]:
+        """What `grant_access` gave to each role. The owner of pgqueue may call this, as the two before."""
+        return self._all(_calls.list_access())
 
 
 class Queue(_Calls):
@@ -295,6 +301,14 @@ class Queue(_Calls):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+    def grant_access(self, role_name: str, access: str) -> None:
+        """Let a role use this queue, as `Queues.grant_access` does. `drop_queue` ends the access."""
+        self._one(_calls.grant_access(role_name, access, self.name))
+
+    def revoke_access(self, role_name: str, access: str) -> None:
+        """Revoke the access that `grant_access` gave to this queue alone."""
+        self._one(_calls.revoke_access(role_name, access, self.name))
 
     def create_queue(
         self,

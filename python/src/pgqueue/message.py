@@ -9,6 +9,7 @@ from uuid import UUID
 from psycopg.types.json import Jsonb
 
 __all__ = [
+    "Access",
     "ArchiveChange",
     "ArchivedMessage",
     "Compaction",
@@ -249,6 +250,15 @@ class StreamBatch:
     claimed_at: datetime | None
     claimed_until: datetime | None
     lost: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A kind of access that a role has to one queue, to those of a pattern, or to all queues (None)."""
+
+    role_name: str
+    access: str
+    queue_name: str | None
 
 
 @dataclass(frozen=True, slots=True)

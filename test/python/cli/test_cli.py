@@ -1139,6 +1139,7 @@ def test_all_commands_are_registered() -> None:
             "psql",
             "grant",
             "revoke",
+            "access",
             "create",
             "alter",
             "list",

@@ -262,6 +262,13 @@ def test_access_is_granted_and_revoked_by_commands(empty_database: Callable[[], 
             revoked = in_process(dsn, "revoke", role, "producer", "--json")
             assert revoked.records == [{"role": role, "access": "producer", "granted": False}]
             assert in_process(theirs, "list").status == 1
+            assert in_process(dsn, "create", "orders").status == 0
+            limited = in_process(dsn, "grant", role, "producer", "orders")
+            assert limited == (0, f"role {role} has access producer to orders\n", "")
+            listed = in_process(dsn, "access", "--json")
+            assert listed.records == [{"role_name": role, "access": "producer", "queue_name": "orders"}]
+            assert in_process(dsn, "revoke", role, "producer", "orders").status == 0
+            assert in_process(dsn, "access").out == ""
             assert in_process(dsn, "grant", role, "owner").status == 2
             assert in_process(dsn, "grant", f"{role} nope", "reader").status == 1
         finally:

@@ -490,6 +490,22 @@ def test_access_is_granted_and_revoked(client: Client, queue: Any, connection: p
         client.connection.execute("reset role")
         with pytest.raises(pgqueue.InvalidArgument):
             client.queues.grant_access(role, "emperor")
+
+        queue.grant_access(role, "producer")
+        client.queues.grant_access(role, "consumer", "billing-*")
+        ours = [found for found in client.queues.list_access() if found.role_name == role]
+        assert ours == [
+            pgqueue.Access(role, "consumer", "billing-*"),
+            pgqueue.Access(role, "producer", queue.name),
+        ]
+        client.connection.execute(sql.SQL("set role {}").format(sql.Identifier(role)))
+        queue.enqueue(1)
+        with pytest.raises(pgqueue.QueueNotFound):
+            queue.claim()
+        client.connection.execute("reset role")
+        queue.revoke_access(role, "producer")
+        client.queues.revoke_access(role, "consumer", "billing-*")
+        assert role not in {found.role_name for found in client.queues.list_access()}
     finally:
         connection.execute(sql.SQL("drop owned by {}").format(sql.Identifier(role)))
         connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))

@@ -32,10 +32,11 @@ class Function(NamedTuple):
 def functions(connection: psycopg.Connection[Any]) -> list[Function]:
     rows = connection.execute(
         """
-        select p.proname, coalesce(p.proargnames, '{}'), array(
-            select format_type(t.oid, null) from unnest(p.proargtypes) with ordinality as a (oid, n)
-            join pg_type t using (oid) order by a.n
-        ), p.pronargdefaults, p.proretset
+        select p.proname, coalesce(array_remove(p.proargnames, 'caller'), '{}'), array(
+            select format_type(coalesce(nullif(t.typbasetype, 0), t.oid), null)
+            from unnest(p.proargtypes) with ordinality as a (oid, n) join pg_type t using (oid)
+            where t.typname <> 'caller' order by a.n
+        ), p.pronargdefaults - cardinality(array_positions(coalesce(p.proargnames, '{}'), 'caller')), p.proretset
         from pg_proc p
         where p.pronamespace = 'pgqueue'::regnamespace and p.proname not like '\\_%'
         order by p.proname
@@ -78,7 +79,7 @@ def test_methods_have_the_arguments_of_the_functions(client: type, functions: li
         required = len(arguments) - function.defaults
         if issubclass(client, pgqueue.Queue | pgqueue.AsyncQueue):
             arguments.remove("queue_name")
-            required = max(0, required - 1)
+            required -= function.needs_queue
         assert [parameter.name for parameter in parameters] == arguments, function.name
         given = [parameter.default is inspect.Parameter.empty for parameter in parameters]
         assert given == [place < required for place in range(len(arguments))], function.name
@@ -108,6 +109,7 @@ def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> 
         ("stream", pgqueue.Stream),
         ("stream_batch", pgqueue.StreamBatch),
         ("subscription", pgqueue.Subscription),
+        ("access", pgqueue.Access),
         ("finding", pgqueue.Finding),
     ],
 )

@@ -25,6 +25,7 @@ MAY_BE_NULL = {
     "expose_transport": "table_name",
     "extend": "visibility_timeout",
     "extend_batch": "visibility_timeout",
+    "grant_access": "queue_name",
     "list_schedules": "queue_name",
     "list_streams": "queue_name",
     "list_subscriptions": "queue_name",
@@ -34,6 +35,7 @@ MAY_BE_NULL = {
     "record_failure": "delay error headers",
     "redrive": "ids",
     "reject": "error headers",
+    "revoke_access": "queue_name",
     "stats": "queue_name",
     "stream_begin": "max_replays",
     "stream_claim": "after_token visibility_timeout up_to_id",
@@ -165,9 +167,10 @@ def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
 def verbs(arguments: psycopg.Connection[Any]) -> list[Verb]:
     rows = arguments.execute(
         """
-        select p.proname, coalesce(p.proargnames, '{}'), array(
-            select format_type(t.oid, null) from unnest(p.proargtypes) with ordinality as a (oid, n)
-            join pg_type t using (oid) order by a.n
+        select p.proname, coalesce(array_remove(p.proargnames, 'caller'), '{}'), array(
+            select format_type(coalesce(nullif(t.typbasetype, 0), t.oid), null)
+            from unnest(p.proargtypes) with ordinality as a (oid, n) join pg_type t using (oid)
+            where t.typname <> 'caller' order by a.n
         )
         from pg_proc p
         where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'

@@ -141,7 +141,7 @@ dependents as (
         case when r.oid is null then d.classid else 'pg_class'::regclass end as classid,
         coalesce(r.ev_class, d.objid) as objid,
         case when r.oid is null then d.objsubid else 0 end as objsubid,
-        coalesce(r.ev_class, t.tgrelid, nullif(c.conrelid, 0), a.adrelid) as relation
+        coalesce(r.ev_class, t.tgrelid, nullif(c.conrelid, 0), nullif(c.contypid, 0), a.adrelid) as relation
     from pg_depend d
     join members m on (m.classid, m.objid) = (d.refclassid, d.refobjid)
     left join pg_rewrite r on d.classid = 'pg_rewrite'::regclass and r.oid = d.objid

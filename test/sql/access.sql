@@ -1,0 +1,298 @@
+begin;
+lock table pgqueue.messages in access exclusive mode;
+select plan(209);
+
+-- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
+create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
+select pgqueue.create_queue(n, dedicated => true) is not null as made from unnest(array['access-own', 'access-p-own', 'access-foreign']) n;
+select pgqueue.enqueue(n, '"secret"') is not null, pgqueue.create_schedule(n, n, '@daily', '"secret"') is not null,
+    pgqueue.stream_open(n, 'stream') is not null, pgqueue.subscribe('access.topic', n) from unnest(array['access-own', 'access-p-own', 'access-foreign']) n;
+do $$
+declare
+    k text;
+begin
+    for k in select access from kinds loop
+        execute format('create role pgqueue_test_own_%s', k);
+        execute format('create role pgqueue_test_pattern_%s', k);
+        execute format('create role pgqueue_test_all_%s', k);
+        perform pgqueue.grant_access(format('pgqueue_test_own_%s', k), k, 'access-own');
+        perform pgqueue.grant_access(format('pgqueue_test_pattern_%s', k), k, 'access-p-*');
+        perform pgqueue.grant_access(format('pgqueue_test_all_%s', k), k);
+    end loop;
+end;
+$$;
+create role pgqueue_test_a;
+create role pgqueue_test_b;
+grant select on kinds to public;
+
+-- The state that a call leaves, and how it ended: the SQLSTATE, or the number of rows. All of it is rolled back.
+create function pg_temp.outcome(role_name text, statement text) returns text language plpgsql as $$
+declare
+    n bigint;
+begin
+    begin
+        execute format('set local role %I', role_name);
+        execute statement;
+        get diagnostics n = row_count;
+        raise exception using errcode = 'ZZ000', message = n::text;
+    exception when others then
+        return case sqlstate when 'ZZ000' then sqlerrm || ' rows' else sqlstate end;
+    end;
+end;
+$$;
+
+-- Every verb with a queue: a statement whose arguments are null beyond the queue. A refusal is PQ001 or, without the
+-- right to execute, 42501; anything else has passed the check.
+create temp view verbs as
+select p.proname::text as verb, t.typname::text as domain, m.allowed_to,
+    format('select pgqueue.%s(%s)', p.proname, string_agg(
+        case when a.name in ('queue_name', 'queue_names') then case a.name when 'queue_name' then '%1$L' else 'array[%1$L]' end
+            when a.name = 'caller' then 'current_user' else format('null::%s', a.type::regtype) end, ', ' order by a.n)) as statement
+from pg_proc p
+join pgqueue._access_matrix() m on m.verb = p.proname
+cross join lateral unnest(p.proargnames::text[], p.proargtypes::oid[]) with ordinality as a (name, type, n)
+left join lateral (select y.typname from pg_type y where p.proargtypes::oid[] @> array[y.oid] and y.typname ~ 'queue_of') t on true
+where p.pronamespace = 'pgqueue'::regnamespace and p.proargnames::text[] && '{queue_name,queue_names}' and p.proname <> 'channel'
+    and p.pronargs >= 1
+group by 1, 2, 3, p.oid, p.proname;
+create temp table expected as
+select v.verb, r.scope, k.access, q.name,
+    r.role_name,
+    case when r.scope = 'all' and k.access = any (v.allowed_to) then 'may'
+        when k.access <> all (v.allowed_to) then '42501'
+        when r.scope = 'own' and q.name = 'access-own' or r.scope = 'pattern' and q.name like 'access-p-%' then 'may'
+        when v.verb = 'create_queue' then '42501'
+        else 'PQ001' end as expected,
+    pg_temp.outcome(r.role_name, format(v.statement, q.name)) as outcome
+from verbs v cross join kinds k
+cross join lateral (values ('own', format('pgqueue_test_own_%s', k.access)), ('pattern', format('pgqueue_test_pattern_%s', k.access)), ('all', format('pgqueue_test_all_%s', k.access))) r (scope, role_name)
+cross join (values ('access-own'), ('access-p-own'), ('access-foreign')) q (name);
+select is_empty($$ select * from expected where expected <> 'may' and outcome <> expected $$, 'a verb is refused for a queue to which the role has no access of its kind');
+-- compact_queue is refused in a transaction, and a call without arguments beyond the queue may be invalid.
+select is_empty($$ select * from expected where expected = 'may' and outcome in ('42501', 'PQ001') $$, 'a verb passes for a queue to which the role has access of its kind');
+select cmp_ok((select count(*) from expected where expected = 'PQ001'), '>', 300::bigint, 'the matrix contains every verb with a queue');
+
+-- The domain of a verb is that of its row in the matrix.
+select is_empty(
+    $$ select v.verb, v.domain, v.allowed_to, c.definition from verbs v
+    cross join lateral (select pg_get_constraintdef(c.oid) as definition from pg_constraint c join pg_type t on t.oid = c.contypid
+        where t.typname = v.domain and t.typnamespace = 'pgqueue'::regnamespace) c
+    where position(format('''%s''', pgqueue._privileges_of(v.allowed_to)) in c.definition) = 0 $$,
+    'the domain of each verb checks the kinds of access that the matrix names');
+select is((select array_agg(v.verb order by v.verb) from verbs v where v.domain is null), array['claim_any'], 'every other verb takes the name of a queue as a domain');
+
+-- Null stands for all queues, of which a role sees its own.
+create function pg_temp.seen(role_name text, statement text) returns text[] language plpgsql as $$
+declare
+    names text[];
+begin
+    execute format('set local role %I', role_name);
+    execute format('select array_agg(distinct n::text order by n::text) from (%s) as t (n) where n ~ ''^access-''', statement) into names;
+    reset role;
+    return names;
+end;
+$$;
+create temp table several (statement text, allowed_to text[]);
+insert into several values
+('select s.queue_name from pgqueue.stats() s', '{producer,consumer,admin,reader}'),
+('select s.name from pgqueue.list_queues() s', '{producer,consumer,admin,reader}'),
+('select s.queue_name from pgqueue.list_schedules() s', '{consumer,admin,reader}'),
+('select s.queue_name from pgqueue.list_streams() s', '{consumer,admin,reader}'),
+('select s.queue_name from pgqueue.list_subscriptions() s', '{consumer,admin}'),
+('select s.queue_name from pgqueue.doctor() s', '{admin}');
+select pgqueue.pause_queue(n) from unnest(array['access-own', 'access-p-own', 'access-foreign']) n;
+select is(pg_temp.seen(format('pgqueue_test_%s_%s', w.scope, a), s.statement), w.names, format('%s %s: %s', w.scope, a, s.statement))
+from several s cross join unnest(s.allowed_to) a
+cross join (values ('own', '{access-own}'::text[]), ('pattern', '{access-p-own}'), ('all', '{access-foreign,access-own,access-p-own}')) w (scope, names);
+select is(pg_temp.outcome('pgqueue_test_own_admin', 'select from pgqueue.doctor() where queue_name is distinct from ''access-own'''), '0 rows', 'doctor shows nothing else to an admin of one queue');
+
+set local role pgqueue_test_own_producer;
+select is(pgqueue.publish('access.topic', '1'), 1, 'publish sends to the queues to which the caller may send');
+select is(pgqueue.run_schedule('access-own') > 0, true, 'a producer of a queue may run its schedules');
+select throws_ok($$ select pgqueue.run_schedule('access-foreign') $$, 'PQ011', 'schedule ''access-foreign'' does not exist', 'a schedule of a foreign queue does not exist');
+set local role pgqueue_test_own_admin;
+select throws_ok($$ select pgqueue.alter_schedule('access-foreign') $$, 'PQ011', 'schedule ''access-foreign'' does not exist', 'an admin of another queue may not alter a schedule');
+select is(pgqueue.drop_schedule('access-foreign'), false, 'an admin of another queue does not drop a schedule');
+select throws_ok(format('select pgqueue.%s()', v), '42501', null, v || ' needs admin access to all queues')
+from unnest(array['expose_contract', 'unexpose_contract', 'expose_subscriptions', 'unexpose_subscriptions']) v;
+select throws_ok($$ select pgqueue.create_queue('access-own-2') $$, '42501', 'role pgqueue_test_own_admin may not create queue "access-own-2"', 'an admin of one queue may not create another');
+select throws_ok($$ select pgqueue.create_queue('access-foreign') $$, '42501', 'role pgqueue_test_own_admin may not create queue "access-foreign"', 'the error of create_queue does not tell whether the queue exists');
+set local role pgqueue_test_pattern_admin;
+select lives_ok($$ select pgqueue.create_queue('access-p-new') $$, 'an admin of a pattern may create a queue that matches');
+select throws_ok(format('select pgqueue.create_queue(%L)', n), '42501', null, n || ' does not match') from unnest(array['access-q', 'access-', 'access-pnew', 'other-access-p-']) n;
+select is(pgqueue.drop_queue('access-p-new'), 0::bigint, 'an admin of a pattern may drop a queue that matches');
+reset role;
+
+-- sink_commit checks the queues when it sends.
+set local role pgqueue_test_own_producer;
+select set_config('test.token', pgqueue.sink_stage('access-own', '00000000-0000-0000-0000-00000000000a', 0, 0)::text, true) is not null as staged;
+select lives_ok($$ select pgqueue.sink_commit('00000000-0000-0000-0000-00000000000a', array[current_setting('test.token')::uuid], '{0}') $$, 'a producer of a queue commits what it staged');
+select set_config('test.token', pgqueue.sink_stage('access-own', '00000000-0000-0000-0000-00000000000b', 0, 0)::text, true) is not null as staged;
+set local role pgqueue_test_pattern_producer;
+select throws_ok($$ select pgqueue.sink_commit('00000000-0000-0000-0000-00000000000b', array[current_setting('test.token')::uuid], '{0}') $$, 'PQ001', null, 'a role without access to the queue does not commit what another has staged in the same session');
+reset role;
+
+-- No tables.
+select is(pg_temp.outcome(format('pgqueue_test_own_%s', access), format('select from pgqueue.%I', t)), '42501', format('%s of one queue does not read %s', access, t))
+from kinds cross join unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues', 'streams', 'subscriptions', 'schedules', 'transports', 'sweep_state', 'staged_messages']) t;
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_a', 'raw', 'access-own') $$, '22023', null, 'raw access to one queue is refused');
+
+-- A foreign queue and a missing one cannot be told apart, in any field of the error.
+create function pg_temp.error(statement text) returns text language plpgsql as $$
+declare
+    m text; d text; h text; c text; e text; s text; t text; u text;
+begin
+    execute statement;
+    return 'no error';
+exception when others then
+    get stacked diagnostics m = message_text, d = pg_exception_detail, h = pg_exception_hint, c = pg_exception_context, e = returned_sqlstate,
+        s = schema_name, t = table_name, u = constraint_name;
+    return concat_ws('|', e, m, d, h, c, s, t, u);
+end;
+$$;
+grant select on verbs to public;
+select is_empty($$ select v.verb from verbs v where v.verb <> 'create_queue' and 'consumer' = any (v.allowed_to)
+    and pg_temp.error(format('set local role pgqueue_test_own_consumer; ' || v.statement, 'access-foreign')) <> replace(pg_temp.error(format('set local role pgqueue_test_own_consumer; ' || v.statement, 'access-missing')), 'access-missing', 'access-foreign') $$,
+    'a foreign queue and a missing queue raise the same error');
+reset role;
+set local role pgqueue_test_own_producer;
+select is(pg_temp.error($$ select pgqueue.enqueue('access-foreign', '1') $$), replace(pg_temp.error($$ select pgqueue.enqueue('access-missing', '1') $$), 'missing', 'foreign'), 'a foreign queue and a missing queue raise the same error for enqueue');
+select matches(pg_temp.error($$ select pgqueue.enqueue('access-foreign', '1') $$), 'PQ001\|queue ''access-foreign'' does not exist\|\|Create it with pgqueue.create_queue, or see pgqueue.list_queues\(\)', 'the error is that of a queue that does not exist');
+reset role;
+select is((select pg_temp.error($$ select pgqueue.enqueue('access-missing', '1') $$)) ~ '^PQ001\|queue ''access-missing'' does not exist\|\|Create it with pgqueue.create_queue, or see pgqueue.list_queues\(\)', true, 'with all rights the error has the same text');
+
+-- Who calls: the role of set role, the owner of a security definer function, members that inherit.
+select pgqueue.grant_access('pgqueue_test_a', 'consumer', 'access-own'), pgqueue.grant_access('pgqueue_test_b', 'consumer', 'access-foreign');
+create schema pgqueue_test_s;
+-- Recent minor versions of PostgreSQL demand USAGE on the types in a view of the role that creates it.
+create view pgqueue_test_s.view_of_a as select m.payload from pgqueue.browse('access-own') m;
+create view pgqueue_test_s.any_of_a as select m.payload from pgqueue.claim_any('{access-own}') m;
+grant select on pgqueue_test_s.view_of_a, pgqueue_test_s.any_of_a to public;
+grant usage, create on schema pgqueue_test_s to pgqueue_test_a, pgqueue_test_b;
+set local role pgqueue_test_a;
+create function pgqueue_test_s.by_a(queue text) returns bigint language sql security definer as $$ select count(*) from pgqueue.browse(queue) $$;
+create function pgqueue_test_s.seen_by_a() returns text language sql security definer as $$ select string_agg(q.name, ',') from pgqueue.list_queues() q $$;
+create function pgqueue_test_s.sets_role() returns bigint language plpgsql as $$ begin set local role pgqueue_test_b; return (select count(*) from pgqueue.browse('access-own')); end $$;
+select is(pgqueue_test_s.by_a('access-own'), 3::bigint, 'a definer function has the access of its owner');
+set local role pgqueue_test_b;
+select is(pgqueue_test_s.by_a('access-own'), 3::bigint, 'another role that calls the definer function uses the access of the owner');
+select throws_ok($$ select pgqueue_test_s.by_a('access-foreign') $$, 'PQ001', null, 'the access of the caller does not count inside the definer function');
+select is(pgqueue_test_s.seen_by_a(), 'access-own', 'a verb over several queues shows those of the owner of the definer function');
+select throws_ok($$ select pgqueue.browse('access-own') $$, 'PQ001', null, 'after the definer function the access is that of the role again');
+select throws_ok($$ table pgqueue_test_s.view_of_a $$, 'PQ001', null, 'a view calls a verb with the access of the role that reads it');
+select throws_ok($$ table pgqueue_test_s.any_of_a $$, 'PQ001', null, 'a view with a literal array of names is checked for the role that reads it');
+select throws_ok($$ select pgqueue.list_queues('pgqueue_test_a') $$, '23514', null, 'a role cannot pass for another');
+select throws_ok($$ select pgqueue.stats(null, null) $$, '23514', null, 'a null for the caller is refused');
+reset role;
+set local role pgqueue_test_a;
+select throws_ok($$ select pgqueue_test_s.sets_role() $$, 'PQ001', null, 'set role inside a function changes the access');
+reset role;
+
+-- Prepared statements and cursors across set role.
+prepare browse_own as select count(*) from pgqueue.browse('access-own');
+prepare browse_any(text) as select count(*) from pgqueue.browse($1);
+prepare claims_any as select count(*) from pgqueue.claim_any('{access-own}');
+prepare lists as select count(*) from pgqueue.list_queues();
+set local role pgqueue_test_a;
+select set_eq('execute browse_own', '{3}'::bigint[], 'a prepared statement runs with the access of the role');
+select set_eq('execute lists', '{1}'::bigint[], 'a prepared statement lists the queues of the role');
+set local role pgqueue_test_b;
+select throws_ok('execute browse_own', 'PQ001', null, 'a prepared statement is checked again after set role');
+select throws_ok('execute browse_any(''access-own'')', 'PQ001', null, 'a prepared statement with a parameter is checked again');
+select throws_ok('execute claims_any', 'PQ001', null, 'a prepared statement with a literal array is checked again');
+set local role pgqueue_test_a;
+declare c cursor for select pgqueue.browse('access-own');
+set local role pgqueue_test_b;
+select throws_ok('fetch c', 'PQ001', null, 'a cursor that was not started reads with the access of the role that fetches');
+reset role;
+
+-- The values of the domains cannot be stored, made by a cast of the caller's own, or checked by its own operators.
+set local role pgqueue_test_a;
+select throws_ok($$ create temp table kept as select 'access-own'::pgqueue.queue_of_consumer as q $$, '42501', null, 'no role can keep a checked name in a table');
+select throws_ok($$ create temp view kept as select 'access-own'::pgqueue.queue_of_consumer as q $$, '42501', null, 'no role can keep a checked name in a view');
+select throws_ok($$ create type pgqueue_test_s.kept as (q pgqueue.queue_of_consumer) $$, '42501', null, 'no role can make a type with a checked name');
+select throws_ok($$ create function pgqueue_test_s.kept() returns pgqueue.queue_of_consumer language sql as 'select ''access-foreign''' $$, '42501', null, 'no role can make a function that returns a checked name');
+select throws_ok($$ create domain pgqueue_test_s.kept as pgqueue.queue_of_consumer $$, '42501', null, 'no role can make a domain over that of a checked name');
+select throws_ok($$ create temp table kept (q pgqueue.caller) $$, '42501', null, 'no role can keep the caller in a table');
+select throws_ok($$ select ('access-foreign'::text)::pgqueue.queue_of_consumer $$, 'PQ001', null, 'a cast is checked');
+select throws_ok($$ select pgqueue.browse('access-foreign'::pgqueue.queue_of_admin) $$, 'PQ001', null, 'a cast to another domain is checked');
+create type pgqueue_test_s.evil as enum ('access-foreign');
+set local client_min_messages = error;
+create function pgqueue_test_s.same(text, text) returns boolean language sql as 'select true';
+create operator pgqueue_test_s.= (leftarg = text, rightarg = text, function = pgqueue_test_s.same);
+create function pgqueue_test_s.same(name, name) returns boolean language sql as 'select true';
+create operator pgqueue_test_s.= (leftarg = name, rightarg = name, function = pgqueue_test_s.same);
+create function pgqueue_test_s.has_table_privilege(regclass, text) returns boolean language sql as 'select true';
+create function pgqueue_test_s.has_table_privilege(name, regclass, text) returns boolean language sql as 'select true';
+create function pg_temp.has_table_privilege(name, regclass, text) returns boolean language sql as 'select true';
+create function pgqueue_test_s.sha256(bytea) returns bytea language sql as $$ select '\x'::bytea $$;
+create function pg_temp.trapped(statement text) returns text language plpgsql set search_path = pgqueue_test_s, pg_temp, pg_catalog as $$
+begin
+    execute statement;
+    return 'no error';
+exception when others then
+    return sqlstate;
+end;
+$$;
+select is(pg_temp.trapped($$ select pgqueue.browse('access-foreign') $$), 'PQ001', 'functions and operators of the caller do not change the check');
+select is(pg_temp.trapped($$ select pgqueue.list_queues('pgqueue_test_b') $$), '23514', 'functions and operators of the caller do not change the check of the caller');
+reset client_min_messages;
+reset role;
+
+-- Members.
+create role pgqueue_test_member;
+create role pgqueue_test_noinherit noinherit;
+grant pgqueue_test_a to pgqueue_test_member, pgqueue_test_noinherit;
+select is(pg_temp.outcome('pgqueue_test_member', $$ select pgqueue.peek('access-own') $$), '1 rows', 'a member that inherits has the access of the role');
+select is(pg_temp.outcome('pgqueue_test_noinherit', $$ select pgqueue.peek('access-own') $$), '42501', 'a member that does not inherit has not');
+
+-- Granting and revoking.
+select throws_ok($$ select pgqueue.grant_access('pgqueue_test_a', 'producer', 'access-missing') $$, 'PQ001', null, 'access to a queue that does not exist is refused');
+select throws_ok(format('select pgqueue.grant_access(''pgqueue_test_a'', ''producer'', %L)', w), '22023', null, format('the pattern %s is refused', w))
+from unnest(array['*', 'access*', 'a-*b-*', 'A-*', '-' || repeat('x', 128) || '-*', 'a''-*', '_.*']) w;
+select set_eq($$ select access || ' ' || coalesce(queue_name, 'all') from pgqueue.list_access() where role_name = 'pgqueue_test_a' $$, array['consumer access-own'], 'list_access shows access to a queue');
+select set_eq($$ select access || ' ' || coalesce(queue_name, 'all') from pgqueue.list_access() where role_name ~ '^pgqueue_test_(pattern|all)_admin' $$, array['admin access-p-*', 'admin all'], 'list_access shows patterns and access to all queues');
+select lives_ok($$ select pgqueue.grant_access('pgqueue_test_a', 'consumer'), pgqueue.grant_access('pgqueue_test_a', 'reader', 'access-p-*') $$, 'a role gets further access');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_a', 'consumer') $$, 'access to all queues is revoked');
+select set_eq($$ select access || ' ' || queue_name from pgqueue.list_access() where role_name = 'pgqueue_test_a' $$, array['consumer access-own', 'reader access-p-*'], 'access to one queue stays if that to all is revoked');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-own') $$), '3 rows', 'the role still uses its queue');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-foreign') $$), 'PQ001', 'the role uses no other queue');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.claim('access-p-own') $$), 'PQ001', 'a kind of access to one queue is not that to another');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-p-own') $$), '1 rows', 'several kinds of access go together');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_a', 'consumer', 'access-own') $$, 'access to a queue is revoked');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.claim('access-own') $$), '42501', 'without access of a kind a role may not execute its verbs');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-own') $$), 'PQ001', 'the role does not use the queue by another kind of access');
+select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_a', 'reader', 'access-p-*') $$, 'the last access is revoked');
+select is(has_schema_privilege('pgqueue_test_a', 'pgqueue', 'usage') or exists (select from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege('pgqueue_test_a', p.oid, 'execute')), false, 'a role without access has no privilege');
+select lives_ok($$ alter role pgqueue_test_b rename to pgqueue_test_c $$, 'a role is renamed');
+select set_eq($$ select queue_name from pgqueue.list_access() where role_name = 'pgqueue_test_c' $$, array['access-foreign'], 'a renamed role keeps its access');
+select throws_ok($$ drop role pgqueue_test_c $$, '2BP01', null, 'a role with access is not dropped');
+select lives_ok($$ drop owned by pgqueue_test_c; drop role pgqueue_test_c $$, 'drop owned ends the access of a role');
+create role pgqueue_test_b;
+select pgqueue.grant_access('pgqueue_test_b', 'consumer', 'access-foreign');
+select lives_ok($$ select pgqueue.drop_queue('access-foreign'), pgqueue.create_queue('access-foreign') $$, 'a queue is dropped and created again');
+select is_empty($$ select * from pgqueue.list_access() where role_name = 'pgqueue_test_b' $$, 'access to a dropped queue is not access to the next of its name');
+select is(has_schema_privilege('pgqueue_test_b', 'pgqueue', 'usage'), false, 'a role whose only queue was dropped has no privilege');
+select lives_ok($$ select pgqueue.drop_queue('access-p-own'), pgqueue.create_queue('access-p-own') $$, 'a queue of a pattern is dropped and created again');
+select is(pg_temp.outcome('pgqueue_test_pattern_consumer', $$ select pgqueue.claim('access-p-own') $$), '0 rows', 'access by a pattern stays');
+
+-- What was granted past grant_access.
+grant usage on schema pgqueue to pgqueue_test_b;
+grant execute on function pgqueue.drop_queue to pgqueue_test_b;
+grant select on pgqueue.messages to pgqueue_test_b;
+select set_eq($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_b' $$,
+    array['role pgqueue_test_b has privileges that none of its access includes: function pgqueue.drop_queue, table pgqueue.messages'],
+    'doctor shows privileges that were granted by hand');
+select is_empty($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_(own|pattern|all)' $$, 'doctor shows nothing that grant_access granted');
+create function pg_temp.repair() returns void language plpgsql as $$
+declare
+    f record;
+begin
+    for f in select d.repair from pgqueue.doctor() d where d.finding = 'unmanaged_grant' loop execute f.repair; end loop;
+end;
+$$;
+select lives_ok('select pg_temp.repair()', 'the repair of the finding runs');
+select is_empty($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' $$, 'after the repair the finding is gone');
+
+select * from finish();
+rollback;
