@@ -159,7 +159,8 @@ create or replace function pgqueue.publish(
     base_topics text[] default null,
     dedup_key text default null,
     on_duplicate text default 'keep',
-    group_key text default null
+    group_key text default null,
+    priority int default null
 )
 returns int
 language plpgsql volatile security definer
@@ -195,7 +196,8 @@ begin
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     perform pgqueue._check_group_keys(array[group_key]);
-    headers := pgqueue._with_group(headers, group_key);
+    perform pgqueue._check_priorities(array[priority]);
+    headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -243,7 +245,9 @@ begin
     return sent;
 end;
 $$;
-comment on function pgqueue.publish(text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text) is
+comment on function pgqueue.publish(
+    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, int
+) is
 'Sends a copy of a message to every queue that is subscribed to topic, in the caller''s transaction, and returns the
 number of copies; 0 if no queue is subscribed. base_topics are further topics of the same event, for example those of
 its base classes; a queue gets one copy, however many of its subscriptions match. The header pgqueue.topic of each copy

@@ -227,6 +227,17 @@ def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Conn
     assert [(each["payload"], each["headers"]) for each in claimed] == [(0, {"pgqueue.group": "customer-17"})]
 
 
+def test_messages_with_a_higher_priority_are_claimed_first(web: Server, sql: psycopg.Connection[Any]) -> None:
+    queue = DirectQueue(web, new_name())
+    sql.execute("select pgqueue.create_queue(%s, priorities => true)", (queue.name,))
+    messages = [{"payload": number, "priority": number} for number in range(10)]
+    assert queue.post("enqueue", {"messages": messages}).status_code == 201
+    claimed = [queue.claim()[0]["payload"] for _ in messages]
+    out_of_turn = sum(max(claimed[place:]) != payload for place, payload in enumerate(claimed))
+    assert out_of_turn < 8  # about one claim in ten begins with the oldest message
+    assert sorted(claimed) == list(range(10))
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -238,6 +249,7 @@ def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Conn
         ({"body": "AA==AA=="}, "body"),
         ({"payload": 1, "dedup_key": ""}, "dedup_key"),
         ({"payload": 1, "group_key": ""}, "group_key"),
+        ({"payload": 1, "priority": 10}, "priority"),
         ({"payload": 1, "dedup_key": "x" * 256}, "dedup_key"),
         ({"payload": 1, "dedup_key": "k", "on_duplicate": "skip"}, "on_duplicate"),
         ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),

@@ -141,6 +141,7 @@ class DirectMessage(_Request):
     group_key: str | None = Field(
         None, min_length=1, max_length=255, description="The group of the message, for a queue with group_limit"
     )
+    priority: int | None = Field(None, ge=0, le=9, description="For a queue with priorities; 9 is the highest")
 
     @model_validator(mode="after")
     def _has_either_payload_or_body(self) -> Self:
@@ -325,6 +326,7 @@ class QueueSettings(BaseModel):
     max_in_flight: int | None
     rate_limit: int | None
     rate_period_seconds: float
+    priorities: bool
 
 
 class ListedSettings(BaseModel):
