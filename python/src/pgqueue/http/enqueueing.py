@@ -41,7 +41,7 @@ select pgqueue.enqueue(
     dedup_key => m.message ->> 'dedup_key',
     on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep'),
     group_key => m.message ->> 'group_key',
-    priority => (m.message ->> 'priority')::int
+    priority => (m.message ->> 'priority')::numeric::int
 )
 from {} m
 """
