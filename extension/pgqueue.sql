@@ -4547,8 +4547,6 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    level int;
 begin
     if q.priorities then
         for level in 0..9 loop
