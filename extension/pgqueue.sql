@@ -46,7 +46,8 @@ create type pgqueue.queue as (
     on_dead text,
     max_in_flight int,
     rate_limit int,
-    rate_period interval
+    rate_period interval,
+    priorities boolean
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -328,6 +329,7 @@ create table pgqueue.queues (
     max_in_flight int,
     rate_limit int,
     rate_period interval not null default '1 s',
+    priorities boolean not null default false,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -350,7 +352,8 @@ create table pgqueue.queues (
     constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
     constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
     constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
-    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day')
+    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
+    constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -368,6 +371,8 @@ comment on column pgqueue.queues.max_in_flight is
 'How many messages may be in flight at a time; null: any number.';
 comment on column pgqueue.queues.rate_limit is
 'How many messages claims and receives may take in each rate_period; null: any number.';
+comment on column pgqueue.queues.priorities is
+'Whether messages with a higher priority are claimed first.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -418,7 +423,8 @@ comment on column pgqueue.messages.transport_id is
 'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
 comment on column pgqueue.messages.transport_seq is
 'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
-gaps between the ids of a queue can exceed the range in which a transport counts.';
+gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
+of a message that came due, among those of its priority; null if the id is its place.';
 comment on column pgqueue.messages.claimed_at is
 'When the claim of claimed_attempt was made. An extension does not change it.';
 
@@ -2025,7 +2031,7 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -2115,6 +2121,12 @@ begin
     if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
         perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
     end if;
+    if q.priorities is null then
+        perform pgqueue._raise_invalid('priorities', null, 'true or false');
+    end if;
+    if q.priorities and q.group_limit is not null then
+        perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -2146,7 +2158,8 @@ create function pgqueue.create_queue(
     on_dead text default 'skip',
     max_in_flight int default null,
     rate_limit int default null,
-    rate_period interval default '1 s'
+    rate_period interval default '1 s',
+    priorities boolean default false
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2184,9 +2197,10 @@ begin
     q.max_in_flight := max_in_flight;
     q.rate_limit := rate_limit;
     q.rate_period := rate_period;
+    q.priorities := priorities;
     perform pgqueue._check_settings(q);
-    -- A queue with groups or max_in_flight has indexes of its own.
-    dedicated := dedicated or group_limit is not null or max_in_flight is not null;
+    -- A queue with groups, priorities or max_in_flight has indexes of its own.
+    dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -2228,7 +2242,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period
+        rate_period, priorities
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -2242,7 +2256,7 @@ begin
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
-        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -2255,7 +2269,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -2276,8 +2290,9 @@ its group waiting. With on_dead skip a group goes on after one of its messages h
 group waits until the dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the
 queue are in flight at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims
 and receives take so many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims
-have left. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
-attached.';
+have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and
+cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps
+a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -3020,20 +3035,21 @@ comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
 'Truncates the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
-create function pgqueue._with_group(headers jsonb, group_key text)
+create function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
 returns jsonb
 language sql stable parallel safe
 as $$
     select case
-        when group_key is null then headers
+        when group_key is null and priority is null then headers
         when headers is null or jsonb_typeof(headers) = 'object'
-            then coalesce(headers, '{}') || jsonb_build_object('pgqueue.group', group_key)
+            then coalesce(headers, '{}')
+                || jsonb_strip_nulls(jsonb_build_object('pgqueue.group', group_key, 'pgqueue.priority', priority))
         else headers
     end
 $$;
-comment on function pgqueue._with_group(jsonb, text) is
-'The headers of a message with its group, which is the header pgqueue.group. Unchanged if group_key is null, or if they
-are no object, which _check_content refuses. Inlined.';
+comment on function pgqueue._with_group_and_priority(jsonb, text, int) is
+'The headers of a message with its group and its priority, which are the headers pgqueue.group and pgqueue.priority.
+Unchanged if both are null, or if they are no object, which _check_content refuses. Inlined.';
 
 create function pgqueue._check_group_keys(group_keys text[])
 returns void
@@ -3048,6 +3064,20 @@ end;
 $$;
 comment on function pgqueue._check_group_keys(text[]) is
 'Raises 22023 for a group_key that is empty or too long. Null keys are allowed.';
+
+create function pgqueue._check_priorities(priorities int[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid('priority', p::text, 'an integer from 0 to 9')
+    from unnest(priorities) as p
+    where p not between 0 and 9;
+end;
+$$;
+comment on function pgqueue._check_priorities(int[]) is
+'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
@@ -3244,7 +3274,8 @@ create function pgqueue.enqueue(
     body bytea default null,
     dedup_key text default null,
     on_duplicate text default 'keep',
-    group_key text default null
+    group_key text default null,
+    priority int default null
 )
 returns bigint
 language plpgsql volatile security definer
@@ -3256,14 +3287,17 @@ declare
     new_id bigint;
 begin
     -- One expression, as each further one would have to be prepared in every transaction.
-    if not pgqueue._lock_queue(queue_name) or group_key is not null then
+    if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null then
         if queue_name is null then
             perform pgqueue._raise_queue_not_found(queue_name);
         end if;
         if char_length(group_key) not between 1 and 255 then
             perform pgqueue._check_group_keys(array[group_key]);
         end if;
-        headers := pgqueue._with_group(headers, group_key);
+        if priority not between 0 and 9 then
+            perform pgqueue._check_priorities(array[priority]);
+        end if;
+        headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
@@ -3290,7 +3324,7 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(
-    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text
+    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text, int
 ) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
@@ -3303,7 +3337,8 @@ message is gone, or, if that is 0, as long as its message lives. With on_duplica
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
 message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
 key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
-pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
+pgqueue.priority. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
@@ -3316,7 +3351,8 @@ create function pgqueue.enqueue_batch(
     delays interval[] default null,
     dedup_keys text[] default null,
     on_duplicate text default 'keep',
-    group_keys text[] default null
+    group_keys text[] default null,
+    priorities int[] default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -3343,13 +3379,16 @@ begin
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
             ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
-            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys))
+            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys)),
+            ('priorities', cardinality(priorities))
     ) as a (argument, given)
     where a.given <> n;
-    if group_keys is not null then
+    if group_keys is not null or priorities is not null then
         perform pgqueue._check_group_keys(group_keys);
+        perform pgqueue._check_priorities(priorities);
         headers := array(
-            select pgqueue._with_group(u.h, u.k) from unnest(headers, group_keys) with ordinality as u (h, k, n)
+            select pgqueue._with_group_and_priority(u.h, u.k, u.p)
+            from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
             order by u.n
         );
     end if;
@@ -3436,13 +3475,14 @@ end;
 $$;
 comment on function pgqueue.enqueue_batch(
     pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
-    text[]
+    text[], int[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so does
-group_keys. Of the elements with the same dedup_key one is added, the last one if on_duplicate is replace, and all get
-its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so do
+group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if on_duplicate is
+replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or
+headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
@@ -3832,11 +3872,13 @@ begin
             moved as (
                 insert into pgqueue.messages (
                     id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers
+                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq
                 )
                 select
                     d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
+                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+                    -- At its old place, below those that claims have passed, only a sweep would find the message.
+                    case when q.priorities then nextval('pgqueue.message_id') end
                 from due d
                 returning messages.id, messages.expires_at
             )
@@ -4210,6 +4252,35 @@ $$;
 comment on function pgqueue._do_periodic_work(timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
 
+create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    seen_at timestamptz := state.first_check_at;
+    seen_id bigint := -9223372036854775808;
+    rows record;
+begin
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    end if;
+    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
+    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
+    loop
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+end;
+$$;
+comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
+messages that the register first_due_at missed, and removes rows of requeued_messages.';
+
 create function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint
 )
@@ -4513,16 +4584,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    seen_at timestamptz := state.first_check_at;
-    seen_id bigint := -9223372036854775808;
-    rows record;
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
     perform pgqueue._do_periodic_work(at);
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
-    end if;
-    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
+    perform pgqueue._sweep_other_tables(q, state, at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(
         (
@@ -4532,15 +4597,6 @@ begin
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
-    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
-    loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
-        exit when rows.n = 0;
-        seen_at := rows.last_time;
-        seen_id := rows.last_id;
-        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
-    end loop;
 end;
 $$;
 comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
@@ -4684,6 +4740,378 @@ $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
 groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
+-- In a queue with priorities a claim takes the messages with the highest priority first. The dedicated table of such a
+-- queue has an index that lists its messages by priority and then by place. For each priority a register holds the
+-- position from which claims read this index, so that they read no dead entries of consumed messages.
+
+create function pgqueue._level_position(headers jsonb, place bigint)
+returns bigint
+language sql immutable parallel safe
+as $$
+    select
+        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (place & 576460752303423487)
+$$;
+comment on function pgqueue._level_position(jsonb, bigint) is
+'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
+
+create function pgqueue._level_start(level_position bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select (level_position >> 59) << 59 $$;
+comment on function pgqueue._level_start(bigint) is
+'The lowest position of the priority to which a position belongs. Inlined.';
+
+create function pgqueue._on_queue_created_priorities(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not q.priorities then
+        return;
+    end if;
+    -- The body of _level_position. A role that writes by plain SQL may not call that function. A claim changes none of
+    -- the columns, so its update is HOT.
+    execute format(
+        'create index %I on %s ((((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
+        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487)))',
+        format('messages_%s_level', q.queue_id), pgqueue._partition_of(q));
+    perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
+    -- Functions that read the messages by id skip the vacant ids only below this register.
+    perform setval(q.fresh_from_id, 4611686018427387904);
+end;
+$$;
+comment on function pgqueue._on_queue_created_priorities(pgqueue.queues) is
+'Creates the index and the registers of a queue with priorities.';
+
+create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.priorities then
+        for level in 0..9 loop
+            execute format('drop sequence pgqueue.%I', format('queue_%s_level_%s', q.queue_id, level));
+        end loop;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_priorities(pgqueue.queues) is
+'Drops the registers of a queue with priorities.';
+
+create function pgqueue._level_registers(q pgqueue.queues)
+returns regclass[]
+language sql stable
+as $$
+    select array(
+        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
+$$;
+comment on function pgqueue._level_registers(pgqueue.queues) is
+'The registers of a queue with priorities, that of priority 9 first: the positions that no claim has passed.';
+
+create function pgqueue._level_floors(registers regclass[])
+returns bigint[]
+language sql volatile
+as $$
+    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
+    select array(
+        select greatest(
+            (u.n - 1) << 59,
+            least(
+                pgqueue._register_value(u.register),
+                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
+        from unnest(registers) with ordinality as u (register, n)
+    )
+$$;
+comment on function pgqueue._level_floors(regclass[]) is
+'For each priority, 9 first, the position from which claims read.';
+
+create function pgqueue._walk_levels(q pgqueue.queues, at timestamptz, taken bigint[], wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+    floors bigint[] := pgqueue._level_floors(registers);
+    oldest bigint;
+    found_ids bigint[];
+    positions bigint[];
+begin
+    if random() < 0.1 then
+        -- Each message is the oldest one at some time, so none waits for ever.
+        select f.floor into oldest
+        from unnest(floors) as f (floor)
+        cross join lateral (
+            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+                and pgqueue._is_ready(m, at)
+            limit 1
+        ) w
+        order by w.position - pgqueue._level_start(w.position) limit 1;
+        if found then
+            floors := oldest || array_remove(floors, oldest);
+        end if;
+    end if;
+    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
+    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
+    -- from locking more than is wanted.
+    select array_agg(w.id), array_agg(w.position) into found_ids, positions
+    from (
+        select r.id, r.position
+        from unnest(floors) as f (floor)
+        cross join lateral (
+            select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+                and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            limit wanted for update skip locked
+        ) r
+        limit wanted
+    ) w;
+    perform setval(registers[(max(p) >> 59) + 1], max(p) + 1) from unnest(positions) as p group by p >> 59;
+    return coalesce(found_ids, '{}');
+end;
+$$;
+comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], int) is
+'The ids of up to wanted ready messages that no claim has passed, locked, without those in taken: those with the highest
+priority, or, in one call of ten, first those with the priority whose next message has the lowest place.';
+
+create function pgqueue._pass_unready(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(registers[(w.last >> 59) + 1], w.last + 1)
+    from unnest(pgqueue._level_floors(registers)) as f (floor)
+    cross join lateral (
+        select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
+        from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+            < pgqueue._level_start(f.floor) + 576460752303423488
+    ) w
+    where w.last is not null;
+    return found;
+end;
+$$;
+comment on function pgqueue._pass_unready(pgqueue.queues) is
+'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
+finds the others, such as expired ones. Returns whether there were any.';
+
+create function pgqueue._leave_on_levels(q pgqueue.queues, ids bigint[])
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(
+        registers[(min(w.position) >> 59) + 1],
+        greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
+    from (
+        select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w
+    group by w.position >> 59;
+end;
+$$;
+comment on function pgqueue._leave_on_levels(pgqueue.queues, bigint[]) is
+'Sets the registers back to messages that a claim has found and does not take.';
+
+create function pgqueue._lock_ready_in_order(
+    q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    candidate_ids bigint[] := '{}'::bigint[];
+    missing int := wanted;
+begin
+    if cardinality(ids) > 0 then
+        perform pgqueue._remove_spent_messages(q, ids, at);
+    end if;
+    while cardinality(ids) > 0 and missing > 0 loop
+        candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
+        ids := ids[missing + 1:];
+        missing := wanted - cardinality(candidate_ids);
+    end loop;
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
+ready, the first ones of ids, not those with the lowest ids.';
+
+create function pgqueue._sweep_recent_levels(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    visible_ids constant bigint[] := array(
+        select w.id
+        from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
+        cross join lateral (
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
+                and m.visible_at <= at
+            limit 1000
+        ) w
+        limit 1000);
+begin
+    return pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
+end;
+$$;
+comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+'Checks the last recent_count places of each priority that claims have passed, where transactions roll back or commit
+late. Returns up to wanted ids of ready messages, locked.';
+
+create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    started_at constant timestamptz := pgqueue._now();
+    started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    floors bigint[];
+    id_range int8range;
+    next_position bigint := 1;
+    below_position bigint;
+    span bigint;
+    found_count int;
+    last_position bigint;
+    visible_ids bigint[];
+    candidate_ids bigint[] := taken;
+begin
+    -- For 50 ms, concurrent claims do not start another sweep.
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
+    perform pgqueue._do_periodic_work(at);
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._sweep_other_tables(q, state, at);
+    end if;
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+        q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
+    floors := pgqueue._level_floors(pgqueue._level_registers(q));
+
+    <<walk>>
+    for id_range in
+        -- From where the last sweep stopped to the end, and then from the start. No place is below first_id.
+        select int8range(greatest(lower(s.r), lower(h.part)), least(upper(s.r), upper(h.part)))
+        from (
+            values (1, int8range(started_from, 9223372036854775807)), (2, int8range(0, started_from))
+        ) as h (half, part)
+        cross join lateral (
+            select int8range(pgqueue._level_start(f.floor) + state.first_id, f.floor) as r
+            from unnest(floors) as f (floor)
+            where pgqueue._level_start(f.floor) + state.first_id < f.floor
+        ) s
+        where s.r && h.part
+        order by h.half, lower(s.r)
+    loop
+        next_position := lower(id_range);
+        span := 1024;
+        while next_position < upper(id_range) loop
+            exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
+            below_position := next_position + least(span, upper(id_range) - next_position);
+            select count(*), max(w.position), array_agg(w.id) filter (where w.visible_at <= at)
+            into found_count, last_position, visible_ids
+            from (
+                select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
+                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
+                limit 1000
+            ) w;
+            if found_count = 1000 then
+                below_position := last_position + 1;
+            else
+                span := pgqueue._next_span(span);
+            end if;
+            candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
+                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            -- If there may be more messages here, the next sweep begins here.
+            next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
+        end loop;
+        -- After a full pass the next sweep starts with the highest priority.
+        next_position := 1;
+    end loop;
+    perform setval(q.sweep_resume_id, greatest(next_position, 1));
+    -- If there may be more messages, the next claim continues the sweep at once.
+    perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
+        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._sweep_levels(pgqueue.queues, bigint[], timestamptz, int) is
+'Makes one sweep over the positions that claims have passed, for at most 10 ms: appends to taken the ids of ready
+messages, locked, until there are wanted ids. Such messages were committed late, or their claims have ended.';
+
+create function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+    first_due constant bigint := pgqueue._register_value(q.first_due_at);
+    next_sweep constant bigint := pgqueue._register_value(q.next_sweep_at);
+    is_sweep_due constant boolean := next_sweep - now_micros not between 1 and 15000000;
+    candidate_ids bigint[] := '{}'::bigint[];
+begin
+    if q.paused_at is not null then
+        return candidate_ids;
+    end if;
+    if first_due <= now_micros then
+        -- Moved messages stay in messages while others have a higher priority.
+        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+    end if;
+    if is_sweep_due then
+        candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
+    end if;
+    if cardinality(candidate_ids) < wanted then
+        candidate_ids := candidate_ids || pgqueue._walk_levels(
+            q, at, candidate_ids, wanted - cardinality(candidate_ids));
+    end if;
+    -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
+    -- expensive.
+    if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
+    elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
+        candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
+    end if;
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._claim_candidates_by_priority(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted ready messages of a queue with priorities, locked, for the caller to claim or delete.';
 -- Limits of a queue. With max_in_flight a claim counts the messages in flight from their rows, under a lock that it
 -- keeps until its transaction ends. With rate_limit a queue has a token for each message that claims may take. The
 -- tokens are counted in a register, under a lock that no transaction keeps.
@@ -5039,10 +5467,12 @@ begin
     if allowed <= 0 then
         return '{}'::bigint[];
     end if;
-    if q.group_limit is null then
-        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
-    else
+    if q.group_limit is not null then
         candidate_ids := pgqueue._claim_candidates_grouped(q, at, allowed);
+    elsif q.priorities then
+        candidate_ids := pgqueue._claim_candidates_by_priority(q, at, allowed);
+    else
+        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
     end if;
     if q.rate_limit is null or candidate_ids = '{}' then
         return candidate_ids;
@@ -5050,6 +5480,10 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
+        if q.priorities then
+            perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
+            return candidate_ids[:tokens_taken];
+        end if;
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
         from unnest(candidate_ids[tokens_taken + 1:]) as p;
     end if;
@@ -5086,7 +5520,8 @@ begin
     -- of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
+        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null
+            and not w.priorities and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -5123,6 +5558,9 @@ begin
     end if;
     if q.group_limit is not null then
         return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
+    if q.priorities then
+        return pgqueue._claim_candidates_by_priority(q, at, max_messages);
     end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
@@ -5173,7 +5611,9 @@ comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. Waits only for drop_queue and, in a queue with max_in_flight,
+messages of a group, and messages of at most 100 groups. In a queue with priorities, a claim takes the messages with the
+highest priority; about one claim in ten first takes those with the priority whose next message is the oldest, so that
+no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight,
 up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
 limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
 claim. Raises 22023, PQ001.';
@@ -6763,8 +7203,10 @@ begin
         return until;
     end if;
     -- Messages that are due but could not be claimed are locked by other transactions. The pause keeps the consumer
-    -- from retrying without a break.
-    return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
+    -- from retrying without a break. In a queue with groups they mostly wait for others of their groups, and an
+    -- acknowledgement notifies no consumer.
+    return least(until, greatest(
+        due_at, pgqueue._now() + case when q.group_limit is null then interval '100 ms' else interval '1 s' end));
 end;
 $$;
 comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
@@ -6772,7 +7214,8 @@ comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while
 max_in_flight messages are in flight, the returned time is at most one second ahead: those transactions do not notify,
-and neither does an acknowledgement. Raises 22023, PQ001.';
+and neither does an acknowledgement. It is one second ahead if messages of a queue with group_limit are due, as they
+mostly wait for others of their groups. Raises 22023, PQ001.';
 -- Finds problems, and for each the statement that repairs it.
 
 create function pgqueue.version()
@@ -8289,6 +8732,9 @@ begin
     if fail_on_data_loss is null then
         perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
     end if;
+    if q.priorities then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without priorities: a batch has the messages by id');
+    end if;
     if q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without max_in_flight and rate_limit: a batch has all messages that are ready, up to max_messages');
@@ -9387,6 +9833,7 @@ create function pgqueue.publish(
     dedup_key text default null,
     on_duplicate text default 'keep',
     group_key text default null,
+    priority int default null,
     caller pgqueue.caller default current_user
 )
 returns int
@@ -9428,7 +9875,8 @@ begin
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     perform pgqueue._check_group_keys(array[group_key]);
-    headers := pgqueue._with_group(headers, group_key);
+    perform pgqueue._check_priorities(array[priority]);
+    headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -9477,7 +9925,7 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(
-    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, pgqueue.caller
+    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, int, pgqueue.caller
 ) is
 'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
 transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same
@@ -10768,6 +11216,10 @@ begin
     if q.group_limit is not null then
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without group_limit: endpoints receive without regard to groups');
+    end if;
+    if q.priorities then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without priorities: endpoints receive without regard to them');
     end if;
     if q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without limits: endpoints receive without regard to them');

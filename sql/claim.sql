@@ -104,10 +104,12 @@ begin
     if allowed <= 0 then
         return '{}'::bigint[];
     end if;
-    if q.group_limit is null then
-        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
-    else
+    if q.group_limit is not null then
         candidate_ids := pgqueue._claim_candidates_grouped(q, at, allowed);
+    elsif q.priorities then
+        candidate_ids := pgqueue._claim_candidates_by_priority(q, at, allowed);
+    else
+        candidate_ids := pgqueue._claim_candidates(q, at, allowed);
     end if;
     if q.rate_limit is null or candidate_ids = '{}' then
         return candidate_ids;
@@ -115,6 +117,10 @@ begin
     tokens_taken := pgqueue._take_tokens(q, cardinality(candidate_ids));
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
+        if q.priorities then
+            perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
+            return candidate_ids[:tokens_taken];
+        end if;
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
         from unnest(candidate_ids[tokens_taken + 1:]) as p;
     end if;
@@ -151,7 +157,8 @@ begin
     -- of the claim.
     select
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
-        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null and max_messages between 1 and 10000
+        w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null
+            and not w.priorities and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
@@ -188,6 +195,9 @@ begin
     end if;
     if q.group_limit is not null then
         return pgqueue._claim_candidates_grouped(q, at, max_messages);
+    end if;
+    if q.priorities then
+        return pgqueue._claim_candidates_by_priority(q, at, max_messages);
     end if;
     return pgqueue._claim_candidates(q, at, max_messages);
 end;
@@ -238,7 +248,9 @@ comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
 expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. Waits only for drop_queue and, in a queue with max_in_flight,
+messages of a group, and messages of at most 100 groups. In a queue with priorities, a claim takes the messages with the
+highest priority; about one claim in ten first takes those with the priority whose next message is the oldest, so that
+no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight,
 up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
 limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
 claim. Raises 22023, PQ001.';

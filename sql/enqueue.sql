@@ -1,19 +1,20 @@
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
-create or replace function pgqueue._with_group(headers jsonb, group_key text)
+create or replace function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
 returns jsonb
 language sql stable parallel safe
 as $$
     select case
-        when group_key is null then headers
+        when group_key is null and priority is null then headers
         when headers is null or jsonb_typeof(headers) = 'object'
-            then coalesce(headers, '{}') || jsonb_build_object('pgqueue.group', group_key)
+            then coalesce(headers, '{}')
+                || jsonb_strip_nulls(jsonb_build_object('pgqueue.group', group_key, 'pgqueue.priority', priority))
         else headers
     end
 $$;
-comment on function pgqueue._with_group(jsonb, text) is
-'The headers of a message with its group, which is the header pgqueue.group. Unchanged if group_key is null, or if they
-are no object, which _check_content refuses. Inlined.';
+comment on function pgqueue._with_group_and_priority(jsonb, text, int) is
+'The headers of a message with its group and its priority, which are the headers pgqueue.group and pgqueue.priority.
+Unchanged if both are null, or if they are no object, which _check_content refuses. Inlined.';
 
 create or replace function pgqueue._check_group_keys(group_keys text[])
 returns void
@@ -28,6 +29,20 @@ end;
 $$;
 comment on function pgqueue._check_group_keys(text[]) is
 'Raises 22023 for a group_key that is empty or too long. Null keys are allowed.';
+
+create or replace function pgqueue._check_priorities(priorities int[])
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid('priority', p::text, 'an integer from 0 to 9')
+    from unnest(priorities) as p
+    where p not between 0 and 9;
+end;
+$$;
+comment on function pgqueue._check_priorities(int[]) is
+'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
 create or replace function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb
@@ -224,7 +239,8 @@ create or replace function pgqueue.enqueue(
     body bytea default null,
     dedup_key text default null,
     on_duplicate text default 'keep',
-    group_key text default null
+    group_key text default null,
+    priority int default null
 )
 returns bigint
 language plpgsql volatile security definer
@@ -236,14 +252,17 @@ declare
     new_id bigint;
 begin
     -- One expression, as each further one would have to be prepared in every transaction.
-    if not pgqueue._lock_queue(queue_name) or group_key is not null then
+    if not pgqueue._lock_queue(queue_name) or group_key is not null or priority is not null then
         if queue_name is null then
             perform pgqueue._raise_queue_not_found(queue_name);
         end if;
         if char_length(group_key) not between 1 and 255 then
             perform pgqueue._check_group_keys(array[group_key]);
         end if;
-        headers := pgqueue._with_group(headers, group_key);
+        if priority not between 0 and 9 then
+            perform pgqueue._check_priorities(array[priority]);
+        end if;
+        headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
     -- prepare each statement and expression. The statement also notifies waiting consumers.
@@ -270,7 +289,7 @@ begin
 end;
 $$;
 comment on function pgqueue.enqueue(
-    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text
+    pgqueue.queue_of_producer, jsonb, interval, jsonb, interval, uuid, bytea, text, text, text, int
 ) is
 'Sends a message in the caller''s transaction and returns its id. Exactly one of payload (any JSON document) and body
 (raw bytes) is given, of at most the queue''s max_payload_bytes; a payload counts as JSON text. headers is a JSON object
@@ -283,7 +302,8 @@ message is gone, or, if that is 0, as long as its message lives. With on_duplica
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
 message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
 key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
-pgqueue.group. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
+pgqueue.priority. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
@@ -296,7 +316,8 @@ create or replace function pgqueue.enqueue_batch(
     delays interval[] default null,
     dedup_keys text[] default null,
     on_duplicate text default 'keep',
-    group_keys text[] default null
+    group_keys text[] default null,
+    priorities int[] default null
 )
 returns setof bigint
 language plpgsql volatile security definer
@@ -323,13 +344,16 @@ begin
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
             ('message_ids', cardinality(message_ids)), ('delays', cardinality(delays)),
-            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys))
+            ('dedup_keys', cardinality(dedup_keys)), ('group_keys', cardinality(group_keys)),
+            ('priorities', cardinality(priorities))
     ) as a (argument, given)
     where a.given <> n;
-    if group_keys is not null then
+    if group_keys is not null or priorities is not null then
         perform pgqueue._check_group_keys(group_keys);
+        perform pgqueue._check_priorities(priorities);
         headers := array(
-            select pgqueue._with_group(u.h, u.k) from unnest(headers, group_keys) with ordinality as u (h, k, n)
+            select pgqueue._with_group_and_priority(u.h, u.k, u.p)
+            from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
             order by u.n
         );
     end if;
@@ -416,10 +440,11 @@ end;
 $$;
 comment on function pgqueue.enqueue_batch(
     pgqueue.queue_of_producer, jsonb[], interval, jsonb[], interval, uuid[], bytea[], interval[], text[], text,
-    text[]
+    text[], int[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
 arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so does
-group_keys. Of the elements with the same dedup_key one is added, the last one if on_duplicate is replace, and all get
-its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or headers are too large.';
+that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so do
+group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if on_duplicate is
+replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or
+headers are too large.';

@@ -148,16 +148,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    seen_at timestamptz := state.first_check_at;
-    seen_id bigint := -9223372036854775808;
-    rows record;
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
     perform pgqueue._do_periodic_work(at);
-    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
-        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
-    end if;
-    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
+    perform pgqueue._sweep_other_tables(q, state, at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(
         (
@@ -167,15 +161,6 @@ begin
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
-    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
-    loop
-        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
-        exit when rows.n = 0;
-        seen_at := rows.last_time;
-        seen_id := rows.last_id;
-        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
-        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
-    end loop;
 end;
 $$;
 comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is

@@ -9,7 +9,7 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -99,6 +99,12 @@ begin
     if q.rate_period is null or not pgqueue._is_interval_between(q.rate_period, '1 ms', '1 day') then
         perform pgqueue._raise_invalid('rate_period', q.rate_period::text, 'an interval from 1 ms to 1 day');
     end if;
+    if q.priorities is null then
+        perform pgqueue._raise_invalid('priorities', null, 'true or false');
+    end if;
+    if q.priorities and q.group_limit is not null then
+        perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -130,7 +136,8 @@ create or replace function pgqueue.create_queue(
     on_dead text default 'skip',
     max_in_flight int default null,
     rate_limit int default null,
-    rate_period interval default '1 s'
+    rate_period interval default '1 s',
+    priorities boolean default false
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -168,9 +175,10 @@ begin
     q.max_in_flight := max_in_flight;
     q.rate_limit := rate_limit;
     q.rate_period := rate_period;
+    q.priorities := priorities;
     perform pgqueue._check_settings(q);
-    -- A queue with groups or max_in_flight has indexes of its own.
-    dedicated := dedicated or group_limit is not null or max_in_flight is not null;
+    -- A queue with groups, priorities or max_in_flight has indexes of its own.
+    dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -212,7 +220,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period
+        rate_period, priorities
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -226,7 +234,7 @@ begin
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
-        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -239,7 +247,7 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -260,8 +268,9 @@ its group waiting. With on_dead skip a group goes on after one of its messages h
 group waits until the dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the
 queue are in flight at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims
 and receives take so many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims
-have left. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
-attached.';
+have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and
+cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps
+a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void

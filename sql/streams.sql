@@ -472,6 +472,9 @@ begin
     if fail_on_data_loss is null then
         perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
     end if;
+    if q.priorities then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without priorities: a batch has the messages by id');
+    end if;
     if q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without max_in_flight and rate_limit: a batch has all messages that are ready, up to max_messages');

@@ -51,11 +51,13 @@ begin
             moved as (
                 insert into pgqueue.messages (
                     id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers
+                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq
                 )
                 select
                     d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers
+                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+                    -- At its old place, below those that claims have passed, only a sweep would find the message.
+                    case when q.priorities then nextval('pgqueue.message_id') end
                 from due d
                 returning messages.id, messages.expires_at
             )
@@ -428,6 +430,35 @@ end;
 $$;
 comment on function pgqueue._do_periodic_work(timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
+
+create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    seen_at timestamptz := state.first_check_at;
+    seen_id bigint := -9223372036854775808;
+    rows record;
+begin
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._record_vacant_ids(q, at, pg_sequence_last_value('pgqueue.message_id') + 1);
+    end if;
+    perform pgqueue._move_due_messages(q, at, 100, state.first_due_at);
+    -- Claims do not need the rows of requeued_messages, as the indexes list all messages.
+    loop
+        select r.* into rows from pgqueue._read_requeued(q, at, seen_at, seen_id, false, 500) r;
+        exit when rows.n = 0;
+        seen_at := rows.last_time;
+        seen_id := rows.last_id;
+        perform pgqueue._prune_requeued(q, rows.gone, seen_at);
+        exit when rows.n < 500 or pgqueue._now() > at + interval '20 ms';
+    end loop;
+end;
+$$;
+comment on function pgqueue._sweep_other_tables(pgqueue.queues, pgqueue.sweep_state, timestamptz) is
+'What a sweep does besides finding messages, for a queue with groups or priorities: records vacant ids, moves due
+messages that the register first_due_at missed, and removes rows of requeued_messages.';
 
 create or replace function pgqueue._sweep(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint

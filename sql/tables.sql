@@ -34,6 +34,7 @@ create table pgqueue.queues (
     max_in_flight int,
     rate_limit int,
     rate_period interval not null default '1 s',
+    priorities boolean not null default false,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -56,7 +57,8 @@ create table pgqueue.queues (
     constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
     constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
     constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
-    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day')
+    constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
+    constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
 );
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
@@ -74,6 +76,8 @@ comment on column pgqueue.queues.max_in_flight is
 'How many messages may be in flight at a time; null: any number.';
 comment on column pgqueue.queues.rate_limit is
 'How many messages claims and receives may take in each rate_period; null: any number.';
+comment on column pgqueue.queues.priorities is
+'Whether messages with a higher priority are claimed first.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -124,7 +128,8 @@ comment on column pgqueue.messages.transport_id is
 'The id of the message in the relation that expose_transport created; null if the queue has no such relation.';
 comment on column pgqueue.messages.transport_seq is
 'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
-gaps between the ids of a queue can exceed the range in which a transport counts.';
+gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
+of a message that came due, among those of its priority; null if the id is its place.';
 comment on column pgqueue.messages.claimed_at is
 'When the claim of claimed_attempt was made. An extension does not change it.';
 

@@ -163,6 +163,7 @@ create or replace function pgqueue.publish(
     dedup_key text default null,
     on_duplicate text default 'keep',
     group_key text default null,
+    priority int default null,
     caller pgqueue.caller default current_user
 )
 returns int
@@ -204,7 +205,8 @@ begin
     from pgqueue.queues q
     where q.name = any (names) and q.queue_id = any (queue_ids) and pg_relation_filenode(q.fresh_from_id) is not null;
     perform pgqueue._check_group_keys(array[group_key]);
-    headers := pgqueue._with_group(headers, group_key);
+    perform pgqueue._check_priorities(array[priority]);
+    headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     if headers is null or jsonb_typeof(headers) = 'object' then
         headers := coalesce(headers, '{}') || jsonb_build_object('pgqueue.topic', topic);
     end if;
@@ -253,7 +255,7 @@ begin
 end;
 $$;
 comment on function pgqueue.publish(
-    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, pgqueue.caller
+    text, jsonb, interval, jsonb, interval, uuid, bytea, text[], text, text, text, int, pgqueue.caller
 ) is
 'Sends a copy of a message to every queue that is subscribed to topic and to which the caller may send, in the caller''s
 transaction, and returns the number of copies; 0 if there is no such queue. base_topics are further topics of the same

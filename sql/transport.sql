@@ -519,6 +519,10 @@ begin
         perform pgqueue._raise_invalid('queue_name', q.name,
             'a queue without group_limit: endpoints receive without regard to groups');
     end if;
+    if q.priorities then
+        perform pgqueue._raise_invalid('queue_name', q.name,
+            'a queue without priorities: endpoints receive without regard to them');
+    end if;
     if q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without limits: endpoints receive without regard to them');
     end if;

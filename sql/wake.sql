@@ -97,8 +97,10 @@ begin
         return until;
     end if;
     -- Messages that are due but could not be claimed are locked by other transactions. The pause keeps the consumer
-    -- from retrying without a break.
-    return least(until, greatest(due_at, pgqueue._now() + interval '100 ms'));
+    -- from retrying without a break. In a queue with groups they mostly wait for others of their groups, and an
+    -- acknowledgement notifies no consumer.
+    return least(until, greatest(
+        due_at, pgqueue._now() + case when q.group_limit is null then interval '100 ms' else interval '1 s' end));
 end;
 $$;
 comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
@@ -106,4 +108,5 @@ comment on function pgqueue.prepare_wait(pgqueue.queue_of_consumer, interval) is
 enqueue notifies. Returns the latest time at which to look for messages again. After this call and before the wait, look
 once more: a message may have arrived in between. While other transactions are sending, or while
 max_in_flight messages are in flight, the returned time is at most one second ahead: those transactions do not notify,
-and neither does an acknowledgement. Raises 22023, PQ001.';
+and neither does an acknowledgement. It is one second ahead if messages of a queue with group_limit are due, as they
+mostly wait for others of their groups. Raises 22023, PQ001.';

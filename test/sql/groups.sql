@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(75);
+select plan(76);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -67,6 +67,7 @@ select is(pg_temp.claim('plain'), '1 3 4 5 6', 'claim returns all messages of a 
 select pg_temp.send('fifo', 'a1 a2 b1 a3 b2') \g /dev/null
 select is(pg_temp.claim('fifo'), 'a1 b1', 'a claim returns the first message of each group, by id');
 select is(pg_temp.claim('fifo'), null, 'while a message is in flight, the others of its group wait');
+select is(pgqueue.prepare_wait('fifo'), pgqueue._now() + interval '1 s', 'prepare_wait returns a time that is one second ahead while messages wait for others of their groups');
 select is(pg_temp.ack('fifo', 'a1'), true, 'a message of a group is acknowledged like others');
 select is(pg_temp.claim('fifo'), 'a2', 'claim returns the next message of a group after an acknowledgement');
 select is(pg_temp.nack('fifo', 'b1', '1 min'), true, 'nack returns a message of a group');

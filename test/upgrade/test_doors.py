@@ -106,6 +106,9 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
         connection.execute("select pgqueue.create_queue('grouped', group_limit => 1)")
         connection.execute("select pgqueue.enqueue('grouped', '1', group_key => 'a') from generate_series(1, 2)")
         connection.execute("select pgqueue.claim('grouped', 2)")
+        connection.execute("select pgqueue.create_queue('prior', priorities => true)")
+        connection.execute("select pgqueue.enqueue_batch('prior', '{0,9,5}', priorities => '{0,9,5}')")
+        connection.execute("select pgqueue.claim('prior') from setseed(0.5)")
     connection.execute("select pgqueue.create_queue('exposed', archive_for => '30 days')")
     connection.execute("select pgqueue.subscribe('doors.#', 'exposed')")
     connection.execute("select pgqueue.expose_transport('exposed', table_name => 'A \"table\"')")
@@ -222,6 +225,11 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
         assert len(claimed) == 1
         assert connection.execute("select pgqueue.ack(%s, %s, %s)", (*queue, *claimed[0])).fetchone() == (True,)
         assert connection.execute("select count(*) from pgqueue.claim(%s, 2)", queue).fetchone() == (1,)
+        connection.execute("select pgqueue.drop_queue(%s)", queue)
+    for queue in connection.execute("select name from pgqueue.list_queues() where priorities").fetchall():
+        connection.execute("select setseed(0.5)")  # with it, claims begin with the highest priority
+        payloads = [connection.execute("select payload from pgqueue.claim(%s)", queue).fetchall() for _ in range(3)]
+        assert payloads == [[(9,)], [(5,)], [(0,)]]
         connection.execute("select pgqueue.drop_queue(%s)", queue)
     # A commit from before the upgrade or restore is still recorded.
     again = connection.execute("select pgqueue.sink_commit(gen_random_uuid(), '{}', '{}', 'doors', 1)")

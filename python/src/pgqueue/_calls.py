@@ -154,7 +154,7 @@ create_queue = Call(
     " dead_letter_expired boolean, max_payload_bytes int, backoff_base interval,"
     " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
     " if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval,"
-    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval",
+    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, priorities boolean",
 )
 alter_queue = Call(
     QueueInfo,
@@ -177,14 +177,15 @@ enqueue = Call(
     "enqueue",
     "queue_name text",
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
-    " dedup_key text, on_duplicate text, group_key text",
+    " dedup_key text, on_duplicate text, group_key text, priority int",
 )
 enqueue_batch = Call(
     int,
     "enqueue_batch",
     "queue_name text",
     "payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[],"
-    " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[]",
+    " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[],"
+    " priorities int[]",
 )
 claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
 claim_any = Call(
@@ -263,7 +264,7 @@ publish = Call(
     "publish",
     "topic text",
     "payload jsonb, delay interval, headers jsonb, expires_in interval, message_id uuid, body bytea,"
-    " base_topics text[], dedup_key text, on_duplicate text, group_key text",
+    " base_topics text[], dedup_key text, on_duplicate text, group_key text, priority int",
 )
 cancel = Call(bool, "cancel", "queue_name text, id bigint")
 cancel_by_key = Call(bool, "cancel_by_key", "queue_name text, dedup_key text")

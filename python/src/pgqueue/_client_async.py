@@ -133,6 +133,7 @@ class AsyncQueues(_Calls):
         dedup_key: str | None = None,
         on_duplicate: str | None = None,
         group_key: str | None = None,
+        priority: int | None = None,
     ) -> int:
         """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of queues.
 
@@ -155,6 +156,7 @@ class AsyncQueues(_Calls):
                 dedup_key,
                 on_duplicate,
                 group_key,
+                priority,
             )
         )
 
@@ -330,6 +332,7 @@ class AsyncQueue(_Calls):
         max_in_flight: int | None = None,
         rate_limit: int | None = None,
         rate_period: timedelta | None = None,
+        priorities: bool | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -352,7 +355,8 @@ class AsyncQueue(_Calls):
         `max_in_flight` (1 to 10000; None: any number) at most so many messages of the queue are in flight at a time,
         over all consumers; the queue is then dedicated, and `receive` refuses it. With `rate_limit` (1 to 1000000;
         None: any number) claims and receives take so many messages in each `rate_period` (1 ms to 1 day; 1 s), and up
-        to `rate_limit` more that earlier claims have left.
+        to `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
+        are claimed first; the queue is then dedicated, and cannot have a `group_limit`.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -378,6 +382,7 @@ class AsyncQueue(_Calls):
                 max_in_flight,
                 rate_limit,
                 rate_period,
+                priorities,
             )
         )
 
@@ -574,6 +579,7 @@ class AsyncQueue(_Calls):
         dedup_key: str | None = None,
         on_duplicate: str | None = None,
         group_key: str | None = None,
+        priority: int | None = None,
     ) -> int:
         """Send a message in the caller's transaction. Returns its id.
 
@@ -587,13 +593,24 @@ class AsyncQueue(_Calls):
         `"keep"` (the default) or `"replace"`: the other message gets the content, due time and expiry of this call,
         unless a consumer has claimed it or it is gone; then this message is added. The call waits for a transaction
         that has sent the same key. `group_key` (1 to 255 characters) is the group of the message, for a queue with
-        `group_limit`; it becomes the header `pgqueue.group`.
+        `group_limit`; it becomes the header `pgqueue.group`. `priority` (0 to 9, the highest; None is 0) is for a queue
+        with `priorities`; it becomes the header `pgqueue.priority`.
 
         Raises `InvalidArgument`, `QueueNotFound`, `PayloadTooLarge`.
         """
         return await self._one(
             _calls.enqueue(
-                self.name, payload, delay, headers, expires_in, message_id, body, dedup_key, on_duplicate, group_key
+                self.name,
+                payload,
+                delay,
+                headers,
+                expires_in,
+                message_id,
+                body,
+                dedup_key,
+                on_duplicate,
+                group_key,
+                priority,
             )
         )
 
@@ -609,6 +626,7 @@ class AsyncQueue(_Calls):
         dedup_keys: Iterable[str | None] | None = None,
         on_duplicate: str | None = None,
         group_keys: Iterable[str | None] | None = None,
+        priorities: Iterable[int | None] | None = None,
     ) -> list[int]:
         """Send many messages, all or none, in the caller's transaction. Returns their ids in the order of the
         arguments.
@@ -631,6 +649,7 @@ class AsyncQueue(_Calls):
                 dedup_keys,
                 on_duplicate,
                 group_keys,
+                priorities,
             )
         )
 

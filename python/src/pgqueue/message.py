@@ -34,6 +34,7 @@ class QueueInfo:
     `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
     is None if it is never dropped for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives.
     `group_limit` is None if the queue has no groups, `max_in_flight` and `rate_limit` if there is no such limit.
+    With `priorities`, messages with a higher priority are claimed first.
     """
 
     name: str
@@ -58,6 +59,7 @@ class QueueInfo:
     max_in_flight: int | None
     rate_limit: int | None
     rate_period: timedelta
+    priorities: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "rate_period": 0.25,
     }
     assert {name: changed[name] for name in expected} == expected
-    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at"}
+    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
     ended = cli(
         *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired"),
         *("--max-in-flight", "0", "--rate-limit", "0"),
@@ -354,6 +354,24 @@ def test_messages_of_a_group_are_sent_and_limited(cli: Callable[..., Done], orde
     assert [message.payload for message in groups.claim(2)] == [2]
     late = cli("alter", orders.name, "--group-limit", "1")
     assert (late.status, "was created without group_limit" in late.err) == (1, True)
+
+
+def test_messages_with_priorities_are_sent_and_published(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    urgent = pgqueue.Queue(orders.connection, f"{orders.name}-urgent")
+    assert cli("create", urgent.name, "--priorities", "--json").records[0]["priorities"] is True
+    assert "priorities          the highest first\n" in cli("show", urgent.name).out
+    assert cli("send", urgent.name, "1", "2", "--priority", "0").status == 0
+    assert cli("subscribe", urgent.name, urgent.name).status == 0
+    keys = ("--dedup-key", "k", "--group-key", "g", "--priority", "9")
+    for _ in range(2):
+        assert cli("publish", urgent.name, "3", *keys, "--on-duplicate", "replace").status == 0
+    assert {message.payload: message.headers for message in urgent.claim(10)} == {
+        1: {"pgqueue.priority": 0},
+        2: {"pgqueue.priority": 0},
+        3: {"pgqueue.group": "g", "pgqueue.priority": 9, "pgqueue.topic": urgent.name},
+    }
+    assert cli("send", urgent.name, "1", "--priority", "10").status == 2
+    assert cli("publish", urgent.name, "1", "--on-duplicate", "keep").status == 2
 
 
 def test_options_for_keys_are_checked(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:

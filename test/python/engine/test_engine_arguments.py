@@ -19,8 +19,8 @@ MAY_BE_NULL = {
     "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit",
     "create_schedule": "headers",
     "drop_schedule": "name",
-    "enqueue": "headers expires_in message_id body dedup_key group_key",
-    "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys group_keys",
+    "enqueue": "headers expires_in message_id body dedup_key group_key priority",
+    "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys group_keys priorities",
     "exchange": "ids visibility_timeout claimed_by",
     "expose_transport": "table_name",
     "extend": "visibility_timeout",
@@ -30,7 +30,7 @@ MAY_BE_NULL = {
     "list_streams": "queue_name",
     "list_subscriptions": "queue_name",
     "nack": "delay error headers",
-    "publish": "headers expires_in message_id body base_topics dedup_key group_key",
+    "publish": "headers expires_in message_id body base_topics dedup_key group_key priority",
     "purge_dead_messages": "ids",
     "record_failure": "delay error headers",
     "redrive": "ids",
@@ -48,6 +48,7 @@ MAY_BE_NULL = {
 # Unusual values by type. Unknown names are not tested here.
 HOSTILE = {
     "integer": ["-2147483648", "-1", "0", "2147483647"],
+    "integer[]": ["'{}'", "'{null}'", "'{-1}'", "'{10}'", "'{{1},{2}}'"],
     "bigint": ["-9223372036854775808", "-1", "0", "9223372036854775807"],
     "double precision": ["'NaN'", "'Infinity'", "'-Infinity'", "-1", "1e308"],
     "interval": [
@@ -122,6 +123,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "on_duplicate": "'keep'",
         "group_keys": "'{arguments}'",
         "queue_names": "'{arguments}'",
+        "priorities": "'{1}'" if verb == "enqueue_batch" else "false",
         "group_limit": "1" if verb == "create_queue" else "null",
         "on_dead": "'skip'",
         "max_in_flight": "0" if verb == "alter_queue" else "1",
@@ -187,7 +189,7 @@ def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) 
             connection.execute(statement)
     except psycopg.Error as error:
         told = f"{error.diag.message_primary} {error.diag.message_hint}"
-        names = (argument, argument.removesuffix("s"), argument.removesuffix("_name"))
+        names = (argument, argument.removesuffix("s"), argument.removesuffix("ies"), argument.removesuffix("_name"))
         state = error.sqlstate or ""
         is_named = state in REFUSALS and any(name in told for name in names)
         # Errors with a code PQ… need not name the argument.

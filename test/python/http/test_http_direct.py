@@ -227,6 +227,17 @@ def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Conn
     assert [(each["payload"], each["headers"]) for each in claimed] == [(0, {"pgqueue.group": "customer-17"})]
 
 
+def test_messages_with_a_higher_priority_are_claimed_first(web: Server, sql: psycopg.Connection[Any]) -> None:
+    queue = DirectQueue(web, new_name())
+    sql.execute("select pgqueue.create_queue(%s, priorities => true)", (queue.name,))
+    messages = [{"payload": number, "priority": number} for number in range(9)] + [{"payload": 9, "priority": 9.0}]
+    assert queue.post("enqueue", {"messages": messages}).status_code == 201
+    claimed = [queue.claim()[0]["payload"] for _ in messages]
+    out_of_turn = sum(max(claimed[place:]) != payload for place, payload in enumerate(claimed))
+    assert out_of_turn < 8  # about one claim in ten begins with the oldest message
+    assert sorted(claimed) == list(range(10))
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -238,6 +249,7 @@ def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Conn
         ({"body": "AA==AA=="}, "body"),
         ({"payload": 1, "dedup_key": ""}, "dedup_key"),
         ({"payload": 1, "group_key": ""}, "group_key"),
+        ({"payload": 1, "priority": 10}, "priority"),
         ({"payload": 1, "dedup_key": "x" * 256}, "dedup_key"),
         ({"payload": 1, "dedup_key": "k", "on_duplicate": "skip"}, "on_duplicate"),
         ({"payload": 1, "expires_in_seconds": -1}, "expires_in_seconds"),
@@ -451,6 +463,55 @@ def test_a_long_poll_returns_messages_that_are_sent_meanwhile(queue: DirectQueue
     assert message["payload"] == 1
 
 
+def test_claim_any_claims_from_several_queues_and_waits_for_each(web: Server, sql: psycopg.Connection[Any]) -> None:
+    urgent, normal = (DirectQueue(web, new_name()) for _ in range(2))
+    for each in urgent, normal:
+        sql.execute("select pgqueue.create_queue(%s)", [each.name])
+    names = [urgent.name, normal.name]
+
+    def claim(**body: Any) -> list[tuple[str, Any, int]]:
+        answer = web.post("/v1/queues/claim_any", {"queue_names": names} | body)
+        assert answer.status_code == 200, answer.text
+        assert all(
+            DirectQueue(web, each["queue_name"]).post("ack", {"id": each["id"], "claim_token": each["claim_token"]})
+            for each in answer.json()["messages"]
+        )
+        return [(each["queue_name"], each["payload"], each["attempt_count"]) for each in answer.json()["messages"]]
+
+    normal.send(1, 2)
+    urgent.send(3)
+    assert claim(max_messages=2) == [(urgent.name, 3, 1), (normal.name, 1, 1)]
+    assert claim(max_messages=2) == [(normal.name, 2, 1)]
+    assert claim() == []
+    for each in urgent, normal:
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(claim, wait_seconds=20)
+            web.until(lambda queue=each: listens(sql, queue.name))  # type: ignore[misc]
+            sql.execute("select pgqueue.enqueue(%s, '4')", [each.name])
+            assert waiting.result(PATIENCE) == [(each.name, 4, 1)]
+    urgent.send(5)
+    keyed = [
+        web.post("/v1/queues/claim_any", {"queue_names": names}, headers={"Idempotency-Key": urgent.name}).json()
+        for _ in range(2)
+    ]
+    assert keyed[0] == keyed[1]
+    assert [each["payload"] for each in keyed[0]["messages"]] == [5]
+
+
+@pytest.mark.parametrize("names", [[], ["a", "a"], [f"q{number}" for number in range(101)], ["a", None], None])
+def test_claim_any_refuses_names(web: Server, names: Any) -> None:
+    answer = web.post("/v1/queues/claim_any", {"queue_names": names})
+    assert code(answer, 422) == "invalid"
+    assert answer.json()["error"]["field"].startswith("queue_names")
+
+
+def test_claim_any_names_the_queue_that_is_missing(queue: DirectQueue) -> None:
+    for name in ("missing", "pgqueue-http-tasks", "Not a name"):
+        answer = queue.web.post("/v1/queues/claim_any", {"queue_names": [queue.name, name], "wait_seconds": 1})
+        assert code(answer, 404) == "queue_not_found"
+        assert answer.json()["error"]["value"] == name
+
+
 def listens(sql: psycopg.Connection[Any], name: str) -> bool:
     """Whether a session waits: the register of waiting sessions says until when."""
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
@@ -604,17 +665,18 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("wait_seconds", [0, 20])
+@pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
 def test_messages_claimed_for_a_disconnected_client_are_released(
-    queue: DirectQueue, site: Site, wait_seconds: int
+    queue: DirectQueue, site: Site, wait_seconds: int, path: str | None
 ) -> None:
     """The client disconnects while a lock delays its claim; the messages already exist."""
+    body = {"queue_names": [queue.name]} if path else {}
     sent = queue.send(1, 2)
     with (
         locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
-        asked(queue.web, f"{queue.path}/claim", {"max_messages": 2, "wait_seconds": wait_seconds}),
+        asked(queue.web, path or f"{queue.path}/claim", body | {"max_messages": 2, "wait_seconds": wait_seconds}),
     ):
-        queue.web.until(lambda: waiters(site.target, CLAIM))
+        queue.web.until(lambda: waiters(site.target, "%pgqueue.claim_any(%" if path else CLAIM))
     of_queue = f'queue="{queue.name}",service="{SERVICE}"'
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
     claimed = queue.claim(max_messages=2)

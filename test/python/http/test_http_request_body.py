@@ -186,6 +186,7 @@ async def test_of_many_unknown_fields_one_is_reported(web: httpx.AsyncClient, pl
     assert (status, error["code"]) == (422, "invalid")
     assert error["field"] == f"{place}.x0".removeprefix(".")
     known = "payload, delay_seconds, headers, expires_in_seconds, message_id, body, dedup_key, on_duplicate, group_key"
+    known += ", priority"
     fields = known if place else "messages"
     limit = f"one of {fields}"
     assert error["message"] == f"{error['field']} is unknown; must be {limit}"

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -20,10 +21,14 @@ __all__ = [
     "After",
     "All",
     "AlsoQueues",
+    "DedupKey",
+    "GroupKey",
     "Ids",
     "Max",
+    "OnDuplicateOption",
     "OnlyQueue",
     "OnlyQueues",
+    "Priority",
     "QueueName",
     "Yes",
     "after_phrase",
@@ -123,6 +128,35 @@ Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]
 After = Annotated[int, typer.Option(metavar="ID", help="Only messages with a higher id.", show_default=False)]
+DedupKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="Add no message while another one has this key.", show_default=False)
+]
+
+
+class OnDuplicate(StrEnum):
+    """What happens to the message that has the key already."""
+
+    KEEP = "keep"
+    REPLACE = "replace"
+
+
+OnDuplicateOption = Annotated[
+    OnDuplicate | None,
+    typer.Option(help="Keep the message that has the key (keep), or replace its content.", show_default=False),
+]
+GroupKey = Annotated[
+    str | None, typer.Option(metavar="KEY", help="The group of the messages (--group-limit).", show_default=False)
+]
+Priority = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=9,
+        metavar="N",
+        help="The priority of the messages; 9 comes first (--priorities).",
+        show_default=False,
+    ),
+]
 All = Annotated[bool, typer.Option("--all", help="All messages; --max is ignored.")]
 
 _PAGE = 1000

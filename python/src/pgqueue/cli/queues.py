@@ -124,6 +124,9 @@ def create(
     max_in_flight: MaxInFlight = None,
     rate_limit: RateLimit = None,
     rate_period: RatePeriod = None,
+    priorities: Annotated[
+        bool, typer.Option("--priorities", help="Claim messages with a higher priority (send --priority) first.")
+    ] = False,
     dedicated: Annotated[
         bool, typer.Option("--dedicated", help="A table of its own, for a queue with much traffic.")
     ] = False,
@@ -151,6 +154,7 @@ def create(
             max_in_flight=max_in_flight,
             rate_limit=rate_limit,
             rate_period=rate_period,
+            priorities=priorities or None,
         )
     _report(session, info)
 
@@ -242,6 +246,7 @@ def show(session: Session, queue: QueueName) -> None:
         else None,
         "keys taken": f"for {format_duration(info.dedup_window)}" if info.dedup_window else "while the message lives",
         "groups": f"{info.group_limit} in flight, {info.on_dead} dead letters" if info.group_limit else None,
+        "priorities": "the highest first" if info.priorities else None,
         "most in flight": info.max_in_flight,
         "rate": f"up to {counted(info.rate_limit, 'message')} every {format_duration(info.rate_period)}"
         if info.rate_limit

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, Self
@@ -21,7 +20,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ..client import Queue
 from ..errors import InvalidArgument, PayloadTooLarge
 from .formatting import counted
-from .parameters import QueueName, duration_option, parse_headers, parse_json
+from .parameters import (
+    DedupKey,
+    GroupKey,
+    OnDuplicateOption,
+    Priority,
+    QueueName,
+    duration_option,
+    parse_headers,
+    parse_json,
+)
 from .session import Failure, Session, Status, explain
 
 __all__ = ["send"]
@@ -30,13 +38,6 @@ _STDIN: Final = "-"
 _BATCH = 1000  # messages per statement
 _BATCH_BYTES = 4 * 1024 * 1024
 _REFUSED = (psycopg.DataError, PayloadTooLarge, psycopg.errors.ProgramLimitExceeded, psycopg.errors.StatementTooComplex)
-
-
-class OnDuplicate(StrEnum):
-    """What happens to the message that has the key already."""
-
-    KEEP = "keep"
-    REPLACE = "replace"
 
 
 class Input(NamedTuple):
@@ -75,18 +76,10 @@ def send(
     expires_in: Annotated[
         timedelta | None, duration_option(help="Drop messages that are not consumed by then.")
     ] = None,
-    dedup_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Add no message while another one has this key.", show_default=False),
-    ] = None,
-    on_duplicate: Annotated[
-        OnDuplicate | None,
-        typer.Option(help="Keep the message that has the key (keep), or replace its content.", show_default=False),
-    ] = None,
-    group_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="The group of the messages (create --group-limit).", show_default=False),
-    ] = None,
+    dedup_key: DedupKey = None,
+    on_duplicate: OnDuplicateOption = None,
+    group_key: GroupKey = None,
+    priority: Priority = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Commit after every N messages.", show_default=False)
     ] = None,
@@ -134,6 +127,7 @@ def send(
                 dedup_keys=[dedup_key] * len(inputs) if dedup_key is not None else None,
                 on_duplicate=on_duplicate,
                 group_keys=[group_key] * len(inputs) if group_key is not None else None,
+                priorities=[priority] * len(inputs) if priority is not None else None,
             )
 
         inputs = chain(given, (each for path in paths for each in _inputs(path, body, progress)))

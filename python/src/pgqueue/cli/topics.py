@@ -8,7 +8,16 @@ import typer
 
 from ..client import Queues
 from .formatting import counted
-from .parameters import OnlyQueue, QueueName, duration_option, parse_headers
+from .parameters import (
+    DedupKey,
+    GroupKey,
+    OnDuplicateOption,
+    OnlyQueue,
+    Priority,
+    QueueName,
+    duration_option,
+    parse_headers,
+)
 from .session import Session, Status, json_argument
 
 __all__ = ["publish", "subscribe", "subscriptions", "unsubscribe"]
@@ -77,8 +86,14 @@ def publish(
     expires_in: Annotated[
         timedelta | None, duration_option(help="Drop the message if it is not consumed by then.")
     ] = None,
+    dedup_key: DedupKey = None,
+    on_duplicate: OnDuplicateOption = None,
+    group_key: GroupKey = None,
+    priority: Priority = None,
 ) -> None:
     """Send a copy of a message to all subscribed queues."""
+    if on_duplicate and dedup_key is None:
+        raise typer.BadParameter("only with --dedup-key.", param_hint="'--on-duplicate'")
     content = None if body else json_argument(payload, "; --body sends bytes")
     with session.connect() as connection:
         sent = Queues(connection).publish(
@@ -88,5 +103,9 @@ def publish(
             headers=parse_headers(header or []),
             expires_in=expires_in,
             body=os.fsencode(payload) if body else None,
+            dedup_key=dedup_key,
+            on_duplicate=on_duplicate,
+            group_key=group_key,
+            priority=priority,
         )
     session.say(f"sent to {counted(sent, 'queue')}", queues=sent)

@@ -1,9 +1,10 @@
 """The direct routes: each calls a verb of a queue in one round trip, without an agent."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Annotated, Any, Final
@@ -36,7 +37,9 @@ from .models import (
     Ack,
     AckBatch,
     Claim,
+    ClaimAny,
     Claimed,
+    ClaimedFromQueues,
     ClaimedMessage,
     ClaimedMessages,
     Count,
@@ -90,13 +93,27 @@ from (
 ) m
 """,  # noqa: S608 - the names are those of the model
 )
+_CLAIM_ANY: Final = Statement(
+    "pgqueue_claim_any",
+    f"""
+with m as materialized (
+    select {", ".join(f"{_CLAIMED_COLUMNS.get(name, f'c.{name}')} as {name}" for name in ClaimedMessage.model_fields)},
+        c.queue_name
+    from pgqueue.claim_any($1, $2, $3, $4) c
+)
+select
+    count(*), json_agg(m),
+    (select json_agg(q) from (select c.queue_name, json_agg(c.id) as ids, c.claim_token from m c group by 1, 3) q)
+from m
+""",  # noqa: S608 - the names are those of the model
+)
 _ACK: Final = Statement("pgqueue_ack", "select pgqueue.ack($1, $2, $3)")
 _ACK_BATCH: Final = Statement("pgqueue_ack_batch", "select pgqueue.ack_batch($1, $2, $3)")
 _NACK: Final = Statement("pgqueue_nack", "select pgqueue.nack($1, $2, $3, $4, $5, $6)")
 _EXTEND: Final = Statement("pgqueue_extend", "select pgqueue.extend($1, $2, $3, $4)")
 
 
-list_router = APIRouter(prefix="/v1/queues", tags=["direct"])
+list_router = APIRouter(prefix="/v1/queues", tags=["direct"], route_class=JsonRoute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +238,28 @@ async def claim(request: Request, target: KeyedTargetDependency, body: Claim) ->
     If the client disconnects meanwhile, its messages are released: they are ready again, and the attempt is not
     counted.
     """
-    claiming = _ClaimOperation(target, body, request)
+    return await _respond_to_claim(_ClaimOperation(target, body, request), [target])
+
+
+@list_router.post("/claim_any", response_model=ClaimedFromQueues, responses=_ERRORS)
+async def claim_any(
+    request: Request,
+    context: CurrentContext,
+    body: ClaimAny,
+    key: IdempotencyKey,
+    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
+    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+) -> Response:
+    """Claim up to 100 messages from several queues of a database, in the order given, as `claim` does from one."""
+    targets = [target_of(context, name, service_id, database_name) for name in body.queue_names]
+    return await _respond_to_claim(_ClaimAnyOperation(replace(targets[0], key=key), body, request), targets)
+
+
+async def _respond_to_claim(claiming: "_ClaimOperation", targets: list[TargetQueue]) -> Response:
     answer = await claiming.run_once()
-    if answer is None and body.wait_seconds:
-        seconds = min(body.wait_seconds, _MAX_WAIT_SHARE * target.context.settings.limits.request_seconds)
-        answer = await _wait_for(target, claiming.run_once, seconds, request)
+    if answer is None and claiming.body.wait_seconds:
+        most = _MAX_WAIT_SHARE * targets[0].context.settings.limits.request_seconds
+        answer = await _wait_for(targets, claiming, min(claiming.body.wait_seconds, most))
     return to_response(answer or Answer(200, '{"messages": []}'))
 
 
@@ -238,9 +272,10 @@ class _ClaimOperation:
 
     def __init__(self, target: TargetQueue, body: Claim, request: Request) -> None:
         self._target_queue = target
-        self._body = body
-        self._request = request
-        self._held: tuple[str, str] | None = None  # the ids of the claimed messages, and the token
+        self.body = body
+        self.request = request
+        # For each queue the ids of the claimed messages, and the token.
+        self._held: list[tuple[str, list[int], str]] = []
 
     async def run_once(self) -> Answer | None:
         """Claim once; None if no message was ready."""
@@ -248,7 +283,7 @@ class _ClaimOperation:
         claiming = asyncio.create_task(self._claim())
         try:
             answer = await asyncio.shield(claiming)
-            is_gone = self._held is not None and await self._request.is_disconnected()
+            is_gone = bool(self._held) and await self.request.is_disconnected()
         except asyncio.CancelledError:
             self._target_queue.context.run_in_background(self._release(claiming))
             raise
@@ -263,7 +298,7 @@ class _ClaimOperation:
             return None
 
     async def _effect(self, queue: AsyncQueue) -> Answer:
-        body, target = self._body, self._target_queue
+        body, target = self.body, self._target_queue
         result = await _CLAIM.fetch(
             queue.connection,
             target.name,
@@ -277,46 +312,85 @@ class _ClaimOperation:
             raise _NothingReady
         target.count("claimed", int(number))
         if target.key is None:  # with a key the client can ask for the stored response again
-            self._held = ids, token
+            self._held = [(target.name, [int(each) for each in ids.split(",")], token)]
         return Answer(200, f'{{"messages": {messages}}}')
 
     async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
         await asyncio.wait({claiming})
         if not claiming.cancelled() and claiming.exception() is None and self._held:
-            ids = [int(each) for each in self._held[0].split(",")]
-            async with self._target_queue.queue() as queue:
-                await queue.release(ids, UUID(self._held[1]))
-            self._target_queue.count("released", len(ids))
-            self._held = None
+            for name, ids, token in self._held:
+                target = replace(self._target_queue, name=name)
+                async with target.queue() as queue:
+                    await queue.release(ids, UUID(token))
+                target.count("released", len(ids))
+            self._held = []
 
 
-async def _wait_for(
-    target: TargetQueue, claim_once: Callable[[], Awaitable[Answer | None]], seconds: float, request: Request
-) -> Answer | None:
-    """Claim when a message is announced or due, until the time is over."""
+class _ClaimAnyOperation(_ClaimOperation):
+    """The same for several queues."""
+
+    body: ClaimAny
+
+    async def _effect(self, queue: AsyncQueue) -> Answer:
+        body, target = self.body, self._target_queue
+        try:
+            result = await _CLAIM_ANY.fetch(
+                queue.connection,
+                f"{{{','.join(body.queue_names)}}}",  # names of queues need no quotes
+                str(body.max_messages),
+                _seconds(body.visibility_timeout_seconds),
+                _storable_text(body.claimed_by),
+            )
+        except QueueNotFound as error:
+            said = error.diag.message_primary or ""
+            raise queue_not_found(
+                next((name for name in body.queue_names if f"'{name}'" in said), target.name)
+            ) from None
+        number, messages, held = (_text(result, column) for column in range(3))
+        if number == "0":
+            raise _NothingReady
+        claims = [(each["queue_name"], each["ids"], each["claim_token"]) for each in json.loads(held)]
+        for name, ids, _ in claims:
+            replace(target, name=name).count("claimed", len(ids))
+        if target.key is None:
+            self._held = claims
+        return Answer(200, f'{{"messages": {messages}}}')
+
+
+async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, seconds: float) -> Answer | None:
+    """Claim when a message is announced or due in one of the queues, until the time is over."""
     until = time.monotonic() + seconds
+    target = targets[0]
     async with target.queue() as queue:
-        channel = await queue.channel()
+        channels = [await AsyncQueue(queue.connection, each.name).channel() for each in targets]
         proxied = is_proxied(queue.connection)
     interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
-    waiting = prepare_wait_and_look(target.name, 1, interval)
     conninfo = target.context.databases.conninfo(target.service, target.database)
     stopping = asyncio.create_task(target.context.stopping.wait())
     try:
-        async with target.context.listeners.waiter(conninfo, channel) as waiter:
+        async with AsyncExitStack() as stack:
+            listeners = target.context.listeners
+            waiters = [await stack.enter_async_context(listeners.waiter(conninfo, channel)) for channel in channels]
             # A client that has disconnected must not be given a message.
-            while time.monotonic() < until and not stopping.done() and not await request.is_disconnected():
+            while time.monotonic() < until and not stopping.done() and not await claiming.request.is_disconnected():
                 if not proxied:
-                    await waiter.listen()
-                async with target.queue() as queue:
-                    cursor = await queue.connection.execute(waiting.text, waiting.values)
-                    seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
-                if (answer := await claim_once()) is not None:  # a claim can find messages that the look did not count
+                    for waiter in waiters:
+                        await waiter.listen()
+                rest = interval.total_seconds()
+                for each in targets:
+                    waiting = prepare_wait_and_look(each.name, 1, interval)
+                    async with each.queue() as queue:
+                        cursor = await queue.connection.execute(waiting.text, waiting.values)
+                        seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
+                    rest = min(rest, seconds_until_due)
+                # A claim can find messages that the look did not count.
+                if (answer := await claiming.run_once()) is not None:
                     return answer
-                rest = max(0.01, min(until - time.monotonic(), seconds_until_due, interval.total_seconds()))
-                notification = asyncio.create_task(waiter.notified.wait())
-                await asyncio.wait({notification, stopping}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-                notification.cancel()
+                rest = max(0.01, min(until - time.monotonic(), rest))
+                notifications = [asyncio.create_task(waiter.notified.wait()) for waiter in waiters]
+                await asyncio.wait({stopping, *notifications}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                for notification in notifications:
+                    notification.cancel()
     finally:
         stopping.cancel()
     return None

@@ -40,7 +40,8 @@ select pgqueue.enqueue(
     body => decode(m.message ->> 'body', 'base64'),
     dedup_key => m.message ->> 'dedup_key',
     on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep'),
-    group_key => m.message ->> 'group_key'
+    group_key => m.message ->> 'group_key',
+    priority => (m.message ->> 'priority')::numeric::int
 )
 from {} m
 """
@@ -84,6 +85,7 @@ def _has_rare_fields(message: DirectMessage) -> bool:
         or message.expires_in_seconds is not None
         or message.dedup_key is not None
         or message.group_key is not None
+        or message.priority is not None
     )
 
 

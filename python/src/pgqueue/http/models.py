@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Annotated, Any, Final, Literal, Self
 from uuid import UUID
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from .request_body import ExactNumber
@@ -78,6 +78,7 @@ Id = Annotated[int, Field(ge=1, le=MAX_ID), _Whole]
 Batch = Annotated[int, Field(ge=1, le=BATCH_LIMIT), _Whole]
 RedriveLimit = Annotated[int, Field(ge=1, le=REDRIVE_LIMIT), _Whole]
 Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _Whole]
+Priority = Annotated[int, Field(ge=0, le=9), _Whole]
 
 
 class CreateQueue(_Request):
@@ -141,6 +142,7 @@ class DirectMessage(_Request):
     group_key: str | None = Field(
         None, min_length=1, max_length=255, description="The group of the message, for a queue with group_limit"
     )
+    priority: Priority | None = Field(None, description="For a queue with priorities; 9 is the highest")
 
     @model_validator(mode="after")
     def _has_either_payload_or_body(self) -> Self:
@@ -166,6 +168,24 @@ class Claim(_Request):
         None, max_length=CLAIMED_BY_LIMIT, description="The name of the consumer, for people"
     )
     wait_seconds: Wait = Field(0, description="How long to wait for a first message")
+
+
+class ClaimAny(Claim):
+    """From which queues to claim, how many messages, and for how long."""
+
+    queue_names: list[str] = Field(
+        min_length=1,
+        max_length=100,
+        description="Different queues; messages of an earlier one come first",
+        json_schema_extra={"uniqueItems": True},
+    )
+
+    @field_validator("queue_names")
+    @classmethod
+    def _are_different(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("invalid_queue_names", "each name once")
+        return names
 
 
 class Claimed(_Request):
@@ -325,6 +345,7 @@ class QueueSettings(BaseModel):
     max_in_flight: int | None
     rate_limit: int | None
     rate_period_seconds: float
+    priorities: bool
 
 
 class ListedSettings(BaseModel):
@@ -349,6 +370,18 @@ class ClaimedMessage(BaseModel):
     claimed_by: str | None
     claim_token: UUID | None
     last_error: str | None
+
+
+class ClaimedFromQueue(ClaimedMessage):
+    """A message, and the queue under which it is settled."""
+
+    queue_name: str
+
+
+class ClaimedFromQueues(BaseModel):
+    """The claimed messages, by queue; empty if none was ready. Those of one queue have the same `claim_token`."""
+
+    messages: list[ClaimedFromQueue]
 
 
 class ClaimedMessages(BaseModel):

@@ -86,7 +86,10 @@ _FIELDS: Final = (
     Field("rate_limit", "Rate limit", int, explanation="messages claimed in each period; empty: no limit"),
     _duration("rate_period", "Rate period"),
 )
-_DEDICATED: Final = Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load")
+_ONLY_NEW: Final = (  # what alter_queue does not change
+    Field("priorities", "Priorities", bool, explanation="messages with a higher priority are claimed first"),
+    Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load"),
+)
 # An empty field turns these off: the value that alter_queue gets then.
 _NULLABLE: Final = {
     "archive_for": timedelta(0),
@@ -118,7 +121,7 @@ async def create_form(context: CurrentContext) -> Response:
 
 def _create_page(context: Context, form: Form, problem: ApiError | None = None) -> Response:
     databases = [(each.id, database) for each in context.settings.services.values() for database in each.databases]
-    values = {"databases": databases, "fields": (*_FIELDS, _DEDICATED), "form": form, "problem": problem}
+    values = {"databases": databases, "fields": (*_FIELDS, *_ONLY_NEW), "form": form, "problem": problem}
     return render("create.html", values, problem.status if problem else 200)
 
 
@@ -129,7 +132,7 @@ async def create(request: Request, context: CurrentContext) -> Response:
     service, _, database = form.get("database", [""])[0].partition("/")  # a service id has no slash
     name = form.get("name", [""])[0].strip()
     try:
-        values = {each.name: each.read(form) for each in (*_FIELDS, _DEDICATED)}
+        values = {each.name: each.read(form) for each in (*_FIELDS, *_ONLY_NEW)}
         chosen = context.databases.service(service)
         async with context.databases.target(chosen, database, prepare=True) as connection:
             await AsyncQueue(connection, name).create_queue(**values)

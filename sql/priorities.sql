@@ -1,0 +1,372 @@
+-- In a queue with priorities a claim takes the messages with the highest priority first. The dedicated table of such a
+-- queue has an index that lists its messages by priority and then by place. For each priority a register holds the
+-- position from which claims read this index, so that they read no dead entries of consumed messages.
+
+create or replace function pgqueue._level_position(headers jsonb, place bigint)
+returns bigint
+language sql immutable parallel safe
+as $$
+    select
+        ((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (place & 576460752303423487)
+$$;
+comment on function pgqueue._level_position(jsonb, bigint) is
+'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
+The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
+
+create or replace function pgqueue._level_start(level_position bigint)
+returns bigint
+language sql immutable parallel safe
+as $$ select (level_position >> 59) << 59 $$;
+comment on function pgqueue._level_start(bigint) is
+'The lowest position of the priority to which a position belongs. Inlined.';
+
+create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if not q.priorities then
+        return;
+    end if;
+    -- The body of _level_position. A role that writes by plain SQL may not call that function. A claim changes none of
+    -- the columns, so its update is HOT.
+    execute format(
+        'create index %I on %s ((((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
+        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487)))',
+        format('messages_%s_level', q.queue_id), pgqueue._partition_of(q));
+    perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
+    -- Functions that read the messages by id skip the vacant ids only below this register.
+    perform setval(q.fresh_from_id, 4611686018427387904);
+end;
+$$;
+comment on function pgqueue._on_queue_created_priorities(pgqueue.queues) is
+'Creates the index and the registers of a queue with priorities.';
+
+create or replace function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.priorities then
+        for level in 0..9 loop
+            execute format('drop sequence pgqueue.%I', format('queue_%s_level_%s', q.queue_id, level));
+        end loop;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_priorities(pgqueue.queues) is
+'Drops the registers of a queue with priorities.';
+
+create or replace function pgqueue._level_registers(q pgqueue.queues)
+returns regclass[]
+language sql stable
+as $$
+    select array(
+        select format('pgqueue.queue_%s_level_%s', q.queue_id, 10 - n)::regclass from generate_series(1, 10) as n)
+$$;
+comment on function pgqueue._level_registers(pgqueue.queues) is
+'The registers of a queue with priorities, that of priority 9 first: the positions that no claim has passed.';
+
+create or replace function pgqueue._level_floors(registers regclass[])
+returns bigint[]
+language sql volatile
+as $$
+    -- A register that is ahead of all messages, for example after a restore, would hide new ones.
+    select array(
+        select greatest(
+            (u.n - 1) << 59,
+            least(
+                pgqueue._register_value(u.register),
+                ((u.n - 1) << 59) + coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1))
+        from unnest(registers) with ordinality as u (register, n)
+    )
+$$;
+comment on function pgqueue._level_floors(regclass[]) is
+'For each priority, 9 first, the position from which claims read.';
+
+create or replace function pgqueue._walk_levels(q pgqueue.queues, at timestamptz, taken bigint[], wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+    floors bigint[] := pgqueue._level_floors(registers);
+    oldest bigint;
+    found_ids bigint[];
+    positions bigint[];
+begin
+    if random() < 0.1 then
+        -- Each message is the oldest one at some time, so none waits for ever.
+        select f.floor into oldest
+        from unnest(floors) as f (floor)
+        cross join lateral (
+            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+                and pgqueue._is_ready(m, at)
+            limit 1
+        ) w
+        order by w.position - pgqueue._level_start(w.position) limit 1;
+        if found then
+            floors := oldest || array_remove(floors, oldest);
+        end if;
+    end if;
+    -- Within a priority the index returns the messages by place. An `order by` would sort the whole queue, as the
+    -- planner cannot know that only a partition with this index is left at run time. The limit inside keeps the scan
+    -- from locking more than is wanted.
+    select array_agg(w.id), array_agg(w.position) into found_ids, positions
+    from (
+        select r.id, r.position
+        from unnest(floors) as f (floor)
+        cross join lateral (
+            select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+                and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            limit wanted for update skip locked
+        ) r
+        limit wanted
+    ) w;
+    perform setval(registers[(max(p) >> 59) + 1], max(p) + 1) from unnest(positions) as p group by p >> 59;
+    return coalesce(found_ids, '{}');
+end;
+$$;
+comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], int) is
+'The ids of up to wanted ready messages that no claim has passed, locked, without those in taken: those with the highest
+priority, or, in one call of ten, first those with the priority whose next message has the lowest place.';
+
+create or replace function pgqueue._pass_unready(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(registers[(w.last >> 59) + 1], w.last + 1)
+    from unnest(pgqueue._level_floors(registers)) as f (floor)
+    cross join lateral (
+        select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
+        from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+            < pgqueue._level_start(f.floor) + 576460752303423488
+    ) w
+    where w.last is not null;
+    return found;
+end;
+$$;
+comment on function pgqueue._pass_unready(pgqueue.queues) is
+'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
+finds the others, such as expired ones. Returns whether there were any.';
+
+create or replace function pgqueue._leave_on_levels(q pgqueue.queues, ids bigint[])
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(
+        registers[(min(w.position) >> 59) + 1],
+        greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
+    from (
+        select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    ) w
+    group by w.position >> 59;
+end;
+$$;
+comment on function pgqueue._leave_on_levels(pgqueue.queues, bigint[]) is
+'Sets the registers back to messages that a claim has found and does not take.';
+
+create or replace function pgqueue._lock_ready_in_order(
+    q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    candidate_ids bigint[] := '{}'::bigint[];
+    missing int := wanted;
+begin
+    if cardinality(ids) > 0 then
+        perform pgqueue._remove_spent_messages(q, ids, at);
+    end if;
+    while cardinality(ids) > 0 and missing > 0 loop
+        candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
+        ids := ids[missing + 1:];
+        missing := wanted - cardinality(candidate_ids);
+    end loop;
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
+'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
+ready, the first ones of ids, not those with the lowest ids.';
+
+create or replace function pgqueue._sweep_recent_levels(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    visible_ids constant bigint[] := array(
+        select w.id
+        from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
+        cross join lateral (
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
+                and m.visible_at <= at
+            limit 1000
+        ) w
+        limit 1000);
+begin
+    return pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
+end;
+$$;
+comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+'Checks the last recent_count places of each priority that claims have passed, where transactions roll back or commit
+late. Returns up to wanted ids of ready messages, locked.';
+
+create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    started_at constant timestamptz := pgqueue._now();
+    started_from constant bigint := pgqueue._register_value(q.sweep_resume_id);
+    state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    floors bigint[];
+    id_range int8range;
+    next_position bigint := 1;
+    below_position bigint;
+    span bigint;
+    found_count int;
+    last_position bigint;
+    visible_ids bigint[];
+    candidate_ids bigint[] := taken;
+begin
+    -- For 50 ms, concurrent claims do not start another sweep.
+    perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
+    perform pgqueue._do_periodic_work(at);
+    if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
+        perform pgqueue._sweep_other_tables(q, state, at);
+    end if;
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+        q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
+    floors := pgqueue._level_floors(pgqueue._level_registers(q));
+
+    <<walk>>
+    for id_range in
+        -- From where the last sweep stopped to the end, and then from the start. No place is below first_id.
+        select int8range(greatest(lower(s.r), lower(h.part)), least(upper(s.r), upper(h.part)))
+        from (
+            values (1, int8range(started_from, 9223372036854775807)), (2, int8range(0, started_from))
+        ) as h (half, part)
+        cross join lateral (
+            select int8range(pgqueue._level_start(f.floor) + state.first_id, f.floor) as r
+            from unnest(floors) as f (floor)
+            where pgqueue._level_start(f.floor) + state.first_id < f.floor
+        ) s
+        where s.r && h.part
+        order by h.half, lower(s.r)
+    loop
+        next_position := lower(id_range);
+        span := 1024;
+        while next_position < upper(id_range) loop
+            exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
+            below_position := next_position + least(span, upper(id_range) - next_position);
+            select count(*), max(w.position), array_agg(w.id) filter (where w.visible_at <= at)
+            into found_count, last_position, visible_ids
+            from (
+                select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                from pgqueue.messages m
+                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
+                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
+                limit 1000
+            ) w;
+            if found_count = 1000 then
+                below_position := last_position + 1;
+            else
+                span := pgqueue._next_span(span);
+            end if;
+            candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
+                q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            -- If there may be more messages here, the next sweep begins here.
+            next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
+        end loop;
+        -- After a full pass the next sweep starts with the highest priority.
+        next_position := 1;
+    end loop;
+    perform setval(q.sweep_resume_id, greatest(next_position, 1));
+    -- If there may be more messages, the next claim continues the sweep at once.
+    perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
+        pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._sweep_levels(pgqueue.queues, bigint[], timestamptz, int) is
+'Makes one sweep over the positions that claims have passed, for at most 10 ms: appends to taken the ids of ready
+messages, locked, until there are wanted ids. Such messages were committed late, or their claims have ended.';
+
+create or replace function pgqueue._claim_candidates_by_priority(q pgqueue.queues, at timestamptz, wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    now_micros constant bigint := pgqueue._to_micros(at);
+    first_due constant bigint := pgqueue._register_value(q.first_due_at);
+    next_sweep constant bigint := pgqueue._register_value(q.next_sweep_at);
+    is_sweep_due constant boolean := next_sweep - now_micros not between 1 and 15000000;
+    candidate_ids bigint[] := '{}'::bigint[];
+begin
+    if q.paused_at is not null then
+        return candidate_ids;
+    end if;
+    if first_due <= now_micros then
+        -- Moved messages stay in messages while others have a higher priority.
+        perform pgqueue._move_due_messages(q, at, greatest(wanted, 20), pgqueue._from_micros(first_due - 1));
+    end if;
+    if is_sweep_due then
+        candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
+    end if;
+    if cardinality(candidate_ids) < wanted then
+        candidate_ids := candidate_ids || pgqueue._walk_levels(
+            q, at, candidate_ids, wanted - cardinality(candidate_ids));
+    end if;
+    -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
+    -- expensive.
+    if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+            q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
+    elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
+        candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
+    end if;
+    return candidate_ids;
+end;
+$$;
+comment on function pgqueue._claim_candidates_by_priority(pgqueue.queues, timestamptz, int) is
+'The ids of up to wanted ready messages of a queue with priorities, locked, for the caller to claim or delete.';

@@ -1,0 +1,157 @@
+begin;
+-- The lock makes test files wait for each other: this file stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
+
+select plan(48);
+
+-- The names of messages are their priority and a letter. A name without a digit has no priority.
+create temporary table claims (payload text primary key, id bigint, token uuid);
+create function pg_temp.send(queue text, names text) returns bigint language sql as $$
+    select count(pgqueue.enqueue(queue, to_jsonb(n), priority => nullif(regexp_replace(n, '[^0-9]', '', 'g'), '')::int))
+    from regexp_split_to_table(names, ' ') as n
+$$;
+create function pg_temp.claim(queue text, wanted int default 100) returns text language sql as $$
+    with claimed as (
+        insert into claims select m.payload #>> '{}', m.id, m.claim_token from pgqueue.claim(queue, wanted) m
+        on conflict (payload) do update set id = excluded.id, token = excluded.token
+        returning *
+    )
+    select string_agg(c.payload, ' ' order by c.id) from claimed c
+$$;
+-- Claims one message after the other. With this seed a claim begins with the highest priority.
+create function pg_temp.claim_each(queue text, times int) returns text language plpgsql as $$
+declare
+    names text[];
+begin
+    for i in 1..times loop
+        perform setseed(0.5);
+        names := names || pg_temp.claim(queue, 1);
+    end loop;
+    return array_to_string(names, ' ');
+end;
+$$;
+create function pg_temp.nack(queue text, name text, pause interval default null) returns boolean language sql as $$
+    select pgqueue.nack(queue, c.id, c.token, pause) from claims c where c.payload = name
+$$;
+
+-- Settings
+select is((pgqueue.create_queue('jobs', '30 s', 3, priorities => true)).priorities, true, 'create_queue returns priorities');
+select is((pgqueue.get_queue('jobs')).dedicated, true, 'a queue with priorities is dedicated');
+select is((pgqueue.create_queue('plain')).priorities, false, 'a queue has no priorities by default');
+select throws_ok($$ select pgqueue.create_queue('x', priorities => null) $$, '22023', 'invalid priorities: null', 'create_queue refuses null as priorities');
+select throws_ok($$ select pgqueue.create_queue('x', priorities => true, group_limit => 1) $$, '22023', 'invalid priorities: ''true''', 'create_queue refuses priorities with group_limit');
+select throws_ok($$ select pgqueue.alter_queue('jobs', group_limit => 1) $$, '22023', 'invalid group_limit: ''1''', 'alter_queue gives no group_limit to a queue with priorities');
+select throws_ok($$ select pgqueue.expose_transport('jobs') $$, '22023', 'invalid queue_name: ''jobs''', 'expose_transport refuses a queue with priorities');
+select throws_ok($$ select pgqueue.stream_claim('jobs', 's', (pgqueue.stream_open('jobs', 's')).epoch, 0, null) $$, '22023', 'invalid queue_name: ''jobs''', 'stream_claim refuses a queue with priorities');
+
+-- The header
+select throws_ok($$ select pgqueue.enqueue('jobs', '1', priority => 10) $$, '22023', 'invalid priority: ''10''', 'enqueue refuses a priority above 9');
+select throws_ok($$ select pgqueue.enqueue('jobs', '1', priority => -1) $$, '22023', 'invalid priority: ''-1''', 'enqueue refuses a negative priority');
+select throws_ok($$ select pgqueue.enqueue_batch('jobs', '{1}', priorities => '{11}') $$, '22023', 'invalid priority: ''11''', 'enqueue_batch refuses a priority above 9');
+select throws_ok($$ select pgqueue.enqueue_batch('jobs', '{1,2}', priorities => '{1}') $$, '22023', 'invalid priorities: ''1 element''', 'enqueue_batch refuses an array of priorities of another length');
+select throws_ok($$ select pgqueue.publish('t', '1', priority => 10) $$, '22023', 'invalid priority: ''10''', 'publish refuses a priority above 9');
+select throws_ok($$ select pgqueue.enqueue('jobs', '1', headers => '[]', priority => 1) $$, '22023', 'invalid headers: ''[]''', 'enqueue refuses headers that are no object');
+select pgqueue.subscribe('t', 'plain') \g /dev/null
+select pgqueue.enqueue('plain', '1', headers => '{"a": 1}', priority => 9), pgqueue.enqueue('plain', '2', group_key => 'g', priority => 0), pgqueue.publish('t', '3', priority => 3) \g /dev/null
+select pgqueue.enqueue_batch('plain', '{4,5}', priorities => '{null,7}') \g /dev/null
+select is(
+    (select array_agg(m.headers::text order by m.id) from pgqueue.messages m where m.queue_name = 'plain'),
+    array['{"a": 1, "pgqueue.priority": 9}', '{"pgqueue.group": "g", "pgqueue.priority": 0}', '{"pgqueue.topic": "t", "pgqueue.priority": 3}', null, '{"pgqueue.priority": 7}'],
+    'the priority becomes the header pgqueue.priority in enqueue, enqueue_batch and publish');
+select is(pg_temp.claim('plain'), '1 2 3 4 5', 'a queue without priorities ignores the header');
+
+-- Order
+select pg_temp.send('jobs', 'a 0b 5c 9d 5e 9f g 1h') \g /dev/null
+select is(pg_temp.claim_each('jobs', 9), '9d 9f 5c 5e 1h a 0b g', 'claim returns higher priorities first, and those of one priority by id');
+select pg_temp.send('jobs', '1i 8j 8k 3l'), setseed(0.5) \g /dev/null
+select is(pg_temp.claim('jobs', 3), '8j 8k 3l', 'a claim of several messages takes those with the highest priority');
+select is((select payload #>> '{}' from pgqueue.receive('jobs')), '1i', 'receive finds the message that is left');
+insert into pgqueue.messages (queue_name, payload, headers) values
+    ('jobs', '"none"', '{"pgqueue.priority": "12"}'), ('jobs', '"four"', '{"pgqueue.priority": "4"}'), ('jobs', '"array"', '[]'), ('jobs', '"nine"', '{"pgqueue.priority": 9}');
+update pgqueue.messages set enqueued_at = pgqueue._now(), visible_at = pgqueue._now() where queue_name = 'jobs' and attempt_count = 0;
+select is(pg_temp.claim_each('jobs', 5), 'nine four none array', 'messages that plain SQL has inserted have their place, and a header that is no priority counts as 0');
+select is((select count(*) from pgqueue.exchange('jobs', null, null, 100)), 0::bigint, 'all messages are in flight');
+
+-- Messages that come back keep their priority.
+select pg_temp.send('jobs', '2m 6n') \g /dev/null
+select is(pg_temp.claim('jobs'), '2m 6n', 'two messages are claimed');
+select is(pg_temp.nack('jobs', '2m', '10 s') and pg_temp.nack('jobs', '6n', '10 s'), true, 'both are returned');
+select pgqueue.enqueue('jobs', '"7delayed"', delay => '10 s', priority => 7) \g /dev/null
+select pg_temp.at('2030-01-01 12:00:11'), pg_temp.send('jobs', '3o 6p') \g /dev/null
+select is(pg_temp.claim_each('jobs', 6), '7delayed 6p 6n 3o 2m', 'messages that came due are claimed by their priority, at its end');
+select is((select pgqueue.release('jobs', array[c.id], c.token) from claims c where c.payload = '3o'), 1, 'a message is released');
+select pg_temp.send('jobs', '1q 9r') \g /dev/null
+select is(pg_temp.claim_each('jobs', 4), '9r 3o 1q', 'a released message keeps its priority');
+select is((select pgqueue.reject('jobs', c.id, c.token) from claims c where c.payload = '9r'), true, 'a message becomes a dead letter');
+select pgqueue.redrive('jobs'), pg_temp.send('jobs', '8s') \g /dev/null
+select is(pg_temp.claim_each('jobs', 3), '9r 8s', 'a redriven message keeps its priority');
+select pg_temp.send('jobs', '0t') \g /dev/null
+select is(pg_temp.claim('jobs'), '0t', 'a message is claimed');
+select is((select pgqueue.nack('jobs', c.id, c.token, '0', headers => '{"pgqueue.priority": 9}') from claims c where c.payload = '0t'), true, 'it is returned with another priority');
+select pg_temp.send('jobs', '8u') \g /dev/null
+select is(pg_temp.claim_each('jobs', 3), '0t 8u', 'the headers of nack change the priority');
+
+-- Claims that end, and messages that have no attempts left or have expired
+select pgqueue.purge_queue('jobs') \g /dev/null
+select pg_temp.send('jobs', '1a 9b 5c') \g /dev/null
+select is(pg_temp.claim('jobs'), '1a 9b 5c', 'three messages are in flight');
+select pg_temp.at('2030-01-01 12:01:00') \g /dev/null
+select is(pg_temp.claim_each('jobs', 4), '9b 5c 1a', 'messages whose claims have ended are claimed again by priority');
+select pg_temp.at('2030-01-01 12:02:00'), pg_temp.claim('jobs'), pg_temp.at('2030-01-01 12:03:00') \g /dev/null
+select pgqueue.enqueue('jobs', '"late"', expires_in => '1 s', priority => 9) from generate_series(1, 3) \g /dev/null
+select pg_temp.at('2030-01-01 12:03:10'), pg_temp.send('jobs', '0z') \g /dev/null
+select is(pg_temp.claim('jobs'), '0z', 'messages without attempts and expired ones are not claimed');
+select is((select count(*) from pgqueue.messages where queue_name = 'jobs'), 1::bigint, 'a claim removes them');
+select is((select string_agg(payload #>> '{}', ' ' order by id) from pgqueue.dead_messages where queue_name = 'jobs'), '1a 9b 5c', 'a message without attempts becomes a dead letter');
+
+-- A claim that ends far below those that other claims have passed
+select pgqueue.create_queue('far', priorities => true), pg_temp.send('far', '5a 0b') \g /dev/null
+select is(pg_temp.claim('far'), '5a 0b', 'two messages are claimed');
+select count(nextval('pgqueue.message_id')) from generate_series(1, 20000) \g /dev/null
+select pg_temp.send('far', '5c 0d') \g /dev/null
+select is(pg_temp.claim('far'), '5c 0d', 'claims pass them');
+select pgqueue.ack('far', c.id, c.token) from claims c where c.payload in ('5c', '0d') \g /dev/null
+select pg_temp.at('2030-01-01 12:05:00') \g /dev/null
+select is(pg_temp.claim_each('far', 3), '5a 0b', 'they are found when their claims have ended');
+
+-- Shares
+select pgqueue.create_queue('shares', priorities => true) \g /dev/null
+select pgqueue.enqueue_batch('shares', array_agg(to_jsonb(n % 3)), priorities => array_agg((array[0, 4, 9])[n % 3 + 1])) from generate_series(1, 3000) as n \g /dev/null
+create function pg_temp.shares(times int) returns bigint[] language plpgsql as $$
+declare
+    counts bigint[];
+begin
+    create temporary table taken on commit drop as select 0 as level where false;
+    for i in 1..times loop
+        insert into taken select (m.payload #>> '{}')::int from pgqueue.claim('shares') m;
+    end loop;
+    return array(select count(t.level) from generate_series(0, 2) as n left join taken t on t.level = n group by n order by n);
+end;
+$$;
+select setseed(0.1) \g /dev/null
+select pg_temp.shares(500) as shares \gset
+select ok((:'shares'::bigint[])[3] between 420 and 480, 'about nine claims of ten take the highest priority');
+select ok((:'shares'::bigint[])[1] between 8 and 60 and (:'shares'::bigint[])[2] between 8 and 60, 'the other claims take the oldest messages, whatever their priority');
+
+-- Limits
+select pgqueue.create_queue('limited', priorities => true, max_in_flight => 3, rate_limit => 4, rate_period => '1 s') \g /dev/null
+select pg_temp.send('limited', '1a 9b 5c 9d 1e 8f'), setseed(0.5) \g /dev/null
+select is(pg_temp.claim('limited', 2), '9b 9d', 'a queue may have priorities and limits');
+select is(pg_temp.claim('limited', 2), '8f', 'max_in_flight limits the claims');
+
+-- Look-ups, a lost or wrong register, dropping
+select pgqueue.purge_queue('jobs'), pg_temp.send('jobs', '1a 9b') \g /dev/null
+select is((select (pgqueue.stats('jobs')).ready_messages), 2::bigint, 'stats counts the messages');
+select is(pgqueue.peek('jobs', 10), 2, 'peek counts the messages');
+select is((select string_agg(payload #>> '{}', ' ' order by id) from pgqueue.browse('jobs')), '1a 9b', 'browse returns the messages by id');
+select setval(r, 9223372036854775807) from unnest(pgqueue._level_registers((select q from pgqueue.queues q where q.name = 'jobs'))) as r \g /dev/null
+select is(pg_temp.claim_each('jobs', 3), '9b 1a', 'claims find messages below registers that are too high');
+select pgqueue.drop_queue('jobs') \g /dev/null
+select is((select count(*) from pg_class where relname ~ '_level_[0-9]$' and relnamespace = 'pgqueue'::regnamespace), 30::bigint, 'drop_queue drops the registers');
+
+select * from finish();
+rollback;
