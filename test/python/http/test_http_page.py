@@ -87,9 +87,12 @@ def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str
     sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
-def context(browser: Browser, web: Server, **more: Any) -> BrowserContext:
-    made = browser.new_context(base_url=web.url, http_credentials={"username": ADMIN[0], "password": ADMIN[1]}, **more)
+def context(browser: Browser, web: Server, user: str = ADMIN[0], **more: Any) -> BrowserContext:
+    """A window of a user who has logged in."""
+    made = browser.new_context(base_url=web.url, **more)
     made.set_default_timeout(1000 * PATIENCE)
+    answer = httpx.post(f"{web.url}/login", data={"user": user, "password": ADMIN[1]}, trust_env=False)
+    made.add_cookies([{"name": name, "value": value, "url": web.url} for name, value in answer.cookies.items()])
     return made
 
 
