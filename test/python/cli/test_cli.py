@@ -1147,6 +1147,7 @@ def test_all_commands_are_registered() -> None:
         *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
+        *("token", "token create", "token list", "token revoke"),
         *("spark flow-report", "spark summarize-flights"),
         *("schedule", "schedule create", "schedule alter", "schedule list", "schedule run", "schedule drop"),
     }
@@ -1162,7 +1163,7 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     assert not any(line.endswith("...") for line in lines if not line.startswith("Usage:"))
     described, _, example = done.out.partition("\nExample:\n  ")
     assert not re.search(r"[{}]|<list|<str|^  [A-Z:]+ <", described, re.MULTILINE)
-    if words and words not in (["archive"], ["dead"], ["schedule"], ["spark"]):
+    if words and words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
         assert re.fullmatch(rf".*pgqueue {' '.join(words)}\b.*\n", example)
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):

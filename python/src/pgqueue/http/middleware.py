@@ -35,7 +35,7 @@ _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
         b"default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
         b" img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     ),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),  # with no-referrer, browsers send forms without TLS as Origin: null
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
 )

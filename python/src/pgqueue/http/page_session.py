@@ -22,7 +22,8 @@ async def login_form(to: str = "") -> Response:
 
 
 def _login_page(to: str, name: str = "", problem: ApiError | None = None) -> Response:
-    return render("login.html", {"to": to, "user": name, "problem": problem}, problem.status if problem else 200)
+    values = {"to": to, "user": name, "problem": problem}
+    return render("login.html", values, problem.status if problem else 200, problem.headers if problem else None)
 
 
 @router.post("/login")

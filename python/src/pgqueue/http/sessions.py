@@ -13,6 +13,7 @@ from starlette.types import Scope
 __all__ = ["Session", "Sessions"]
 
 _SIGNING: Final = {"digest_method": hashlib.sha256, "key_derivation": "hmac"}
+_MOST_ENDED: Final = 100_000  # sessions that are kept
 
 
 class Session(NamedTuple):
@@ -40,8 +41,9 @@ class Sessions:
         """End a session. Returns the header `Set-Cookie` that deletes the cookie."""
         if session is not None:
             now = time.monotonic()
-            self._ended = {each: until for each, until in self._ended.items() if until > now}
             self._ended[session] = now + self._seconds + 1
+            while len(self._ended) > _MOST_ENDED or next(iter(self._ended.values())) < now:
+                del self._ended[next(iter(self._ended))]  # the oldest
         return self._cookie(scope, "", 0)
 
     def find(self, scope: Scope) -> Session | None:

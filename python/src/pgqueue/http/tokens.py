@@ -29,6 +29,7 @@ Connection = AsyncConnection[Any]
 _PREFIX: Final = "pgq_"  # by which scanners for leaked secrets recognize a token
 _BYTES: Final = 32
 _REFRESH_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 10.0  # while the control database cannot be reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,14 @@ class Tokens:
     """The tokens that a server knows: read from the control database at most once a second, when a request has one.
 
     So a request with a wrong token costs no query of its own. While the control database cannot be reached, the tokens
-    that were read last stay valid until they expire.
+    that were read last stay valid until they expire, and one request in ten seconds waits for the database.
     """
 
     def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Connection]]) -> None:
         self._connect = connect
         self._known: Mapping[bytes, KnownToken] | None = None
         self._read_at = float("-inf")
+        self._fails = False
         self._reading = asyncio.Lock()
 
     async def find(self, token: str) -> KnownToken | None:
@@ -114,17 +116,22 @@ class Tokens:
         return known if time.monotonic() < known.until else None
 
     async def _all(self) -> Mapping[bytes, KnownToken]:
-        if time.monotonic() - self._read_at < _REFRESH_SECONDS and self._known is not None:
+        if self._known is not None and (self._is_fresh() or (self._fails and self._reading.locked())):
             return self._known
         async with self._reading:
-            if time.monotonic() - self._read_at >= _REFRESH_SECONDS or self._known is None:
+            if self._known is None or not self._is_fresh():
                 try:
                     self._known = await self._read()
+                    self._fails = False
                 except (psycopg.Error, PoolTimeout, OSError):
                     if self._known is None:
                         raise
+                    self._fails = True
                 self._read_at = time.monotonic()
             return self._known
+
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._read_at < (_RETRY_SECONDS if self._fails else _REFRESH_SECONDS)
 
     async def _read(self) -> dict[bytes, KnownToken]:
         async with self._connect() as connection:
