@@ -86,6 +86,8 @@ def test_an_invalid_setting_is_named(change: dict[str, Any], said: str) -> None:
 def test_settings_accept_their_limits() -> None:
     edges = {"tasks": {"concurrency": 100, "max_attempts": 100, "visibility_timeout_seconds": 43200}}
     assert Settings.of(GOOD | edges).tasks.concurrency == 100
+    assert Settings.of(GOOD | {"session_key": "k" * 32}).session_key == "k" * 32
+    assert Settings.of(GOOD).session_key != Settings.of(GOOD).session_key
     assert Settings.of(GOOD | {"limits": {"request_seconds": 1, "connections": 1000}}).limits.request_seconds == 1
 
 
