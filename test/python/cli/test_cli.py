@@ -1168,7 +1168,7 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
-    elif words not in (["archive"], ["dead"], ["schedule"], ["spark"]):
+    elif words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
         for option in ("--dsn", "--json", "--quiet", "--debug"):
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):
@@ -1194,7 +1194,7 @@ def test_every_example_is_a_valid_command(monkeypatch: pytest.MonkeyPatch) -> No
             done = in_process("", *shlex.split(call)[1:])
             assert done.status == 0, (example, done.err)
     assert len(ran) == len(
-        [words for words in commands() if words not in ([], ["archive"], ["dead"], ["schedule"], ["spark"])]
+        [words for words in commands() if words not in ([], ["archive"], ["dead"], ["schedule"], ["spark"], ["token"])]
     )
 
 
