@@ -33,12 +33,17 @@ def configuration(
     *,
     limits: Mapping[str, Any] | None = None,
     tasks: Mapping[str, Any] | None = None,
+    users: Mapping[str, list[str]] | None = None,
 ) -> Path:
-    """Write a configuration file: services by id, each a DSN and its databases."""
+    """Write a configuration file: services by id, each a DSN and its databases; users besides admin by their rights."""
     path = directory / "pgqueue.toml"
     parts = [
         f"control_dsn = {json.dumps(control)}\n",
         toml("users.admin", {"password_env": "TEST_PASSWORD"}),
+        *(
+            toml(f"users.{name}", {"password_env": "TEST_PASSWORD", "allow": allow})
+            for name, allow in (users or {}).items()
+        ),
         *(
             toml(f"services.{json.dumps(name)}", {"dsn": dsn, "databases": names})
             for name, (dsn, names) in services.items()

@@ -1153,6 +1153,7 @@ def test_all_commands_are_registered() -> None:
         *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
+        *("token", "token create", "token list", "token revoke"),
         *("spark flow-report", "spark summarize-flights"),
         *("schedule", "schedule create", "schedule alter", "schedule list", "schedule run", "schedule drop"),
     }
@@ -1168,12 +1169,12 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     assert not any(line.endswith("...") for line in lines if not line.startswith("Usage:"))
     described, _, example = done.out.partition("\nExample:\n  ")
     assert not re.search(r"[{}]|<list|<str|^  [A-Z:]+ <", described, re.MULTILINE)
-    if words and words not in (["archive"], ["dead"], ["schedule"], ["spark"]):
+    if words and words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
         assert re.fullmatch(rf".*pgqueue {' '.join(words)}\b.*\n", example)
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
-    elif words not in (["archive"], ["dead"], ["schedule"], ["spark"]):
+    elif words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
         for option in ("--dsn", "--json", "--quiet", "--debug"):
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):
@@ -1199,7 +1200,7 @@ def test_every_example_is_a_valid_command(monkeypatch: pytest.MonkeyPatch) -> No
             done = in_process("", *shlex.split(call)[1:])
             assert done.status == 0, (example, done.err)
     assert len(ran) == len(
-        [words for words in commands() if words not in ([], ["archive"], ["dead"], ["schedule"], ["spark"])]
+        [words for words in commands() if words not in ([], ["archive"], ["dead"], ["schedule"], ["spark"], ["token"])]
     )
 
 

@@ -548,7 +548,6 @@ def test_requests_without_credentials_are_refused(web: Server, authorization: st
         ("POST", "/v1/queues/x/claim"),
         ("GET", "/metrics"),
         ("GET", "/openapi.json"),
-        ("GET", "/static/page.js"),
         ("GET", "/nowhere"),
     ]:
         request = web.http.build_request(method, path, headers=headers)

@@ -18,11 +18,15 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from pgqueue._tasks import end_tasks
-from pgqueue.http import create_app, protocol
+from pgqueue.http import User, create_app, protocol
+from pgqueue.http.admission import Admission
+from pgqueue.http.audit import Audit
+from pgqueue.http.context import Context
 from pgqueue.http.databases import Databases
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.middleware import RequestMiddleware
-from pgqueue.http.passwords import Authenticator, hash_password
+from pgqueue.http.notifications import NotificationListeners
+from pgqueue.http.passwords import hash_password
 from pgqueue.http.request_body import Bodies
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
@@ -33,8 +37,11 @@ SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": 
 
 
 async def serve(app: Any, answers: list[Message], answered: asyncio.Event, seconds: float = 0.2) -> None:
-    metrics = Metrics(Sampler(SETTINGS, Databases(SETTINGS)))
-    edge = RequestMiddleware(app, Authenticator({}), metrics, seconds, Bodies())
+    databases = Databases(SETTINGS)
+    sampler = Sampler(SETTINGS, databases)
+    metrics, admission = Metrics(sampler), Admission(SETTINGS, databases)
+    context = Context(SETTINGS, databases, metrics, sampler, NotificationListeners(), admission)
+    edge = RequestMiddleware(app, admission, Audit(context), metrics, seconds, Bodies())
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -214,7 +221,7 @@ async def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, begi
 
 
 async def test_an_incomplete_body_times_out() -> None:
-    users = {ADMIN[0]: hash_password(ADMIN[1])}
+    users = {ADMIN[0]: User(hash_password(ADMIN[1]))}
     app = create_app(replace(SETTINGS, users=users, limits=Limits(request_seconds=1)), "controller")
     authorization = base64.b64encode(":".join(ADMIN).encode())
     lines = [

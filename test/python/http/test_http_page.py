@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import psycopg
@@ -18,7 +19,7 @@ import pytest
 from clients import PATIENCE
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
 from psycopg.conninfo import conninfo_to_dict
-from served import ADMIN, Server, Site, configuration, locked, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving
 
 import pgqueue
 from pgqueue.http import depth_history
@@ -30,6 +31,9 @@ UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
 LIBRARIES = [str(path) for path in UNPACKED.parent.glob("root/usr/lib/*-linux-gnu")]
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
 expect.set_options(timeout=1000 * PATIENCE)
+# Browsers treat a host that is not the loopback and has no TLS more strictly.
+OTHER_HOST = "queues.test"
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP {OTHER_HOST} 127.0.0.1"]
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
@@ -48,7 +52,7 @@ def browser() -> Iterator[Browser]:
         # The Node of playwright needs libatomic, which came with Chromium if the machine lacks it.
         environment.setenv("LD_LIBRARY_PATH", ":".join(LIBRARIES))
         playwright = sync_playwright().start()
-    browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+    browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
     yield browser
     browser.close()
     playwright.stop()
@@ -57,7 +61,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("served")
-    with serving(site.configuration(directory), directory) as web:
+    with serving(
+        site.configuration(directory, users={"viewer": ["reader:*"], "sender": ["producer:*"]}), directory
+    ) as web:
         web.create(new_name())  # installs pgqueue
         yield web
 
@@ -87,9 +93,12 @@ def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str
     sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
-def context(browser: Browser, web: Server, **more: Any) -> BrowserContext:
-    made = browser.new_context(base_url=web.url, http_credentials={"username": ADMIN[0], "password": ADMIN[1]}, **more)
+def context(browser: Browser, web: Server, user: str = ADMIN[0], **more: Any) -> BrowserContext:
+    """A window of a user who has logged in."""
+    made = browser.new_context(base_url=web.url, **more)
     made.set_default_timeout(1000 * PATIENCE)
+    answer = httpx.post(f"{web.url}/login", data={"user": user, "password": ADMIN[1]}, trust_env=False)
+    made.add_cookies([{"name": name, "value": value, "url": web.url} for name, value in answer.cookies.items()])
     return made
 
 
@@ -147,6 +156,67 @@ def test_the_lines_in_and_out_show_what_other_sessions_do(
             expect(line).to_have_attribute("aria-label", re.compile(f"^{label} a second, from 0 to {most}"))
     for name in (busy, idle):
         sql.execute("select pgqueue.drop_queue(%s)", [name])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_viewer_sees_everything_and_no_form_that_changes_something(
+    browser: Browser, web: Server, queue: str, site: Site, scheme: Any
+) -> None:
+    for width in (1200, 320):
+        seen = context(browser, web, "viewer", viewport={"width": width, "height": 700}, color_scheme=scheme)
+        page = seen.new_page()
+        page.goto("/")
+        row(page, queue).get_by_role("link", name=queue).click()
+        place = {"service": SERVICE, "database": site.databases[0], "name": queue}
+        expect(page.get_by_text("card declined").first).to_be_visible()
+        paths = [page.url, *(f"{web.url}/{each}?{urlencode(place)}" for each in ("queue/consumers", "queue"))]
+        for path in [f"{web.url}/", *paths]:
+            page.goto(path)
+            expect(page.get_by_text("viewer")).to_be_visible()
+            assert page.locator("form[method=post]").count() == 1, path  # that which logs out
+            for text in ("Create a queue", "Health", "Settings", "Send", "Redrive", "Delete", "Purge", "Drop", "Pause"):
+                assert page.locator("main, nav").get_by_text(re.compile(f"^{text}")).count() == 0, (path, text)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+            shot(page, f"viewer-{'queue' if 'queue' in path else 'queues'}-{width}-{scheme}")
+        page.get_by_role("button", name="Log out").click()
+        expect(page).to_have_url(f"{web.url}/login")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        shot(page, f"login-{width}-{scheme}")
+        seen.close()
+
+
+def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: Browser, web: Server, queue: str, site: Site) -> None:
+    url = web.url.replace("127.0.0.1", OTHER_HOST)
+    opened = browser.new_context(base_url=url)
+    opened.set_default_timeout(1000 * PATIENCE)
+    page = opened.new_page()
+    place = {"service": SERVICE, "database": site.databases[0], "name": queue}
+    page.goto(f"/queue/consumers?{urlencode(place)}")
+    page.get_by_label("Name").fill("sender")
+    page.get_by_label("Password").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("name or password is wrong")
+    page.get_by_label("Name").fill(ADMIN[0])
+    page.get_by_label("Password").fill(ADMIN[1])
+    page.get_by_role("button", name="Log in").click()
+    expect(page).to_have_url(f"{url}/queue/consumers?{urlencode(place)}")
+    page.get_by_role("link", name="Queues").click()
+    opened.clear_cookies()  # as when the session expires while the page is open
+    expect(page).to_have_url(re.compile("/login"))
+    opened.close()
+
+
+def test_a_producer_sends_by_the_page_without_seeing_messages(browser: Browser, web: Server, queue: str) -> None:
+    opened = context(browser, web, "sender")
+    page = opened.new_page()
+    page.goto("/")
+    assert row(page, queue).get_by_role("link", name=queue, exact=True).count() == 0
+    row(page, queue).get_by_role("link", name="Send").click()
+    page.get_by_label("Payload").fill('{"a": 1}')
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status").first).to_contain_text("Sent as message")
+    expect(page.get_by_role("heading", name="Queues")).to_be_visible()
+    opened.close()
 
 
 def test_a_queue_is_paused_and_resumed(page: Page, queue: str, sql: psycopg.Connection[Any]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from served import ADMIN
 
-from pgqueue.http import Service, Settings, create_app, request_body
+from pgqueue.http import Service, Settings, User, create_app, request_body
 from pgqueue.http.databases import Databases
 from pgqueue.http.errors import ApiError
 from pgqueue.http.fast_bodies import read_fast
@@ -92,7 +92,7 @@ def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycop
 
 # Errors of a server whose databases cannot be reached: every request that passes its checks gets 503.
 
-SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: hash_password(ADMIN[1])})
+SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: User(hash_password(ADMIN[1]))})
 DIRECT, MANAGED = "/v1/queues/q/enqueue", "/managed-services/s/queues/q/messages"
 
 

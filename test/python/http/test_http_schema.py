@@ -53,7 +53,9 @@ def test_the_schema_is_valid(web: Server) -> None:
     document = web.get("/openapi.json").json()
     loaded = schemathesis.openapi.from_dict(document)
     loaded.validate()
-    assert document["components"]["securitySchemes"] == {"basic": {"type": "http", "scheme": "basic"}}
+    assert document["components"]["securitySchemes"] == {
+        each: {"type": "http", "scheme": each} for each in ("basic", "bearer")
+    }
     paths = {path for path in document["paths"] if path.startswith("/managed-services")}
     base = "/managed-services/{service_id}/queues"
     assert paths == {base, f"{base}/{{queue_name}}", f"{base}/{{queue_name}}/messages", f"{base}/{{queue_name}}/stats"}

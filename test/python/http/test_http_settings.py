@@ -29,9 +29,7 @@ GOOD: dict[str, Any] = {
 def test_a_configuration_file_defines_services_and_users() -> None:
     settings = Settings.of(GOOD)
     assert settings.services["one"].databases == ("a", "b")
-    assert settings.services["one"].default_database == "a"
     assert settings.services["two"].databases == ("c",)
-    assert settings.default_service.id == "one"
     assert (settings.tasks.visibility_timeout_seconds, settings.limits.connections) == (30, 10)
     shown = repr(settings)
     assert "secret" not in shown
@@ -63,6 +61,20 @@ def test_a_configuration_file_defines_services_and_users() -> None:
         ({"limits": {"request_seconds": 0.5}}, "from 1 to 600"),
         ({"limits": {"requests": 1}}, "limits.requests: unknown"),
         ({"user": {}}, "user: unknown; must be one of"),
+        ({"session_key": "short"}, "session_key: too short; must have at least 32"),
+        ({"limits": {"session_seconds": 1}}, "from 60 to 2592000"),
+        *(
+            ({"users": {"u": {"password_hash": HASH, "allow": allow}}}, f"users.u.allow: {said}")
+            for allow, said in (
+                ("reader:*", "'reader:*' must be a list of strings"),
+                (["write:*"], "'write:*' must be access:queue"),
+                (["reader:"], "'reader:' must be access:queue"),
+                (["reader:a*b"], "'reader:a*b' must be access:queue"),
+                (["reader:/q"], "'reader:/q' must be access:queue"),
+                (["reader:a*b/q"], "'reader:a*b/q' must be access:queue"),
+                (["reader:none/*"], "'reader:none/*/*': there is no such service or database"),
+            )
+        ),
     ],
 )
 def test_an_invalid_setting_is_named(change: dict[str, Any], said: str) -> None:
@@ -74,6 +86,8 @@ def test_an_invalid_setting_is_named(change: dict[str, Any], said: str) -> None:
 def test_settings_accept_their_limits() -> None:
     edges = {"tasks": {"concurrency": 100, "max_attempts": 100, "visibility_timeout_seconds": 43200}}
     assert Settings.of(GOOD | edges).tasks.concurrency == 100
+    assert Settings.of(GOOD | {"session_key": "k" * 32}).session_key == "k" * 32
+    assert Settings.of(GOOD).session_key != Settings.of(GOOD).session_key
     assert Settings.of(GOOD | {"limits": {"request_seconds": 1, "connections": 1000}}).limits.request_seconds == 1
 
 
@@ -88,7 +102,7 @@ def test_secrets_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     settings = Settings.of(given)
     assert settings.control_dsn == "dbname=from-there"
     assert settings.services["a"].databases == ("from-there",)
-    assert settings.users["u"].startswith("scrypt:")
+    assert settings.users["u"].password_hash.startswith("scrypt:")
 
 
 def basic(name: str, password: str) -> str:
@@ -226,7 +240,9 @@ def test_password_hashes_are_salted_and_usable_in_the_file() -> None:
     assert done.status == 0
     assert done.out.strip() != HASH
     settings = Settings.of(GOOD | {"users": {"admin": {"password_hash": done.out.strip()}}})
-    assert asyncio.run(Authenticator(settings.users).user(basic("admin", "password"))) == "admin"
+    assert settings.users["admin"].allow is None
+    hashes = {"admin": settings.users["admin"].password_hash}
+    assert asyncio.run(Authenticator(hashes).user(basic("admin", "password"))) == "admin"
 
 
 def test_a_password_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

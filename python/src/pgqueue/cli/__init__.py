@@ -140,6 +140,16 @@ command(_schedule, example="schedule drop nightly")(schedules.drop)
 command(app, _CONSUMERS, "work orders shop:ship --concurrency 8 --transactional")(work.work)
 command(app, _CONSUMERS, "serve --port 8080")(serve.serve)
 
+_token = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    _token, name="token", help="Make, list or revoke tokens for serve.", cls=Group, rich_help_panel=_CONSUMERS
+)
+command(_token, example="token create shop --user shop --allow 'producer:order-*' --expires 30d", name="create")(
+    serve.create_token
+)
+command(_token, example="token list", name="list")(serve.list_tokens)
+command(_token, example="token revoke shop", name="revoke")(serve.revoke_token)
+
 _spark = typer.Typer(no_args_is_help=True)
 app.add_typer(
     _spark,

@@ -1,25 +1,38 @@
-"""`serve`: the HTTP service with its agent."""
+"""`serve`: the HTTP service with its agent. `token`: the bearer tokens of its users."""
 
+import asyncio
 import os
 import secrets
 import sys
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from enum import StrEnum
 from getpass import getpass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from psycopg.conninfo import conninfo_to_dict
 
 from .._files import extra
 from .logging_output import Level, log_to
+from .parameters import duration_option
 from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
     from ..http import Settings
 
-__all__ = ["serve"]
+__all__ = ["create_token", "list_tokens", "revoke_token", "serve"]
+
+_LONGEST_LIFETIME: Final = timedelta(days=3650)
+_MAX_NAME_CHARACTERS: Final = 128
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", envvar="PGQUEUE_CONFIG", help="A TOML file of services and users.", show_default=False
+    ),
+]
 
 
 class Role(StrEnum):
@@ -32,12 +45,7 @@ class Role(StrEnum):
 
 def serve(
     session: Session,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", envvar="PGQUEUE_CONFIG", help="A TOML file of services and users.", show_default=False
-        ),
-    ] = None,
+    config: Config = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="PORT", help="The port to listen on; 0 takes any.", min=0, max=65535)
@@ -61,22 +69,12 @@ def serve(
 
     After the first signal, running requests and tasks end normally; a second signal aborts them.
     """
-    try:
-        from .. import http
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        raise Failure(f"serve needs {missing}", extra("http")) from None
+    http = _http("serve")
     if hash_password:
         _print_hash(session)
         return
     with ExitStack() as stack:
-        if config is None:
-            settings = _default_settings(session, stack.enter_context(session.conninfo()), role)
-        else:
-            try:
-                settings = http.Settings.load(config)
-            except http.SettingsError as error:
-                raise Failure(str(error), status=Status.USAGE) from None
+        settings = _settings(session, stack, config, role)
         log_to(session.err, log_level, log_json)
         if role is Role.AGENT:
             session.note("works on tasks")
@@ -84,6 +82,112 @@ def serve(
             http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _report_address(session, at, on))
         except SystemExit:  # raised by uvicorn, which has logged why it cannot listen
             raise typer.Exit(Status.ERROR) from None
+
+
+def _http(command: str) -> Any:
+    try:
+        from .. import http
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise Failure(f"{command} needs {missing}", extra("http")) from None
+    return http
+
+
+def _settings(session: Session, stack: ExitStack, config: Path | None, role: Role) -> "Settings":
+    http = _http("serve")
+    if config is None:
+        return _default_settings(session, stack.enter_context(session.conninfo()), role)
+    try:
+        settings: Settings = http.Settings.load(config)
+    except http.SettingsError as error:
+        raise Failure(str(error), status=Status.USAGE) from None
+    return settings
+
+
+TokenName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the token.", show_default=False)]
+
+
+def create_token(
+    session: Session,
+    name: TokenName,
+    user: Annotated[str, typer.Option(metavar="USER", help="The user whose rights the token has.")] = "admin",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RIGHT", help="Only this, such as producer:shop/order-*; can be given again."),
+    ] = None,
+    expires: Annotated[timedelta, duration_option(help="How long it is valid (90d).")] = timedelta(days=90),
+    config: Config = None,
+) -> None:
+    """Make a token for requests to serve, and print it.
+
+    A request sends it as Authorization: Bearer TOKEN. It is printed once, as only its digest is kept. The token may do
+    what both its user and --allow may. Running servers know it within seconds.
+    """
+    if not timedelta(0) < expires <= _LONGEST_LIFETIME:
+        raise Failure(f"--expires must be from 1s to {_LONGEST_LIFETIME.days}d", status=Status.USAGE)
+    if not name.isprintable() or not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
+        raise Failure(f"the name must have 1 to {_MAX_NAME_CHARACTERS} printable characters", status=Status.USAGE)
+    with _control(session, config) as (settings, run):
+        if user not in settings.users:
+            known = ", ".join(settings.users)
+            raise Failure(f"there is no user {user!r}", f"The users are {known}.", Status.USAGE)
+        try:
+            rights = settings.parse_rights("--allow", allow) if allow else None
+        except _http("token").SettingsError as error:
+            raise Failure(str(error), status=Status.USAGE) from None
+        made = run(lambda tokens, connection: tokens.create(connection, name, user, rights, expires))
+    if made is None:
+        raise Failure(f"there is a token {name!r}", "pgqueue token revoke removes it.")
+    token, until = made
+    session.note(f"token {name} of user {user} is valid until {until:%Y-%m-%d %H:%M} UTC")
+    session.say(token, name=name, user_name=user, token=token, expires_at=until)
+
+
+def list_tokens(session: Session, config: Config = None) -> None:
+    """List the tokens with their users, rights and expiry."""
+    with _control(session, config) as (_, run):
+        found = run(lambda tokens, connection: tokens.list_all(connection))
+    session.show(
+        found,
+        ("token", "user", "allow", "created", "expires"),
+        lambda each: (
+            each.name,
+            each.user_name,
+            "all of the user" if each.allow is None else ", ".join(each.allow),
+            f"{each.created_at:%Y-%m-%d %H:%M} UTC",
+            f"{each.expires_at:%Y-%m-%d %H:%M} UTC",
+        ),
+        "there is no token",
+    )
+
+
+def revoke_token(session: Session, name: TokenName, config: Config = None) -> None:
+    """Revoke a token. Running servers refuse it within seconds."""
+    with _control(session, config) as (_, run):
+        if not run(lambda tokens, connection: tokens.revoke(connection, name)):
+            raise Failure(f"there is no token {name!r}", "pgqueue token list shows all.", Status.NO)
+    session.say(f"token {name} is revoked", name=name, revoked=True)
+
+
+@contextmanager
+def _control(session: Session, config: Path | None) -> Iterator[tuple["Settings", Callable[[Any], Any]]]:
+    """The settings, and a function that runs another one with the module of tokens and the control database."""
+    _http("token")
+    from ..http import tokens
+    from ..http.databases import Databases
+
+    with ExitStack() as stack:
+        settings = _settings(session, stack, config, Role.AGENT)
+
+        async def call(verb: Callable[..., Awaitable[Any]]) -> Any:
+            databases = Databases(settings)
+            try:
+                async with databases.control() as connection:
+                    return await verb(tokens, connection)
+            finally:
+                await databases.close()
+
+        yield settings, lambda verb: asyncio.run(call(verb))
 
 
 def _report_address(session: Session, host: str, port: int) -> None:
@@ -105,7 +209,7 @@ def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings"
     return http.Settings(
         control_dsn=conninfo,
         services={"local": http.Service("local", conninfo, (database,))},
-        users={"admin": _hash(password, "PGQUEUE_PASSWORD")},
+        users={"admin": http.User(_hash(password, "PGQUEUE_PASSWORD"))},
     )
 
 

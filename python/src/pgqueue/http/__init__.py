@@ -5,6 +5,6 @@
 
 from .app import create_app
 from .server import serve
-from .settings import Limits, Service, Settings, SettingsError, Tasks
+from .settings import Limits, Service, Settings, SettingsError, Tasks, User
 
-__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "create_app", "serve"]
+__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User", "create_app", "serve"]

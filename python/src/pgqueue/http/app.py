@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import psycopg
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
@@ -21,7 +21,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from . import direct_routes, managed_routes, operations_routes, page_routes
+from .admission import Admission
 from .agent import Agent
+from .audit import Audit
 from .context import Context
 from .databases import Databases
 from .direct_requests import DirectRequests
@@ -29,8 +31,8 @@ from .errors import ApiError, error_response, from_database_error, from_http_sta
 from .metrics import Metrics
 from .middleware import RequestMiddleware
 from .notifications import NotificationListeners
-from .passwords import Authenticator
 from .request_body import Bodies
+from .rights import authorize
 from .sampling import Sampler
 from .settings import Settings, SettingsError
 
@@ -64,7 +66,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     databases = Databases(settings)
     sampler = Sampler(settings, databases)
     metrics = Metrics(sampler)
-    context = Context(settings, databases, metrics, sampler, NotificationListeners())
+    context = Context(settings, databases, metrics, sampler, NotificationListeners(), Admission(settings, databases))
     if role == "all":
         context.agent = Agent(settings, databases, metrics)
 
@@ -92,6 +94,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
         docs_url=None,  # the pages of Swagger and ReDoc load scripts from another host
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(authorize)],
     )
     app.state.context = context
     app.include_router(managed_routes.router)
@@ -101,7 +104,8 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     app.include_router(page_routes.router)
     app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")
     before: dict[str, Any] = {
-        "authenticator": Authenticator(settings.users),
+        "admission": context.admission,
+        "audit": Audit(context),
         "metrics": metrics,
         "seconds": settings.limits.request_seconds,
         "bodies": Bodies(),
@@ -149,14 +153,15 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _document_authentication(app: FastAPI) -> None:
-    """Document HTTP Basic authentication in the OpenAPI schema."""
+    """Document authentication by password and by token in the OpenAPI schema."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = generate()
-            schema["components"]["securitySchemes"] = {"basic": {"type": "http", "scheme": "basic"}}
-            schema["security"] = [{"basic": []}]
+            schemes = {each: {"type": "http", "scheme": each} for each in ("basic", "bearer")}
+            schema["components"]["securitySchemes"] = schemes
+            schema["security"] = [{each: []} for each in schemes]
             for path in ("/healthz", "/readyz"):
                 schema["paths"][path]["get"]["security"] = []
         return app.openapi_schema or {}

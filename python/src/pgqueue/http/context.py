@@ -9,15 +9,17 @@ from typing import Annotated, Any, Final
 
 from fastapi import Depends, Header, Request, Response
 
+from .admission import Admission
 from .databases import Databases
-from .errors import ApiError
+from .errors import database_not_found, service_not_found
 from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
 from .notifications import NotificationListeners
 from .request_body import run_beside
+from .rights import current
 from .sampling import Sampler
-from .settings import Settings
+from .settings import Service, Settings
 
 __all__ = [
     "Context",
@@ -25,6 +27,8 @@ __all__ = [
     "IdempotencyKey",
     "context_of",
     "error_responses",
+    "find_database",
+    "find_service",
     "is_queue_name",
     "to_response",
 ]
@@ -34,14 +38,14 @@ logger = logging.getLogger("pgqueue.http")
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 _ERRORS: Final = {
     400: "The body is not JSON.",
-    401: "Name or password is missing or wrong.",
-    403: "A page of another site made the browser send this request, or the database role lacks a right.",
-    404: "There is no such service, database, queue, task or message.",
+    401: "Name or password, or the token, is missing or wrong.",
+    403: "The user or the database role lacks a right, or a page of another site made the browser send this request.",
+    404: "There is no such service, database, queue, task or message, or the user does not see it.",
     409: "The name is taken, or the queue is not Active.",
     410: "The claim was lost.",
     413: "The body or a payload is too large.",
     422: "A field is missing or out of range.",
-    429: "Too many passwords of this client wait to be verified.",
+    429: "The user sends too many requests, or too many passwords of this client wait to be verified.",
     503: "A database cannot be reached, or took too long, or the bodies of all requests take too much memory.",
 }
 
@@ -55,6 +59,7 @@ class Context:
     metrics: Metrics
     sampler: Sampler
     listeners: NotificationListeners
+    admission: Admission
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -100,7 +105,7 @@ async def _idempotency_key(
     method, path, query = request.method.encode(), request.scope["path"].encode(), request.scope["query_string"]
     body = await request.body()
     what = await run_beside(body, fingerprint, method, path, query, body)
-    return EffectKey(f"user:{request.scope['user']}", idempotency_key, what)
+    return EffectKey(f"user:{current().name}", idempotency_key, what)
 
 
 IdempotencyKey = Annotated[EffectKey | None, Depends(_idempotency_key)]
@@ -110,7 +115,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route for OpenAPI: the given statuses, and those that every route can return."""
     return {
         each: {"description": _ERRORS[each], "model": ErrorBody}
-        for each in sorted({401, 413, 422, 429, 503, *statuses})
+        for each in sorted({401, 403, 413, 422, 429, 503, *statuses})
     }
 
 
@@ -119,9 +124,25 @@ def is_queue_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def queue_not_found(name: str) -> ApiError:
-    """The error for a queue that does not exist."""
-    return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
+def find_service(context: Context, id: str | None) -> Service:
+    """The service that a request names, by default the first that the user sees. Raises `ApiError` 404."""
+    sees = current().sees
+    name = next((each for each in context.settings.services if sees(each)), "") if id is None else id
+    service = context.databases.service(name)
+    if not sees(name):
+        raise service_not_found(name)
+    return service
+
+
+def find_database(service: Service, name: str | None) -> str:
+    """The database that a request names, by default the service's first that the user sees. Raises `ApiError` 404."""
+    sees = current().sees
+    there = [each for each in service.databases if sees(service.id, each)]
+    if name is None:
+        name = there[0] if there else ""
+    if name not in there:
+        raise database_not_found(name, there)
+    return name
 
 
 class _JsonResponse(Response):

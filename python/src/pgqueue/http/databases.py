@@ -17,7 +17,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from .._connections import complete_conninfo, connect_async, is_proxied, set_up
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
-from .errors import ApiError, connection_sqlstate
+from .errors import connection_sqlstate, database_not_found, service_not_found
 from .migrations import CONTROL, TARGET, install, migrate
 from .serialization import RawJson, TimestampLoader
 from .settings import Limits, Service, Settings
@@ -153,7 +153,7 @@ class Databases:
         """The service with this id. Raises `ApiError` 404."""
         service = self._settings.services.get(id)
         if service is None:
-            raise ApiError(404, "service_not_found", f"there is no service {id[:128]!r}", "service_id", id)
+            raise service_not_found(id)
         return service
 
     def conninfo(self, service: Service, database: str) -> str:
@@ -200,9 +200,7 @@ class Databases:
         for a database that the service does not have, and `psycopg.OperationalError` as `_Lease` does.
         """
         if database not in service.databases:
-            limit = f"one of {', '.join(service.databases)}"
-            message = f"database_name must be {limit}"
-            raise ApiError(404, "database_not_found", message, "database_name", database, limit)
+            raise database_not_found(database, service.databases)
         place = (service.id, database)
         lease = self._lease(place, lambda: self.conninfo(service, database))
         return self._prepared(place, lease) if prepare else lease

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from .direct_routes import router, target_of
 from .fast_bodies import read_fast
 from .request_body import JsonRequest
+from .rights import require
 
 __all__ = ["DirectRequests"]
 
@@ -75,20 +76,22 @@ class DirectRequests:
 
     async def _respond(self, scope: Scope, request: JsonRequest) -> Response:
         verb: _Verb = scope["direct_verb"]
+        require(f"POST {verb.route.path}")
         try:
             text = await request.text()
         except ClientDisconnect:
             raise HTTPException(400, "the client disconnected") from None
-        if not text:
-            raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
+        body: Any = read_fast(verb.function.__name__, text) if text else None
+        value = await request.json() if text and body is None else None
         query = {}
         if scope["query_string"]:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        body: Any = read_fast(verb.function.__name__, text)
-        if body is None:
-            body = _validated(verb.model, await request.json())
         context = self._app.state.context
         target = target_of(context, scope["direct_queue"], query.get("service_id"), query.get("database_name"))
+        if not text:
+            raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
+        if body is None:
+            body = _validated(verb.model, value)
         if verb.takes_request:
             return await verb.function(request=request, target=target, body=body)
         return await verb.function(target=target, body=body)

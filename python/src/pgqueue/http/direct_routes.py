@@ -25,12 +25,13 @@ from .context import (
     CurrentContext,
     IdempotencyKey,
     error_responses,
+    find_database,
+    find_service,
     is_queue_name,
-    queue_not_found,
     to_response,
 )
 from .enqueueing import check_sizes, enqueue_messages, failure_headers, is_small
-from .errors import ApiError
+from .errors import ApiError, queue_not_found
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
     MAX_ID,
@@ -57,6 +58,7 @@ from .models import (
     Redrive,
 )
 from .request_body import JsonRequest, JsonRoute, run_beside
+from .rights import current
 from .serialization import to_json
 from .settings import Service
 from .statements import Statement
@@ -157,19 +159,22 @@ class TargetQueue:
 
 
 def target_of(context: Context, queue_name: str, service_id: str | None, database_name: str | None) -> TargetQueue:
-    """The queue that a request names. Raises `ApiError` 404."""
-    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
+    """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    service = find_service(context, service_id)
+    database = find_database(service, database_name)
     if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
         raise queue_not_found(queue_name)
-    database = service.default_database if database_name is None else database_name
+    current().check(service.id, database, queue_name)
     return TargetQueue(context, service, database, queue_name)
 
 
 async def _target(
     context: CurrentContext,
     queue_name: str,
-    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
-    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+    service_id: Annotated[str | None, Query(description="By default the first service that the user sees")] = None,
+    database_name: Annotated[
+        str | None, Query(description="By default the first of the service that the user sees")
+    ] = None,
 ) -> TargetQueue:
     return target_of(context, queue_name, service_id, database_name)
 
@@ -187,18 +192,21 @@ KeyedTargetDependency = Annotated[TargetQueue, Depends(_with_key)]
 @list_router.get("", response_model=ListedSettings, responses=error_responses(403, 404, 422))
 async def list_queues(
     context: CurrentContext,
-    service_id: Annotated[str | None, Query(description="By default the server's first service")] = None,
-    database_name: Annotated[str | None, Query(description="By default the service's")] = None,
+    service_id: Annotated[str | None, Query(description="By default the first service that the user sees")] = None,
+    database_name: Annotated[
+        str | None, Query(description="By default the first of the service that the user sees")
+    ] = None,
 ) -> Response:
-    """The queues of a database with their settings, by name. They need not be managed queues."""
-    service = context.settings.default_service if service_id is None else context.databases.service(service_id)
-    database = service.default_database if database_name is None else database_name
+    """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
+    service = find_service(context, service_id)
+    database = find_database(service, database_name)
     try:
         async with context.databases.target(service, database) as connection:
             queues = await AsyncQueues(connection).list_queues()
     except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
         queues = []  # pgqueue is not installed there yet
-    listed = [_settings(each) for each in queues if each.name != context.settings.tasks.queue]
+    hidden, sees = context.settings.tasks.queue, current().sees
+    listed = [_settings(each) for each in queues if each.name != hidden and sees(service.id, database, each.name)]
     return to_response(Answer(200, to_json({"queues": listed})))
 
 

@@ -17,11 +17,14 @@ __all__ = [
     "ApiError",
     "connection_failure",
     "connection_sqlstate",
+    "database_not_found",
     "error_response",
     "from_database_error",
     "from_http_status",
     "from_validation_errors",
     "is_temporary",
+    "queue_not_found",
+    "service_not_found",
 ]
 
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
@@ -108,6 +111,22 @@ def error_response(error: ApiError) -> Response:
     # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
     content = json.dumps(body).encode()
     return Response(content, error.status, error.headers, "application/json")
+
+
+def service_not_found(id: str) -> ApiError:
+    """The error for a service that does not exist, or that the user does not see."""
+    return ApiError(404, "service_not_found", f"there is no service {id[:128]!r}", "service_id", id)
+
+
+def database_not_found(name: str, there: Sequence[str]) -> ApiError:
+    """The error for a database that a service does not have, or that the user does not see."""
+    limit = f"one of {', '.join(there)}"
+    return ApiError(404, "database_not_found", f"database_name must be {limit}", "database_name", name, limit)
+
+
+def queue_not_found(name: str) -> ApiError:
+    """The error for a queue that does not exist, or that the user does not see."""
+    return ApiError(404, "queue_not_found", f"there is no queue {name[:128]!r}", "queue_name", name)
 
 
 def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:

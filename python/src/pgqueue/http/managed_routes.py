@@ -4,7 +4,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 from uuid import UUID
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 from psycopg import AsyncConnection
 from pydantic import BaseModel
 
@@ -14,16 +14,19 @@ from .context import (
     CurrentContext,
     IdempotencyKey,
     error_responses,
+    find_database,
+    find_service,
     is_queue_name,
-    queue_not_found,
     to_response,
 )
 from .enqueueing import check_sizes
-from .errors import ApiError
+from .errors import ApiError, queue_not_found
 from .idempotency import Answer, EffectKey, run_once
 from .models import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId
 from .request_body import JsonRequest, JsonRoute, run_beside
+from .rights import current
 from .serialization import RawJson, to_json, utc_text
+from .settings import Service
 
 __all__ = ["router"]
 
@@ -35,6 +38,18 @@ _BODY = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
 _LISTED = ("id", "name", "database_name", "status", *_SETTINGS)
 
 
+async def _authorized(context: CurrentContext, service_id: str, queue_name: str) -> Service:
+    """The service of a queue. Raises `ApiError` if the user may not call the route for it, whatever its database."""
+    service = find_service(context, service_id)
+    if not is_queue_name(queue_name):
+        raise queue_not_found(queue_name)
+    current().check(service.id, None, queue_name)
+    return service
+
+
+ServiceOfQueue = Annotated[Service, Depends(_authorized)]
+
+
 def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return error_responses(404, 422) | {202: {"model": model, "description": "Pending or running"}}
 
@@ -42,11 +57,13 @@ def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 @router.post("", status_code=201, response_model=QueueBody, responses=error_responses(400, 403, 404, 409, 413, 422))
 async def create_queue(context: CurrentContext, service_id: str, body: CreateQueue, key: IdempotencyKey) -> Response:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
-    service = context.databases.service(service_id)
-    database = service.default_database if body.database_name is None else body.database_name
-    if database not in service.databases:
-        limit = f"one of {', '.join(service.databases)}"
-        raise ApiError(422, "invalid", f"database_name is invalid; must be {limit}", "database_name", database, limit)
+    service = find_service(context, service_id)
+    try:
+        database = find_database(service, body.database_name)
+    except ApiError as error:
+        message = f"database_name is invalid; must be {error.limit}"
+        raise ApiError(422, "invalid", message, "database_name", body.database_name, error.limit) from None
+    current().check_new(service.id, database, body.name)
     if body.name == context.settings.tasks.queue:
         raise ApiError(422, "invalid", f"name {body.name} is reserved", "name", body.name, "any other name")
 
@@ -75,31 +92,32 @@ async def create_queue(context: CurrentContext, service_id: str, body: CreateQue
 
 @router.get("", response_model=QueueList, responses=error_responses(404))
 async def list_queues(context: CurrentContext, service_id: str) -> Response:
-    """The queues of a service, by name."""
-    service = context.databases.service(service_id)
+    """The queues of a service that the user sees, by name."""
+    service, sees = find_service(context, service_id), current().sees
     async with context.databases.control() as connection:
         rows = await registry.list_all(connection, service.id)
+    rows = [row for row in rows if sees(service.id, row.database_name, row.name)]
     return to_response(Answer(200, to_json({"queues": [_listed(row) for row in rows]})))
 
 
 @router.get("/{queue_name}", response_model=QueueBody, responses=error_responses(404))
-async def get_queue(context: CurrentContext, service_id: str, queue_name: str) -> Response:
+async def get_queue(context: CurrentContext, service: ServiceOfQueue, queue_name: str) -> Response:
     """A queue, by name."""
     async with context.databases.control() as connection:
-        return to_response(Answer(200, to_json(_body(await _found(context, connection, service_id, queue_name)))))
+        return to_response(Answer(200, to_json(_body(await _found(connection, service, queue_name)))))
 
 
 @router.delete("/{queue_name}", status_code=202, response_model=QueueBody, responses=error_responses(403, 404))
-async def delete_queue(context: CurrentContext, service_id: str, queue_name: str) -> Response:
+async def delete_queue(context: CurrentContext, service: ServiceOfQueue, queue_name: str) -> Response:
     """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
     async with context.databases.control() as connection:
-        before = await _found(context, connection, service_id, queue_name)
+        before = await _found(connection, service, queue_name)
         async with connection.transaction():
             row = await registry.begin_deletion(connection, before.service_id, queue_name)
             if row is not None:
                 await registry.submit(connection, context.settings.tasks.queue, "deprovision", row.id)
         if row is None:
-            row = await _found(context, connection, service_id, queue_name)
+            row = await _found(connection, service, queue_name)
     return to_response(Answer(202, to_json(_body(row))))
 
 
@@ -112,7 +130,7 @@ async def delete_queue(context: CurrentContext, service_id: str, queue_name: str
 async def enqueue(
     request: JsonRequest,
     context: CurrentContext,
-    service_id: str,
+    service: ServiceOfQueue,
     queue_name: str,
     body: EnqueueRequest,
     key: IdempotencyKey,
@@ -120,7 +138,7 @@ async def enqueue(
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     text = await request.text()
     await run_beside(text, check_sizes, body.messages)
-    return await _submit(context, service_id, queue_name, "enqueue", key, text)
+    return await _submit(context, service, queue_name, "enqueue", key, text)
 
 
 @router.get(
@@ -129,17 +147,19 @@ async def enqueue(
     response_model_exclude_none=True,
     responses=_unfinished(EnqueueTask),
 )
-async def poll_enqueue(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+async def poll_enqueue(context: CurrentContext, service: ServiceOfQueue, queue_name: str, task_id: TaskOf) -> Response:
     """The result of sending messages: their ids in the order of the request, when the task is completed."""
-    return await _poll(context, service_id, queue_name, "enqueue", task_id)
+    return await _poll(context, service, queue_name, "enqueue", task_id)
 
 
 @router.post(
     "/{queue_name}/stats", status_code=202, response_model=TaskId, responses=error_responses(403, 404, 409, 422)
 )
-async def request_stats(context: CurrentContext, service_id: str, queue_name: str, key: IdempotencyKey) -> Response:
+async def request_stats(
+    context: CurrentContext, service: ServiceOfQueue, queue_name: str, key: IdempotencyKey
+) -> Response:
     """Have an agent read the depth of a queue. Poll for the result."""
-    return await _submit(context, service_id, queue_name, "stats", key, None)
+    return await _submit(context, service, queue_name, "stats", key, None)
 
 
 @router.get(
@@ -148,24 +168,22 @@ async def request_stats(context: CurrentContext, service_id: str, queue_name: st
     response_model_exclude_none=True,
     responses=_unfinished(StatsTask),
 )
-async def poll_stats(context: CurrentContext, service_id: str, queue_name: str, task_id: TaskOf) -> Response:
+async def poll_stats(context: CurrentContext, service: ServiceOfQueue, queue_name: str, task_id: TaskOf) -> Response:
     """The depth that the agent read."""
-    return await _poll(context, service_id, queue_name, "stats", task_id)
+    return await _poll(context, service, queue_name, "stats", task_id)
 
 
-async def _found(
-    context: Context, connection: AsyncConnection[Any], service_id: str, queue_name: str
-) -> registry.QueueRow:
-    service = context.databases.service(service_id)
-    row = await registry.find(connection, service.id, queue_name) if is_queue_name(queue_name) else None
+async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> registry.QueueRow:
+    row = await registry.find(connection, service.id, queue_name)
     if row is None:
         raise queue_not_found(queue_name)
+    current().check(service.id, row.database_name, queue_name)
     return row
 
 
 async def _submit(
     context: Context,
-    service_id: str,
+    service: Service,
     queue_name: str,
     kind: registry.TaskKind,
     key: EffectKey | None,
@@ -174,7 +192,7 @@ async def _submit(
     async with context.databases.control() as connection:
 
         async def effect() -> Answer:
-            row = await _found(context, connection, service_id, queue_name)
+            row = await _found(connection, service, queue_name)
             if row.status != "Active":
                 message = f"queue {queue_name} is {row.status}; this needs an Active queue"
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
@@ -184,13 +202,12 @@ async def _submit(
         return to_response(await run_once(connection, key, effect))
 
 
-async def _poll(context: Context, service_id: str, queue_name: str, kind: registry.TaskKind, task_id: UUID) -> Response:
-    service = context.databases.service(service_id)
-    if not is_queue_name(queue_name):
-        raise queue_not_found(queue_name)
+async def _poll(
+    context: Context, service: Service, queue_name: str, kind: registry.TaskKind, task_id: UUID
+) -> Response:
     async with context.databases.control() as connection:
         task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
-    if task is None:
+    if task is None or not current().may(current().needs.accesses, service.id, task.database_name, queue_name):
         raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
     body: dict[str, Any] = {"task_id": task.id, "status": task.status}
     if task.result is not None:

@@ -9,11 +9,13 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .admission import Admission
+from .audit import Audit
 from .errors import ApiError, error_response, from_database_error
 from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
-from .passwords import Authenticator
 from .request_body import Bodies, BodyMemory
+from .rights import begin
 
 __all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "RequestMiddleware"]
 
@@ -22,7 +24,7 @@ logger = logging.getLogger("pgqueue.http")
 # Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
-_PATHS_WITHOUT_PASSWORD: Final = {"/healthz", "/readyz"}
+LOGIN_BODY_LIMIT: Final = 16 * 1024  # bytes: everybody may send it
 # A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
@@ -33,7 +35,7 @@ _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
         b"default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
         b" img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     ),
-    (b"referrer-policy", b"no-referrer"),
+    (b"referrer-policy", b"same-origin"),  # with no-referrer, browsers send forms without TLS as Origin: null
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
 )
@@ -43,10 +45,17 @@ class RequestMiddleware:
     """The ASGI middleware. Its own errors have the same form as those of the routes."""
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, metrics: Metrics, seconds: float, bodies: Bodies
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        audit: Audit,
+        metrics: Metrics,
+        seconds: float,
+        bodies: Bodies,
     ) -> None:
         self._app = app
-        self._authenticator = authenticator
+        self._admission = admission
+        self._audit = audit
         self._metrics = metrics
         self._seconds = seconds
         self._bodies = bodies
@@ -91,6 +100,7 @@ class RequestMiddleware:
         finally:
             timer.cancel()
             memory.release()
+            self._audit.note(get_scope, response.status or 500)
             seconds = time.perf_counter() - began
             self._metrics.request(scope["method"], get_scope.get("route"), response.status or 500, seconds)
             for task in timeout_tasks:
@@ -98,20 +108,12 @@ class RequestMiddleware:
 
     async def _admit(self, scope: Scope, limit: int) -> None:
         headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
-        if scope["path"] not in _PATHS_WITHOUT_PASSWORD:
-            scope["user"] = await self._user(headers, (scope.get("client") or ("",))[0])
+        begin(await self._admission.admit(scope, headers))
         if scope["method"] not in _SAFE_METHODS:
             _refuse_other_sites(headers)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > limit:
             raise _too_large(length.decode("latin-1"), limit)
-
-    async def _user(self, headers: Mapping[bytes, bytes], address: str) -> str:
-        user = await self._authenticator.user(headers.get(b"authorization", b"").decode("latin-1"), address)
-        if user is None:
-            challenge = {"WWW-Authenticate": 'Basic realm="pgqueue", charset="UTF-8"'}
-            raise ApiError(401, "unauthorized", "name and password are missing or wrong", headers=challenge)
-        return user
 
 
 class _ResponseSender:
@@ -165,6 +167,8 @@ class _LimitedReceive:
 
 
 def _body_limit(path: str) -> int:
+    if path == "/login":
+        return LOGIN_BODY_LIMIT
     is_batch = path.startswith(("/v1/queues/", "/managed-services/")) and path.endswith(("/enqueue", "/messages"))
     return BODY_LIMIT if is_batch else SMALL_BODY_LIMIT
 

@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 
 from ..client import AsyncQueue
 from ..message import QueueInfo
-from .context import Context, CurrentContext
+from .context import Context, CurrentContext, find_database, find_service
 from .enqueueing import check_sizes
 from .errors import ApiError
 from .message_search import STATES, SearchRefused, find
@@ -20,6 +20,7 @@ from .models import PAYLOAD_LIMIT, DirectMessage
 from .page_rendering import pretty_json, queue_url, render
 from .page_requests import CurrentPlace, Form, explain, message_ids, open_queue, page_router, read_form
 from .request_body import read_json
+from .rights import current
 from .sampling import Place
 
 __all__ = ["router"]
@@ -27,6 +28,7 @@ __all__ = ["router"]
 router = page_router()
 
 _ERRORS: Final = (ApiError, psycopg.Error)
+_READER: Final = ("admin", "reader")  # may read payloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,13 @@ async def create_form(context: CurrentContext) -> Response:
 
 
 def _create_page(context: Context, form: Form, problem: ApiError | None = None) -> Response:
-    databases = [(each.id, database) for each in context.settings.services.values() for database in each.databases]
+    may = current().may
+    databases = [
+        (each.id, database)
+        for each in context.settings.services.values()
+        for database in each.databases
+        if may(("admin",), each.id, database)
+    ]
     values = {"databases": databases, "fields": (*_FIELDS, *_ONLY_NEW), "form": form, "problem": problem}
     return render("create.html", values, problem.status if problem else 200)
 
@@ -132,8 +140,10 @@ async def create(request: Request, context: CurrentContext) -> Response:
     service, _, database = form.get("database", [""])[0].partition("/")  # a service id has no slash
     name = form.get("name", [""])[0].strip()
     try:
+        chosen = find_service(context, service)
+        find_database(chosen, database)
+        current().check_new(service, database, name)
         values = {each.name: each.read(form) for each in (*_FIELDS, *_ONLY_NEW)}
-        chosen = context.databases.service(service)
         async with context.databases.target(chosen, database, prepare=True) as connection:
             await AsyncQueue(connection, name).create_queue(**values)
     except _ERRORS as error:
@@ -187,11 +197,12 @@ async def send_form(context: CurrentContext, place: CurrentPlace, state: str = "
     async with open_queue(context, place) as queue:
         await queue.get_queue()
         if id:
-            form = await _copied(queue, state, message_ids([id])[0])
+            form = await _copied(place, queue, state, message_ids([id])[0])
     return _send_page(place, form)
 
 
-async def _copied(queue: AsyncQueue, state: str, id: int) -> Form:
+async def _copied(place: Place, queue: AsyncQueue, state: str, id: int) -> Form:
+    current().check(*place, _READER)
     if state not in STATES:
         raise ApiError(422, "invalid", "state is invalid", "state", state, f"one of {', '.join(STATES)}")
     try:
@@ -221,6 +232,8 @@ async def send(request: Request, context: CurrentContext, place: CurrentPlace) -
     """Send a message, and delete the dead letter that it replaces in the same transaction. Redirect to the queue."""
     form = await read_form(request)
     replaced = message_ids(form["replaces"]) if form.get("replaces") else []
+    if replaced:
+        current().check(*place, ("admin",))
     async with open_queue(context, place) as queue:
         try:
             payload, headers = _json(form, "payload"), _json(form, "headers")
@@ -236,6 +249,8 @@ async def send(request: Request, context: CurrentContext, place: CurrentPlace) -
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     state = "scheduled" if delay else "ready"
     done = f"Sent as message {sent}" + (f"; dead letter {replaced[0]} is deleted" if replaced else "")
+    if not current().may(_READER, *place):  # the page of the queue is not for this user
+        return RedirectResponse(f"../{queue_url('', place, done=done)}", 303)
     return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
 
 

@@ -18,6 +18,7 @@ from .errors import from_database_error
 from .message_search import LOOK_LIMIT
 from .page_rendering import render
 from .page_requests import CurrentPlace, open_queue, page_router
+from .rights import ALL, current, forbidden
 from .settings import Service
 
 __all__ = ["router"]
@@ -78,8 +79,16 @@ class Sessions:
 
 @router.get("/health")
 async def health(context: CurrentContext) -> Response:
-    """The page with the findings of `doctor` in every database, the worst first."""
-    places = [(each, name) for each in context.settings.services.values() for name in each.databases]
+    """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
+    may = current().may
+    places = [
+        (each, name)
+        for each in context.settings.services.values()
+        for name in each.databases
+        if may(("admin",), each.id, name, ALL)
+    ]
+    if not places:
+        raise forbidden(("admin",), "all queues of a database")
     checked = await asyncio.gather(*(_check(context, *place) for place in places))
     findings = [each for found, _ in checked for each in found]
     findings.sort(key=lambda each: _SEVERITIES.get(each[2].severity, len(_SEVERITIES)))

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from .._wording import counted as count
 from ..message import QueueStats
 from .registry import QueueRow
+from .rights import ALL, current_or_none
 from .sampling import History, Place, Sampler
 from .throughput import Throughput
 
@@ -218,4 +219,20 @@ TEMPLATES.filters |= {
     "rate": _compact_number,
     "number": lambda n: f"{n:,}",
 }
+
+
+def _may(access: str, place: Sequence[str] = ()) -> bool:
+    caller = current_or_none()
+    return caller is not None and caller.may(access.split(), *place)
+
+
+def _csrf() -> Markup:
+    """The field of a form that shows that the form is of the session."""
+    caller = current_or_none()
+    if caller is None or not caller.csrf:
+        return Markup("")
+    return Markup('<input type="hidden" name="csrf" value="{}">').format(caller.csrf)
+
+
 TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
+TEMPLATES.globals |= {"caller": current_or_none, "may": _may, "csrf": _csrf, "ALL": ALL}

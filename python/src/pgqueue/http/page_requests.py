@@ -1,5 +1,6 @@
 """What the routes of the page share: the queue of a request, its connection, and the fields of a form."""
 
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final
@@ -10,9 +11,10 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from ..client import AsyncQueue
 from ..errors import InvalidArgument
-from .context import Context, is_queue_name, queue_not_found
-from .errors import ApiError, from_database_error
+from .context import Context, CurrentContext, find_database, find_service, is_queue_name
+from .errors import ApiError, from_database_error, queue_not_found
 from .models import MAX_ID
+from .rights import current, current_or_none
 from .sampling import Place
 
 __all__ = ["TAG", "CurrentPlace", "Form", "explain", "message_ids", "open_queue", "page_router", "read_form"]
@@ -30,7 +32,12 @@ def page_router() -> APIRouter:
 _Text = Annotated[str, Query()]
 
 
-async def _place(service: _Text, database: _Text, name: _Text) -> Place:
+async def _place(context: CurrentContext, service: _Text, database: _Text, name: _Text) -> Place:
+    found = find_service(context, service)
+    find_database(found, database)
+    if not is_queue_name(name):
+        raise queue_not_found(name)
+    current().check(service, database, name)
     return service, database, name
 
 
@@ -41,20 +48,26 @@ CurrentPlace = Annotated[Place, Depends(_place)]
 async def open_queue(context: Context, place: Place) -> AsyncIterator[AsyncQueue]:
     """The queue on a connection to its database."""
     service, database, name = place
-    if not is_queue_name(name):
-        raise queue_not_found(name)
     async with context.databases.target(context.databases.service(service), database) as connection:
         yield AsyncQueue(connection, name)
 
 
 async def read_form(request: Request) -> Form:
-    """The fields of a form. Empty fields are left out."""
+    """The fields of a form. Empty fields are left out.
+
+    Raises `ApiError` 403 if the request belongs to a session whose token the form lacks: another site cannot know it.
+    """
     try:
-        return parse_qs((await request.body()).decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
+        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:
         raise ApiError(
             422, "invalid", "the form has too many fields", "body", limit=f"at most {_MAX_FORM_FIELDS}"
         ) from None
+    caller = current_or_none()
+    given = form.pop("csrf", [""])[0]
+    if caller is not None and caller.csrf and not hmac.compare_digest(given.encode(), caller.csrf.encode()):
+        raise ApiError(403, "csrf", "the form is not of this session: load the page again", "csrf")
+    return form
 
 
 def message_ids(given: list[str]) -> list[int]:

@@ -8,7 +8,7 @@ from fastapi import Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from psycopg_pool import PoolTimeout
 
-from . import depth_history, page_forms, page_inspection, page_removal, registry
+from . import depth_history, page_forms, page_inspection, page_removal, page_session, registry
 from .context import Context, CurrentContext
 from .depth_history import RANGES
 from .errors import ApiError
@@ -29,6 +29,7 @@ from .message_search import (
 from .models import MAX_ID, PAYLOAD_LIMIT, REDRIVE_LIMIT
 from .page_rendering import Row, build_rows, count, pretty_json, queue_url, render
 from .page_requests import TAG, CurrentPlace, message_ids, open_queue, page_router, read_form
+from .rights import current
 from .sampling import Place
 
 __all__ = ["error_page", "is_page", "router"]
@@ -37,6 +38,7 @@ router = page_router()
 router.include_router(page_forms.router)
 router.include_router(page_inspection.router)
 router.include_router(page_removal.router)
+router.include_router(page_session.router)
 
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
@@ -83,8 +85,13 @@ async def _table(context: Context) -> dict[str, Any]:
             registered = await registry.list_all(connection)
     except (psycopg.Error, PoolTimeout, OSError):
         registered = None
+    sees = current().sees
     rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
-    return {"rows": rows, "control_fails": registered is None, "failing": sorted(context.sampler.failing)}
+    return {
+        "rows": [each for each in rows if sees(*each.place)],
+        "control_fails": registered is None,
+        "failing": sorted(each for each in context.sampler.failing if sees(*each)),
+    }
 
 
 async def _filter(

@@ -86,11 +86,15 @@ class Authenticator:
         Raises `ApiError` 429 if too many passwords of this client for this name wait to be verified.
         """
         name, password = _credentials(authorization)
-        if name is None:
+        if name is None or not await self.verify(name, password, address):
             return None
+        return name
+
+    async def verify(self, name: str, password: str, address: str = "") -> bool:
+        """Whether this is the password of the user. Raises `ApiError` as `user` does."""
         digest = _digest(password)
         if hmac.compare_digest(self._digests.get(name, b""), digest):
-            return name
+            return True
         client = _client(address)
         attempt = client, name, digest
         verifying = self._verifying.get(attempt)
@@ -104,7 +108,7 @@ class Authenticator:
             verifying = asyncio.create_task(self._verify(client, name, password, self._turns.request(client, known)))
             self._verifying[attempt] = verifying
             verifying.add_done_callback(lambda _: self._verifying.pop(attempt))
-        return name if await asyncio.shield(verifying) else None
+        return await asyncio.shield(verifying)
 
     async def _verify(self, client: str, name: str, password: str, turn: asyncio.Future[None]) -> bool:
         await turn
@@ -113,13 +117,14 @@ class Authenticator:
         finally:
             self._turns.end(client)
         if not matches or name not in self._users:
-            self._log_failure(client, name)
+            self.log_failure(client, name)
             return False
         self._digests[name] = _digest(password)
         return True
 
-    def _log_failure(self, client: str, name: str) -> None:
+    def log_failure(self, address: str, name: str) -> None:
         """Log the first failure of a client at once, and the number of the next ones once a minute."""
+        client = _client(address)
         now = time.monotonic()
         if client not in self._failures and len(self._failures) >= _MOST_CLIENTS:
             self._failures.clear()

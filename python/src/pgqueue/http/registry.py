@@ -21,6 +21,7 @@ Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"
 TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
 
 _DELETE_BATCH = 1000  # rows per statement
+_AUDIT_DAYS = 90
 _QUEUE = (
     "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
     " q.status, q.error_message, q.created_at, q.updated_at"
@@ -52,6 +53,7 @@ class TaskRow:
     status: str
     result: RawJson | None
     error_message: str | None
+    database_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ async def find_task(
     """A task of a queue; the queue may have been deleted since."""
     cursor = connection.cursor(row_factory=class_row(TaskRow))
     await cursor.execute(
-        "select t.id, t.status, t.result, t.error_message"
+        "select t.id, t.status, t.result, t.error_message, q.database_name"
         " from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
         " where t.id = %s and t.kind = %s and q.service_id = %s and q.name = %s",
         [id, kind, service_id, queue_name],
@@ -228,8 +230,9 @@ async def _end_task(connection: Connection, id: UUID, status: str, result: str |
 
 
 async def delete_old_tasks(connection: Connection, days: int) -> None:
-    """Delete the tasks and the stored responses that are older than `days`."""
+    """Delete the tasks and the stored responses that are older than `days`, and older rows of the audit."""
     await _delete_old_rows(connection, "tasks", "created_at", days)
+    await _delete_old_rows(connection, "audit", "at", _AUDIT_DAYS)
     await delete_old_effects(connection, days)
 
 

@@ -1,18 +1,27 @@
 """The configuration file of the server, read and checked: services, users, tasks, limits."""
 
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
 from .passwords import hash_password, is_hash
+from .rights import Right, parse_rights
 
-__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks"]
+__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User"]
+
+
+_SETTINGS: Final = (
+    *("control_dsn", "control_dsn_env", "services", "users", "tasks", "limits"),
+    *("session_key", "session_key_env"),
+)
+_MIN_KEY_CHARACTERS: Final = 32
 
 
 class SettingsError(Exception):
@@ -30,10 +39,13 @@ class Service:
     dsn: str = field(repr=False)
     databases: tuple[str, ...]
 
-    @property
-    def default_database(self) -> str:
-        """The database of requests that name none."""
-        return self.databases[0]
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user: the hash of the password, and the rights. Without rights the user may do everything."""
+
+    password_hash: str = field(repr=False)
+    allow: tuple[Right, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,8 @@ class Limits:
     `request_seconds` (1 to 600; 30) bounds a request, `database_seconds` (1 to 600; 15) a statement, and
     `connect_seconds` (1 to 60; 3) the wait for a connection. `connections` (1 to 1000; 10) is the size of the pool of
     each database. `sample_seconds` (0.2 to 3600; 2) is the interval between samples for the page and the metrics.
+    `user_requests_per_second` (0 to 100000; 0: no limit) bounds the requests of each user to this process.
+    `session_seconds` (60 to 2592000; 28800) is how long a log-in to the page lasts.
     """
 
     request_seconds: float = 30.0
@@ -71,6 +85,8 @@ class Limits:
     connect_seconds: float = 3.0
     connections: int = 10
     sample_seconds: float = 2.0
+    user_requests_per_second: int = 0
+    session_seconds: int = 28800
 
     def __post_init__(self) -> None:
         _within("limits.request_seconds", self.request_seconds, 1, 600)
@@ -78,22 +94,27 @@ class Limits:
         _within("limits.connect_seconds", self.connect_seconds, 1, 60)
         _within("limits.connections", self.connections, 1, 1000)
         _within("limits.sample_seconds", self.sample_seconds, 0.2, 3600)
+        _within("limits.user_requests_per_second", self.user_requests_per_second, 0, 100_000)
+        _within("limits.session_seconds", self.session_seconds, 60, 2_592_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The configuration. `users` maps names to password hashes; `control_dsn` is the database of the registry."""
+    """The configuration. `control_dsn` is the database of the registry.
+
+    `session_key` signs the sessions of the page; servers that share it accept the sessions of each other.
+    """
 
     control_dsn: str = field(repr=False)
     services: Mapping[str, Service]
-    users: Mapping[str, str] = field(repr=False)
+    users: Mapping[str, User]
     tasks: Tasks = field(default_factory=Tasks)
     limits: Limits = field(default_factory=Limits)
+    session_key: str = field(default_factory=secrets.token_hex, repr=False)
 
-    @property
-    def default_service(self) -> Service:
-        """The service of direct requests that name none: the first one."""
-        return next(iter(self.services.values()))
+    def parse_rights(self, place: str, given: object) -> tuple[Right, ...]:
+        """The rights of a list of texts. Raises `SettingsError`, also for a service or a database that is not there."""
+        return _rights(place, given, self.services)
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -109,11 +130,11 @@ class Settings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """The settings of a parsed file. Raises `SettingsError`."""
-        _known("", given, {"control_dsn", "control_dsn_env", "services", "users", "tasks", "limits"})
+        _known("", given, set(_SETTINGS))
         services = {name: _service(name, entry) for name, entry in _table("services", given).items()}
         if not services:
             raise SettingsError("services: none given; at least one is needed")
-        users = {name: _user(name, entry) for name, entry in _table("users", given).items()}
+        users = {name: _user(name, entry, services) for name, entry in _table("users", given).items()}
         if not users:
             raise SettingsError("users: none given; at least one is needed")
         return cls(
@@ -122,7 +143,20 @@ class Settings:
             users=users,
             tasks=_values(Tasks, "tasks", _table("tasks", given)),
             limits=_values(Limits, "limits", _table("limits", given)),
+            **_session_key(given),
         )
+
+
+def _rights(place: str, given: object, services: Mapping[str, Service]) -> tuple[Right, ...]:
+    try:
+        rights = parse_rights(given)
+    except ValueError as error:
+        raise SettingsError(f"{place}: {error}") from None
+    places = [(each.id, database) for each in services.values() for database in each.databases]
+    for right in rights:
+        if not any(right.covers(*each, None) for each in places):
+            raise SettingsError(f"{place}: '{right}': there is no such service or database")
+    return rights
 
 
 def _table(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,6 +212,13 @@ def _dsn(place: str, given: Mapping[str, Any], name: str) -> str:
     return dsn
 
 
+def _session_key(given: Mapping[str, Any]) -> dict[str, str]:
+    key = _secret("session_key", given, "session_key")
+    if key is not None and len(key) < _MIN_KEY_CHARACTERS:
+        raise SettingsError(f"session_key: too short; must have at least {_MIN_KEY_CHARACTERS} random characters")
+    return {} if key is None else {"session_key": key}
+
+
 def _service(id: str, given: Any) -> Service:
     place = f"services.{id}"
     if not isinstance(given, Mapping):
@@ -194,22 +235,23 @@ def _service(id: str, given: Any) -> Service:
     return Service(id, dsn, tuple(databases))
 
 
-def _user(name: str, given: Any) -> str:
+def _user(name: str, given: Any, services: Mapping[str, Service]) -> User:
     place = f"users.{name}"
     if not isinstance(given, Mapping):
         raise SettingsError(f"{place}: must be a table with password_hash or password_env")
     if not name or ":" in name:
         raise SettingsError(f"{place}: a user's name is not empty and has no colon")
-    _known(f"{place}.", given, {"password_hash", "password_env"})
+    _known(f"{place}.", given, {"password_hash", "password_env", "allow"})
+    allow = _rights(f"{place}.allow", given["allow"], services) if "allow" in given else None
     if "password_hash" in given:
         hashed = given["password_hash"]
         if "password_env" in given or not isinstance(hashed, str) or not is_hash(hashed):
             raise SettingsError(f"{place}.password_hash: must be the output of pgqueue serve --hash-password")
-        return hashed
+        return User(hashed, allow)
     password = _secret(f"{place}.password", given, "password")
     if not password:
         raise SettingsError(f"{place}: must have password_hash or password_env")
     try:
-        return hash_password(password)
+        return User(hash_password(password), allow)
     except UnicodeEncodeError:
         raise SettingsError(f"{place}.password_env: the value of the variable is not valid UTF-8") from None

@@ -9,6 +9,7 @@ async function refresh() {
     if (document.hidden) return;
     try {
         const answer = await fetch(live.dataset.live, {signal: AbortSignal.timeout(10000)});
+        if (answer.status === 401) location.reload();  // the session has ended
         if (!answer.ok) throw new Error(answer.status);
         const html = await answer.text();
         const focused = live.contains(document.activeElement) ? document.activeElement.dataset.key : null;

@@ -1,0 +1,73 @@
+"""Sessions of the page: a signed cookie that a log-in sets, and the token of the forms in a session."""
+
+import hashlib
+import secrets
+import time
+from typing import Final, NamedTuple
+
+from itsdangerous import BadData, Signer, URLSafeTimedSerializer
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import Scope
+
+__all__ = ["Session", "Sessions"]
+
+_SIGNING: Final = {"digest_method": hashlib.sha256, "key_derivation": "hmac"}
+_MOST_ENDED: Final = 100_000  # sessions that are kept
+
+
+class Session(NamedTuple):
+    """A session: its random id, the name of its user, and the token that its forms carry."""
+
+    id: str
+    user: str
+    csrf: str
+
+
+class Sessions:
+    """Makes, reads and ends sessions. The cookie has all of a session, so the server keeps only those that ended."""
+
+    def __init__(self, key: str, seconds: int) -> None:
+        self._cookies = URLSafeTimedSerializer(key, salt="pgqueue session", signer_kwargs=_SIGNING)
+        self._forms = Signer(key, salt="pgqueue form", key_derivation="hmac", digest_method=hashlib.sha256)
+        self._seconds = seconds
+        self._ended: dict[str, float] = {}  # ids, and when their cookies expire in any case
+
+    def begin(self, scope: Scope, user: str) -> str:
+        """The header `Set-Cookie` of a new session. Its id is new, whatever cookie the client has sent."""
+        return self._cookie(scope, self._cookies.dumps([secrets.token_hex(16), user]), self._seconds)
+
+    def end(self, scope: Scope, session: str | None) -> str:
+        """End a session. Returns the header `Set-Cookie` that deletes the cookie."""
+        if session is not None:
+            now = time.monotonic()
+            self._ended[session] = now + self._seconds + 1
+            while len(self._ended) > _MOST_ENDED or next(iter(self._ended.values())) < now:
+                del self._ended[next(iter(self._ended))]  # the oldest
+        return self._cookie(scope, "", 0)
+
+    def find(self, scope: Scope) -> Session | None:
+        """The session of a request; None if it has no cookie, or one that is forged, expired or logged out."""
+        cookie = cookie_parser(Headers(scope=scope).get("cookie", "")).get(_name(scope), "")
+        try:
+            session, user = self._cookies.loads(cookie, max_age=self._seconds)
+        except BadData:
+            return None
+        if session in self._ended:
+            return None
+        return Session(session, user, self._forms.get_signature(session).decode())
+
+    def _cookie(self, scope: Scope, value: str, seconds: int) -> str:
+        secure = "; Secure" if _is_secure(scope) else ""
+        return f"{_name(scope)}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}"
+
+
+def _name(scope: Scope) -> str:
+    # Browsers accept __Host- only from this host and by TLS, so a sibling domain cannot set such a cookie.
+    return "__Host-pgqueue" if _is_secure(scope) else "pgqueue"
+
+
+def _is_secure(scope: Scope) -> bool:
+    """Whether the client uses TLS. A client that lies here weakens only its own cookie."""
+    forwarded = Headers(scope=scope).get("x-forwarded-proto", "")
+    return scope.get("scheme") == "https" or forwarded.partition(",")[0].strip().lower() == "https"

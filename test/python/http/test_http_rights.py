@@ -1,0 +1,446 @@
+"""Users of the HTTP service: what they may do and see, their tokens, their sessions, and what is recorded of them."""
+
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import commands
+import httpx
+import psycopg
+import pytest
+from clients import PATIENCE
+from served import ADMIN, SERVICE, Server, Site, new_name, serving
+
+from pgqueue.http import Limits, Service, Settings, User, create_app
+from pgqueue.http import admission as admission_module
+from pgqueue.http import tokens as tokens_module
+from pgqueue.http.admission import safe_target
+from pgqueue.http.passwords import hash_password
+from pgqueue.http.rights import ACCESSES, NEEDS, Right
+from pgqueue.http.sessions import Sessions
+
+TASK = "2f1c9d6e-5a37-4c1b-9d0e-8b6f0a7c3e51"  # there is none
+ROOT = Path(__file__).parents[3]
+SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {"ann": User(hash_password("x"))})
+# Users with an access to queues of the service whose names begin with order-, and one with all rights elsewhere.
+LIMITED = {f"the-{access}": [f"{access}:{SERVICE}/order-*"] for access in ACCESSES}
+
+
+def users(site: Site) -> dict[str, list[str]]:
+    return LIMITED | {"elsewhere": [f"{access}:{SERVICE}/{site.databases[1]}/*" for access in ACCESSES], "none": []}
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two managed queues."""
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory, users=users(site)), directory, "--log-json") as web:
+        web.create("order-1")
+        web.create("invoice-1")
+        yield web
+
+
+@pytest.fixture(scope="module")
+def config(site: Site, web: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of that server, for commands."""
+    assert web.url
+    return str(site.configuration(tmp_path_factory.mktemp("commands"), users=users(site)))
+
+
+def routes(given: Any) -> set[str]:
+    found = set()
+    for route in given:
+        inner = getattr(route, "original_router", None)  # of a router that was included
+        found |= (
+            routes(inner.routes)
+            if inner
+            else {f"{method} {route.path}" for method in getattr(route, "methods", ()) if method != "HEAD"}
+        )
+    return found
+
+
+def test_every_route_has_an_entry_in_the_table_of_needs() -> None:
+    found = routes(create_app(SETTINGS, "controller").routes)
+    assert found - {"GET /openapi.json"} == set(NEEDS)  # FastAPI's own route
+
+
+def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
+    matrix = dict(re.findall(r"\('(\w+)', '\{([\w,]+)\}'", (ROOT / "sql/grants.sql").read_text()))
+    for route, need in NEEDS.items():
+        verb = route.rpartition("/")[2]
+        if route.startswith(("GET /v1", "POST /v1")) and verb in matrix:
+            assert set(need.accesses) == set(matrix[verb].split(",")) & set(ACCESSES), route
+    assert sum(route.rpartition("/")[2] in matrix for route in NEEDS) > 10
+
+
+def call(web: Server, user: str, route: str, database: str, queue: str) -> httpx.Response:
+    """Call a route for a queue. What is allowed fails for another reason, so that it changes nothing."""
+    method, path = route.split()
+    path = path.format(service_id=SERVICE, queue_name=queue, action="nothing")
+    more: dict[str, Any] = {}
+    if path.startswith("/managed-services") and method == "POST":
+        body = {"messages": [{"payload": {}}]} if path.endswith("/messages") else {}
+        more["json"] = body or {"name": queue, "database_name": database}
+    elif path.startswith("/managed-services"):
+        more["params"] = {"task_id": TASK}
+    elif path.startswith("/v1/") and method == "POST":
+        more["json"] = {"queue_names": [queue]} if path.endswith("/claim_any") else {}
+    elif method == "POST":
+        more["data"] = {"database": f"{SERVICE}/{database}", "name": queue, "max_attempts": "x", "typed": "x"}
+    if path.startswith("/v1/"):
+        more["params"] = {"database_name": database}
+    elif path.startswith("/queue"):
+        more["params"] = {"service": SERVICE, "database": database, "name": queue}
+    return web.call(method, path, auth=(user, ADMIN[1]), **more)
+
+
+def code(answer: httpx.Response) -> str:
+    if answer.headers["content-type"] != "application/json":
+        return "forbidden" if "the user lacks the access" in answer.text else "page"
+    body = answer.json()
+    return str(body["error"]["code"]) if "error" in body else ""
+
+
+@pytest.mark.parametrize("route", sorted(NEEDS))
+def test_a_user_may_call_exactly_what_an_access_allows(web: Server, site: Site, route: str) -> None:
+    need = NEEDS[route]
+    creates = route in ("POST /managed-services/{service_id}/queues", "POST /create")
+    own = "order-1" if creates else "order-none"  # exists, so it is not created again
+    for user, allow in users(site).items():
+        may = any(each.partition(":")[0] in need.accesses for each in allow)
+        if need.of != "queue":
+            answer = call(web, user, route, site.databases[0], "order-none")
+            is_free = need.of == "nothing" or (need.of == "some" and may)
+            if route == "GET /health":  # admin of all queues of a database
+                is_free = user == "elsewhere"
+            assert (answer.status_code != 403) == is_free, (route, user, answer.text)
+            assert is_free or code(answer) == "forbidden"
+            continue
+        if user in LIMITED:
+            answer = call(web, user, route, site.databases[0], own)
+            if may:
+                assert code(answer) != "forbidden", (route, user, answer.text)
+                assert answer.status_code in (404, 409, 422), (route, user, answer.text)
+            else:
+                assert (answer.status_code, code(answer)) == (403, "forbidden"), (route, user, answer.text)
+        hidden = [call(web, user, route, site.databases[0], queue) for queue in ("invoice-1", "invoice-2")]
+        for answer in hidden:
+            assert answer.status_code in ((403, 404, 422) if creates else (404,)), (route, user, answer.text)
+        there, absent = hidden  # the answers do not tell which of the two exists
+        assert there.text.replace("invoice-1", "") == absent.text.replace("invoice-2", ""), (route, user)
+
+
+def test_lists_and_figures_show_only_what_the_user_sees(web: Server, site: Site) -> None:
+    def seen(user: str, path: str) -> str:
+        return web.get(path, auth=(user, ADMIN[1])).text
+
+    web.until(lambda: "invoice-1" in seen("admin", "/") and "order-1" in seen("admin", "/"))
+    for path in ("/", "/page/queues", "/v1/queues", web.queues):
+        assert ("order-1" in seen("the-reader", path), "invoice-1" in seen("the-reader", path)) == (True, False), path
+    listed = json.loads(seen("elsewhere", "/v1/queues"))["queues"]  # of the database that it sees
+    assert {each["name"] for each in listed} <= {"parts"}  # which another test creates
+    assert site.databases[0] not in seen("elsewhere", "/v1/queues?database_name=none")
+    answer = web.get("/v1/queues", auth=("none", ADMIN[1]))
+    assert (answer.status_code, code(answer)) == (403, "forbidden")
+
+
+def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: Server, site: Site) -> None:
+    web.create("parts", database_name=site.databases[1])
+    ours, theirs = (f"{web.queues}/{name}" for name in ("parts", "order-1"))
+    assert web.get(ours, auth=("elsewhere", ADMIN[1])).status_code == 200
+    for method, path, more in (
+        ("GET", theirs, {}),
+        ("DELETE", theirs, {}),
+        ("POST", f"{theirs}/stats", {}),
+        ("POST", f"{theirs}/messages", {"json": {"messages": [{"payload": {}}]}}),
+    ):
+        answer = web.call(method, path, auth=("elsewhere", ADMIN[1]), **more)
+        absent = web.call(method, path.replace("order-1", "order-9"), auth=("elsewhere", ADMIN[1]), **more)
+        assert (answer.status_code, absent.status_code) == (404, 404), (method, path, answer.text)
+        assert answer.text.replace("order-1", "") == absent.text.replace("order-9", "")
+    task = web.post(f"{theirs}/stats").json()["task_id"]
+    assert web.get(f"{theirs}/stats", params={"task_id": task}, auth=("elsewhere", ADMIN[1])).status_code == 404
+
+
+def test_a_pattern_is_a_name_or_the_begin_of_names() -> None:
+    for text, place, covered in (
+        ("reader:*", ("shop", "main", "q"), True),
+        ("reader:order-*", ("shop", "main", "order-1"), True),
+        ("reader:order-*", ("shop", "main", "orders"), False),
+        ("reader:order", ("shop", "main", "order-1"), False),
+        ("reader:shop/*", ("shop-2", "main", "q"), False),
+        ("reader:shop*/q", ("shop-2", "main", "q"), True),
+        ("reader:shop/main/*", ("shop", "other", "q"), False),
+        ("reader:shop/a/b/q", ("shop", "a/b", "q"), True),  # a database may have a slash in its name
+        ("reader:order-*", ("shop", "main", "*"), False),  # that is all queues
+    ):
+        right = Right.parse(text)
+        assert right.covers(*place) is covered, text
+        assert Right.parse(str(right)) == right
+
+
+def test_the_same_idempotency_key_of_another_user_is_another_key(web: Server) -> None:
+    name = "order-1"
+    sent = [
+        web.post(
+            f"/v1/queues/{name}/enqueue",
+            {"messages": [{"payload": 1}]},
+            auth=(user, ADMIN[1]),
+            headers={"Idempotency-Key": "once"},
+        )
+        for user in ("admin", "the-producer", "admin")
+    ]
+    assert [each.status_code for each in sent] == [201] * 3
+    assert sent[0].json() == sent[2].json() != sent[1].json()
+
+
+def by_token(web: Server, token: str, path: str, method: str = "GET", **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}"}
+    return web.http.send(web.http.build_request(method, path, headers=headers, **more), auth=None)
+
+
+def make_token(config: str, name: str, *words: str) -> str:
+    done = commands.run("token", "create", name, "--config", config, *words, TEST_PASSWORD="password")
+    assert done.status == 0, done.err
+    return done.out.strip()
+
+
+def test_a_token_may_do_what_its_user_and_its_own_rights_allow(web: Server, site: Site, config: str) -> None:
+    name = new_name()
+    token = make_token(config, name, "--user", "the-producer", "--allow", f"producer:{SERVICE}/order-2")
+    web.until(lambda: by_token(web, token, "/v1/queues").status_code == 200)
+    assert by_token(web, token, "/v1/queues/order-1/stats").status_code == 404  # beyond the token
+    wide = make_token(config, new_name(), "--user", "the-producer", "--allow", "admin:*", "--allow", "producer:*")
+    web.until(lambda: by_token(web, wide, "/v1/queues/order-1/stats").status_code == 200)
+    assert by_token(web, wide, "/v1/queues/invoice-1/stats").status_code == 404  # beyond the user
+    assert by_token(web, wide, "/v1/queues/order-1/redrive", "POST", json={}).status_code == 403
+    for broken in (token[:-1], token + "x", "pgq_", "x" * 5000):
+        assert by_token(web, broken, "/v1/queues").status_code == 401
+    with psycopg.connect(site.control) as connection:
+        stored = connection.execute("select t::text from pgqueue_http.tokens t").fetchall()
+    assert token not in str(stored)
+    listed = commands.run("token", "list", "--config", config, TEST_PASSWORD="password")
+    assert name in listed.out
+    assert token not in web.command.err + listed.out
+    again = commands.run("token", "create", name, "--config", config, TEST_PASSWORD="password")
+    assert (again.status, f"there is a token '{name}'" in again.err) == (1, True)
+
+
+def test_a_token_ends_when_it_expires_or_is_revoked(web: Server, site: Site, config: str) -> None:
+    revoked, expired = new_name(), new_name()
+    tokens = [make_token(config, name) for name in (revoked, expired)]
+    for token in tokens:
+        web.until(lambda token=token: by_token(web, token, "/v1/queues").status_code == 200)  # type: ignore[misc]
+    done = commands.run("token", "revoke", revoked, "--config", config, TEST_PASSWORD="password")
+    assert done.status == 0, done.err
+    with psycopg.connect(site.control) as connection:
+        connection.execute("update pgqueue_http.tokens set expires_at = now() where name = %s", [expired])
+    for token in tokens:
+        web.until(lambda token=token: by_token(web, token, "/v1/queues").status_code == 401)  # type: ignore[misc]
+    again = commands.run("token", "revoke", revoked, "--config", config, TEST_PASSWORD="password")
+    assert again.status == 3
+
+
+async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_REFRESH_SECONDS", "_RETRY_SECONDS"):
+        monkeypatch.setattr(tokens_module, name, 0.0)
+    rows = [("t", "ann", hashlib.sha256(b"pgq_x").digest(), None, 60.0)]
+    down = True
+
+    class Connection:
+        async def execute(self, _: str) -> Any:
+            return self
+
+        async def fetchall(self) -> list[Any]:
+            return rows
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Any]:
+        if down:
+            raise OSError
+        yield Connection()
+
+    tokens = tokens_module.Tokens(connect)
+    with pytest.raises(OSError):  # noqa: PT011 - it has no message
+        await tokens.find("pgq_x")
+    down = False
+    assert await tokens.find("pgq_x") is not None
+    down = True
+    assert await tokens.find("pgq_x") is not None
+    assert await tokens.find("pgq_y") is None
+    down, rows = False, []
+    assert await tokens.find("pgq_x") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--user", "nobody"], "there is no user 'nobody'"),
+        (["--allow", "reader:none/*"], "there is no such service or database"),
+        (["--expires", "4000d"], "--expires must be from"),
+    ],
+)
+def test_a_wrong_token_command_says_what_is_wrong(config: str, words: list[str], said: str) -> None:
+    done = commands.run("token", "create", "x", "--config", config, *words, TEST_PASSWORD="password")
+    assert done.status == 2
+    assert said in done.err
+
+
+@pytest.fixture
+def browser(web: Server) -> Iterator[httpx.Client]:
+    """A client with cookies, and without a password of its own."""
+    with httpx.Client(base_url=web.url, timeout=PATIENCE, trust_env=False, headers={"Accept": "text/html"}) as client:
+        yield client
+
+
+def log_in(browser: httpx.Client, user: str = ADMIN[0], **more: Any) -> httpx.Response:
+    return browser.post("/login", data={"user": user, "password": ADMIN[1]} | more)
+
+
+def csrf(answer: httpx.Response) -> str:
+    found = re.search(r'name="csrf" value="([^"]+)"', answer.text)
+    assert found is not None
+    return found[1]
+
+
+def test_a_log_in_begins_a_session_and_a_log_out_ends_it(browser: httpx.Client, web: Server) -> None:
+    wanted = browser.get("/queue", params={"service": SERVICE, "name": "order-1"})
+    assert (wanted.status_code, wanted.headers["cache-control"]) == (303, "no-store")
+    form = browser.get(wanted.headers["location"])
+    to = re.search(r'name="to" value="([^"]+)"', form.text)
+    assert to is not None
+    browser.cookies.set("pgqueue", "chosen-by-somebody-else")
+    answer = log_in(browser, to=to[1].replace("&amp;", "&"))
+    assert answer.status_code == 303
+    assert answer.headers["location"] == f"./queue?service={SERVICE}&name=order-1"
+    given = answer.headers["set-cookie"]
+    assert "chosen-by-somebody-else" not in given
+    assert {"HttpOnly", "SameSite=Lax", "Path=/"} <= set(given.split("; "))
+    assert "Secure" not in given
+    page = browser.get("/")
+    assert "Log out" in page.text
+    for path in ("/v1/queues", web.queues):  # a session is for the page alone
+        assert browser.get(path).status_code == 401
+    cookie = given.partition(";")[0]
+    assert browser.post("/logout", data={"csrf": csrf(page)}).headers["location"] == "login"
+    browser.cookies.clear()
+    assert browser.get("/", headers={"Cookie": cookie}).status_code == 303  # the old cookie is of no use
+
+
+def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server) -> None:
+    log_in(browser)
+    other = httpx.Client(base_url=web.url, timeout=PATIENCE, trust_env=False)
+    log_in(other)
+    foreign = csrf(other.get("/"))
+    other.close()
+    posts = [each.split()[1].replace("{action}", "pause") for each in NEEDS if each.startswith("POST ")]
+    pages = [path for path in posts if not path.startswith(("/v1", "/managed", "/login"))]
+    assert "/logout" in pages
+    for path in pages:
+        place = {"service": SERVICE, "database": json.loads(web.get(f"{web.queues}/order-1").text)["database_name"]}
+        for token in ({}, {"csrf": ""}, {"csrf": "é"}, {"csrf": foreign}):
+            answer = browser.post(path, params=place | {"name": "order-1"}, data=token | {"typed": "order-1"})
+            assert answer.status_code == 403, (path, token)
+            assert "not of this session" in answer.text
+    templates = ROOT / "python/src/pgqueue/http/templates"
+    for template in templates.glob("*.html"):
+        forms = re.findall(r'<form[^>\n]*method="post".*?</form>', template.read_text(), re.DOTALL)
+        assert all("csrf()" in form for form in forms if template.name != "login.html"), template
+
+
+def test_a_cookie_is_secure_under_tls_and_no_other_site_can_log_in(browser: httpx.Client) -> None:
+    proxied = {"X-Forwarded-Proto": "https"}
+    given = browser.post("/login", data={"user": ADMIN[0], "password": ADMIN[1]}, headers=proxied).headers["set-cookie"]
+    assert given.startswith("__Host-pgqueue=")
+    assert "Secure" in given.split("; ")
+    value = given.partition(";")[0].partition("=")[2]
+    assert browser.get("/", headers=proxied | {"Cookie": f"__Host-pgqueue={value}"}).status_code == 200
+    assert browser.get("/", headers=proxied | {"Cookie": f"pgqueue={value}"}).status_code == 303
+    for header in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://elsewhere.example"}):
+        answer = browser.post("/login", data={"user": ADMIN[0], "password": ADMIN[1]}, headers=header)
+        assert (answer.status_code, "set-cookie" in answer.headers) == (403, False)
+
+
+def test_a_wrong_password_begins_no_session_and_is_logged(browser: httpx.Client, web: Server) -> None:
+    for user, password in ((ADMIN[0], "wrong"), ("nobody", ADMIN[1]), ("", "")):
+        answer = browser.post("/login", data={"user": user, "password": password})
+        assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
+        assert "name or password is wrong" in answer.text
+    web.until(lambda: "failed log-ins from" in web.command.err)
+    assert browser.post("/login", content=b"x" * 20_000).status_code == 413
+
+
+def test_a_log_in_leads_to_no_other_site() -> None:
+    for to in ("queue?service=a&name=b", "health", "queue/message?id=1", "", "?done=x"):
+        assert safe_target(to) == to
+    for to in (
+        "//evil.example", "/\\evil.example", "https://evil.example", "https:evil.example", "\\evil", "..//evil",
+        "queue/../..//evil", "javascript:x", "queue\r\nSet-Cookie: a=b", "queue?a=\n", "queue?" + "x" * 2000,
+    ):  # fmt: skip
+        assert safe_target(to) == "", to
+
+
+def test_a_session_ends_with_its_time_and_with_its_key() -> None:
+    scope: dict[str, Any] = {"type": "http", "scheme": "http", "headers": []}
+    sessions = Sessions("key", 60)
+
+    def cookie(given: str) -> dict[str, Any]:
+        return scope | {"headers": [(b"cookie", given.partition(";")[0].encode())]}
+
+    now = cookie(sessions.begin(scope, "ann"))
+    found = sessions.find(now)
+    assert found is not None
+    assert found.user == "ann"
+    assert Sessions("other", 60).find(now) is None
+    assert Sessions("key", -1).find(now) is None  # older than it may be
+    assert sessions.find(cookie("pgqueue=" + "x" * 100)) is None
+    again = sessions.find(cookie(sessions.begin(now, "ann")))
+    assert again is not None
+    assert again.id != found.id
+
+
+async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "_WINDOW_SECONDS", 3600)
+    users = {name: User(hash_password("x"), ()) for name in ("ann", "bob")}
+    settings = replace(SETTINGS, users=users, limits=Limits(user_requests_per_second=2))
+    transport = httpx.ASGITransport(create_app(settings, "controller"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        seen = [await client.get("/docs", auth=("ann", "x")) for _ in range(3)]
+        assert [each.status_code for each in seen] == [200, 200, 429]
+        assert (seen[2].headers["retry-after"], code(seen[2])) == ("1", "too_many_requests")
+        assert (await client.get("/docs", auth=("bob", "x"))).status_code == 200
+        assert (await client.get("/docs", auth=("ann", "wrong"))).status_code == 401
+
+
+def test_administrative_acts_are_recorded(web: Server, site: Site, config: str) -> None:
+    name = new_name()
+    token = make_token(config, name)
+    place = f"{SERVICE}/{site.databases[0]}/order-1"
+    web.until(lambda: by_token(web, token, "/v1/queues").status_code == 200)
+    by_token(web, token, "/v1/queues/order-1/redrive", "POST", json={})
+    web.post("/v1/queues/order-1/purge_dead_messages", {}, auth=("the-producer", ADMIN[1]))
+    web.post("/v1/queues/order-1/enqueue", {"messages": [{"payload": 1}]})  # is none
+
+    def rows() -> list[tuple[Any, ...]]:
+        with psycopg.connect(site.control) as connection:
+            return connection.execute(
+                "select user_name, token_name, act, place, status from pgqueue_http.audit"
+                " where token_name = %s or act = 'POST purge_dead_messages' and place = %s and user_name <> 'admin'",
+                [name, place],
+            ).fetchall()
+
+    expected = {
+        ("admin", name, "POST redrive", place, 200),
+        ("the-producer", None, "POST purge_dead_messages", place, 403),
+    }
+    web.until(lambda: expected <= set(rows()))
+    lines = [json.loads(line) for line in web.command.err.splitlines() if '"pgqueue.audit"' in line]
+    logged = {(each["user"], each["token"], each["act"], each["place"], each["status"]) for each in lines}
+    assert expected <= logged
+    assert not any("enqueue" in each["act"] for each in lines)
+    assert token not in web.command.err
