@@ -269,10 +269,13 @@ class Poller:
             tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
+            tasks.append(runtime.keep_running("watching", self._calls.watch))
             tasks.append(runtime.keep_running("polling", self._poll))
             found.set_result(None)
             await runtime.wait_until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
+            if runtime.error is not None:
+                raise runtime.error
         except asyncio.CancelledError:
             runtime.stops = 2
             if tasks:

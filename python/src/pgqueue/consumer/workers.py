@@ -7,6 +7,7 @@ thread they never suspend, so that they run to their end in one step.
 import asyncio
 import contextvars
 import inspect
+import math
 import os
 import sys
 import threading
@@ -43,9 +44,9 @@ class Answer(NamedTuple):
 class Session:
     """A connection of a handler, for work on the event loop, or in a thread, where none of the methods suspends."""
 
-    def __init__(self, workers: "Workers", connection: Any) -> None:
+    def __init__(self, workers: "Workers", connection: Any, call: HandlerCall) -> None:
         self.connection = connection
-        self.call = partial(Workers.call, workers)  # calls a function of the user in this thread
+        self.call = partial(Workers.call, workers, call)  # calls a function of the user in this thread
         self._is_async = workers.is_async
 
     async def command(self, text: bytes) -> None:
@@ -93,11 +94,12 @@ class Workers:
         self._pool = ConnectionPool(connections, self.is_async)
         self._calling: set[asyncio.Task[Any] | None] = set()
 
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
+    async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
         process = os.getpid()
         task = asyncio.current_task() if self.is_async else None
         self._calling.add(task)
+        call.thread, call.began_at = threading.get_ident(), time.monotonic()
         try:
             value = function(argument)
             if self.is_async and hasattr(value, "__await__"):
@@ -109,6 +111,7 @@ class Workers:
                 raise
             answer = Answer(error=error)
         finally:
+            call.began_at = math.inf
             self._calling.discard(task)
         if os.getpid() != process:
             _exit_child(answer.error)
@@ -119,7 +122,7 @@ class Workers:
         connection = await self._pool.take() or await self._pool.open()
         try:
             with call.using(connection):
-                return await work(Session(self, connection))
+                return await work(Session(self, connection, call))
         finally:
             await self._pool.put(connection, self._settings.slots)
 
@@ -150,9 +153,9 @@ class ThreadWorkers(Workers):
         self._threads = {threading.current_thread()}  # with that of the event loop
         self._is_closed = False
 
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
+    async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
-        return await self._submit(partial(super().call, function, argument))
+        return await self._submit(partial(super().call, call, function, argument))
 
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call in a thread with a session of its own. Raises what the work raises."""
