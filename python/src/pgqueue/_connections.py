@@ -98,10 +98,18 @@ def correction_statement(connection: AnyConnection, is_local: bool = False) -> b
 
 
 def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, list[PGresult]]:
-    """Execute statements without values, for `connection.wait`. Raises the error of the one that failed."""
+    """Execute statements without values, for `connection.wait`. Raises the error of the one that failed.
+
+    One that failed after a commit does not undo that, and closes the connection instead.
+    """
     connection.pgconn.send_query(text)
     results: list[PGresult] = yield from generators.execute(connection.pgconn)
+    is_committed = False
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
-            raise error_from_result(result, connection.info.encoding)
+            if not is_committed:
+                raise error_from_result(result, connection.info.encoding)
+            connection.pgconn.finish()
+            break
+        is_committed = is_committed or result.command_status == b"COMMIT"
     return results

@@ -213,8 +213,8 @@ class Delivery:
 
     `message` is the message without the failures that consumers recorded in its headers. `connection` is the connection
     with the transaction of the work; it is None in lease mode without `transactional`. The consumer acknowledges the
-    message on this connection and uses it for later messages, in the state in which the handler leaves it, for example
-    with the same role.
+    message on this connection, in the state in which the handler leaves it, for example with the same role. Later
+    messages get the connection as it was opened: see python/README.md.
     """
 
     __slots__ = ("_claimed", "connection", "message", "outcome")
