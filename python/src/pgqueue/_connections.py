@@ -8,7 +8,7 @@ nothing, and its settings hold for a transaction. A pooler by session is treated
 from collections.abc import Generator
 from typing import Any
 
-from psycopg import AsyncConnection, Connection, generators
+from psycopg import AsyncConnection, Connection, Error, generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus
@@ -20,6 +20,7 @@ __all__ = [
     "connect_async",
     "correction_statement",
     "execute_command",
+    "is_broken",
     "is_proxied",
     "set_up",
 ]
@@ -83,6 +84,17 @@ def set_up(connection: AnyConnection, settings: bytes = b"", proxied: bool | Non
 def is_proxied(connection: AnyConnection) -> bool:
     """Whether `set_up` has found a pooler."""
     return connection.prepare_threshold is None
+
+
+def is_broken(connection: AnyConnection) -> bool:
+    """Whether a connection is closed, as far as the client knows without asking the server."""
+    try:
+        connection.pgconn.consume_input()  # reads the last messages of the server, if there are any,
+        connection.pgconn.is_busy()
+        connection.pgconn.consume_input()  # and then the end of the connection
+    except Error:
+        return True
+    return connection.closed
 
 
 def correction_statement(connection: AnyConnection, is_local: bool = False) -> bytes:

@@ -21,7 +21,7 @@ from psycopg.types.array import ListBinaryDumper, ListDumper
 from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
-from .._connections import complete_conninfo, correction_statement, set_up
+from .._connections import complete_conninfo, correction_statement, is_broken, set_up
 from .._connections import execute_command as execute_command
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
@@ -182,17 +182,6 @@ def _discard(made: Any) -> None:
 
 
 # The state of a connection
-
-
-def is_broken(connection: AnyConnection) -> bool:
-    """Whether a connection is closed, as far as the client knows without asking the server."""
-    try:
-        connection.pgconn.consume_input()  # reads the last messages of the server, if there are any,
-        connection.pgconn.is_busy()
-        connection.pgconn.consume_input()  # and then the end of the connection
-    except psycopg.Error:
-        return True
-    return connection.closed
 
 
 def is_busy(connection: AnyConnection) -> bool:

@@ -13,10 +13,11 @@ from psycopg.pq import TransactionStatus
 
 from .. import _calls
 from .._calls import Bound
+from .._connections import is_broken
 from ..errors import QueueNotFound, is_conflict, is_trouble
 from ..message import Message, UnreadableJson
 from . import policy
-from .connections import begin_statement, is_broken, is_busy, is_outside_transaction
+from .connections import begin_statement, is_busy, is_outside_transaction
 from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
