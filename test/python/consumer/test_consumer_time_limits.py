@@ -76,7 +76,7 @@ def test_a_handler_that_ignores_its_cancellation_is_given_up(
     with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
             stats = run.consumer.stats
             assert (stats.timed_out, stats.failed, stats.abandoned, stats.running) == (1, 1, 1, 0)
             [(error, text)] = run.criticals
@@ -112,7 +112,7 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
             wait_for(lambda: is_empty(connection, name))
         finally:
             go_on.set()
-        wait_for(lambda: not run.consumer.stats.abandoned)
+        wait_for(lambda: not run.consumer.stats.abandoned and not run.consumer.stats.running)
     stats = run.consumer.stats
     assert (dead.payload, stats.succeeded, stats.dead, stats.lost, stats.timed_out) == ("hangs", 2, 1, 0, 2)
 
