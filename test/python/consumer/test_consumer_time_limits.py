@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -15,7 +14,7 @@ from consumers import FORMS, LEASES, PLAIN, SECOND, Form, Step, prepare, rows, t
 from pgqueue.consumer import handlers
 
 Connection = psycopg.Connection[Any]
-LIMIT = timedelta(milliseconds=300)
+LIMIT = SECOND
 
 
 async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
