@@ -7416,6 +7416,7 @@ declare
     oldest_at timestamptz;
     shortest interval;
     ahead_until timestamptz;
+    claimed_since timestamptz;
     found pgqueue.finding[];
     pending text[];
     since timestamptz;
@@ -7497,8 +7498,11 @@ begin
                 at + interval '1 min' < case w.attempt_count when 0 then w.enqueued_at else w.claimed_at end
                 -- A claim by plain SQL sets no claimed_at. No claim lasts longer than 12 hours.
                 or w.claimed_attempt is distinct from w.attempt_count and w.visible_at > at + interval '12 h 1 min'
-                and w.attempt_count > 0))
-    into lapsed, oldest_at, shortest, ahead_until
+                and w.attempt_count > 0)),
+        min(w.claimed_at) filter (
+            where w.visible_at > at and w.claimed_attempt = w.attempt_count
+                and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h'))
+    into lapsed, oldest_at, shortest, ahead_until, claimed_since
     from (
         (
             select c.*
@@ -7523,6 +7527,13 @@ begin
         return next row('warning', q.name, 'stuck_claims',
             format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._with_number(lapsed, 'claim'), at - oldest_at),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
+    end if;
+    if claimed_since is not null then
+        return next row('warning', q.name, 'long_claims',
+            format('messages are in flight, the first claimed and extended for %s: a handler may hang', at - claimed_since),
+            format(
+                'select id, claimed_by, claimed_at from pgqueue.browse(%L, ''inflight'') order by claimed_at;'
+                ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
@@ -7743,11 +7754,11 @@ runs while the horizon is pinned, and the last one), uncompacted_table (nearly a
 stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
 messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
-missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, clock_ahead,
-lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer,
-unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue,
-subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is
-from 0 to 10 years.';
+missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
+for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
+consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
+transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(

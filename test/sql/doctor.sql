@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(157);
+select plan(161);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -38,6 +38,14 @@ begin
     return next is(pg_temp.detail(queue), '1 claim expired, the …, and no consumer has claimed since', queue || ': doctor names one expired claim in the singular');
     select * into m from pgqueue.claim(queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim resolves the finding stuck_claims');
+
+    perform pgqueue.extend(queue, m.id, m.claim_token, '2 h');
+    perform pg_temp.pass('1 h');
+    return next ok(not pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor does not report a claim that has been extended for an hour');
+    perform pg_temp.pass('1 s');
+    return next ok(pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor reports a claim that has been extended for more than an hour');
+    perform pgqueue.ack(queue, m.id, m.claim_token);
+    perform pg_temp.pass('-01:00:01');
 
     -- The clock was ahead by a day and is then corrected.
     perform pgqueue.purge_queue(queue);

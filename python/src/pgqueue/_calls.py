@@ -369,6 +369,37 @@ POLICY_SAVEPOINT: tuple[bytes, bytes, Bound[Any]] = (  # its begin, its end, and
     b"release savepoint pgqueue_policy",
     Bound(b"rollback to savepoint pgqueue_policy", [], scalar_row),
 )
+# What a handler has set for its session, and how this is undone, as far as the session did not have it before.
+SESSION_STATE: Bound[tuple[Any, ...]] = Bound(
+    b"""
+    select session_user, pg_catalog.current_setting('role'),
+        (select pg_catalog.string_agg(
+                pg_catalog.format('; select pg_catalog.set_config(%L, %L, false)', s.name, s.setting), '')
+            from pg_catalog.pg_settings s where s.source = 'session' and s.name !~ '^transaction_'),
+        exists (select from pg_catalog.pg_listening_channels()), pg_catalog.pg_my_temp_schema() <> 0,
+        exists (select from pg_catalog.pg_cursors c where c.is_holdable),
+        exists (select from pg_catalog.pg_locks l where l.locktype = 'advisory' and l.pid = pg_catalog.pg_backend_pid())
+    """,
+    [],
+    tuple_row,
+)
+_RESETS = (
+    b"; unlisten *",
+    b"; discard temp",
+    b"; close all",
+    b"; select pg_catalog.pg_advisory_unlock_all()",
+)
+
+
+def reset_session(user: str, login: str, role: str, settings: str, *kept: bool) -> bytes:
+    """The statements, after another one, that give a session its settings back and end what it does not keep."""
+    text = b"; set session authorization default" if user == login else b""
+    text += b"; reset all" + settings.encode()
+    if role != "none":
+        text += f"; select pg_catalog.set_config('role', {sql.quote(role)}, false)".encode()
+    return text + b"".join([reset for reset, keeps in zip(_RESETS, kept, strict=True) if not keeps])
+
+
 NO_COMMIT_WAIT = b"set synchronous_commit = off"
 
 

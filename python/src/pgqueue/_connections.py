@@ -8,7 +8,7 @@ nothing, and its settings hold for a transaction. A pooler by session is treated
 from collections.abc import Generator
 from typing import Any
 
-from psycopg import AsyncConnection, Connection, generators
+from psycopg import AsyncConnection, Connection, Error, generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus
@@ -20,6 +20,7 @@ __all__ = [
     "connect_async",
     "correction_statement",
     "execute_command",
+    "is_broken",
     "is_proxied",
     "set_up",
 ]
@@ -85,6 +86,17 @@ def is_proxied(connection: AnyConnection) -> bool:
     return connection.prepare_threshold is None
 
 
+def is_broken(connection: AnyConnection) -> bool:
+    """Whether a connection is closed, as far as the client knows without asking the server."""
+    try:
+        connection.pgconn.consume_input()  # reads the last messages of the server, if there are any,
+        connection.pgconn.is_busy()
+        connection.pgconn.consume_input()  # and then the end of the connection
+    except Error:
+        return True
+    return connection.closed
+
+
 def correction_statement(connection: AnyConnection, is_local: bool = False) -> bytes:
     """The statements that correct DateStyle, IntervalStyle and client_encoding of a connection; empty if they are
     correct. With `is_local` they hold for the transaction.
@@ -98,10 +110,18 @@ def correction_statement(connection: AnyConnection, is_local: bool = False) -> b
 
 
 def execute_command(connection: AnyConnection, text: bytes) -> Generator[Any, Any, list[PGresult]]:
-    """Execute statements without values, for `connection.wait`. Raises the error of the one that failed."""
+    """Execute statements without values, for `connection.wait`. Raises the error of the one that failed.
+
+    One that failed after a commit does not undo that, and closes the connection instead.
+    """
     connection.pgconn.send_query(text)
     results: list[PGresult] = yield from generators.execute(connection.pgconn)
+    is_committed = False
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
-            raise error_from_result(result, connection.info.encoding)
+            if not is_committed:
+                raise error_from_result(result, connection.info.encoding)
+            connection.pgconn.finish()
+            break
+        is_committed = is_committed or result.command_status == b"COMMIT"
     return results

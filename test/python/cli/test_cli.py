@@ -965,8 +965,18 @@ def test_an_invalid_dsn_is_wrong_usage(dsn: str) -> None:
 def test_no_error_about_a_dsn_contains_its_password(dsn: str, options: list[str]) -> None:
     done = in_process("", *options, "--dsn", dsn)
     assert done.status in (1, 2)
-    assert done.err.startswith(("pgqueue: bad DSN: ", "pgqueue: cannot connect")) or "--debug" in options
+    last = done.err[done.err.rindex("pgqueue: ") :]
+    assert last.startswith(("pgqueue: bad DSN: ", "pgqueue: cannot connect")) or "--debug" in options
     assert "s3cret" not in done.out + done.err
+
+
+def test_a_password_on_the_command_line_is_warned_of() -> None:
+    dsn = "host=/nowhere password=s3cret"
+    warning = "pgqueue: other users of this host can see the password"
+    for words in (("list", "--dsn", dsn), ("install", dsn)):
+        assert in_process("", *words).err.startswith(warning), words
+    assert in_process(dsn, "list").err.startswith("pgqueue: ")
+    assert warning not in in_process(dsn, "list").err + in_process("", "list", "--dsn", "host=/nowhere").err
 
 
 def test_an_argument_that_is_not_utf8_is_reported(database: str) -> None:

@@ -88,6 +88,13 @@ async def never_async(delivery):
     print("begun", flush=True)
     await asyncio.to_thread(time.sleep, 600)
 
+async def stubborn_async(delivery):
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
 def generate(delivery):
     yield
 
@@ -239,7 +246,8 @@ def test_work_passes_every_option(database: str, orders: pgqueue.Queue, shop: Pa
     orders.enqueue(1)
     options = (
         *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
-        *("--grace-period", "5s", "--claimed-by", "me", "--peek-delay", "100ms", "--peek-batch-size", "7"),
+        *("--grace-period", "5s", "--handler-timeout", "1m", "--claimed-by", "me"),
+        *("--peek-delay", "100ms", "--peek-batch-size", "7"),
         *("--circuit-breaker-after", "10s", "--immediate-retries", "1", "--delayed-retries", "1"),
         *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet", "--until-empty"),
     )
@@ -392,6 +400,19 @@ def test_after_a_signal_handlers_finish(
     assert left(orders) == (1, 0, 0, 0)
 
 
+@pytest.mark.parametrize("handler", ["never", "stubborn_async"])
+def test_the_process_ends_with_an_error_if_more_handlers_hang_than_may_run(
+    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str
+) -> None:
+    orders.enqueue_batch([1, 2])
+    words = ("work", orders.name, f"orders.tasks:{handler}", "--concurrency", "1", "--handler-timeout", "200ms")
+    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+        done = command.end()
+    assert done.status == 1, done.err
+    assert "pgqueue: 2 handlers exceeded the handler_timeout and did not end" in done.err
+    assert "unexpected" not in done.err
+
+
 @pytest.mark.parametrize("options", [[], ["--transactional"], ["--mode", "receive"]], ids=" ".join)
 @pytest.mark.parametrize("handler", ["gate_async", "never", "never_async"])
 def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
@@ -457,7 +478,7 @@ def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(os, "_exit", ended.append)
         patch.setattr(sys, "stdout", Full())
         patch.setattr(sys, "stderr", Full())
-        with pgqueue.cli.work._stoppable(monitor, lambda: None):
+        with pgqueue.cli.work._stoppable(monitor, monitor, lambda: None):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: monitor.signals == 2)

@@ -181,6 +181,66 @@ def test_a_role_that_a_handler_sets_does_not_apply_to_the_next_message(
     assert "open" not in run.circuits
 
 
+# Sessions
+
+STATE = """
+select current_setting('search_path'), current_setting('work_mem'), nullif(current_setting('app.tenant', true), ''),
+    current_setting('DateStyle'), current_user::text, session_user::text,
+    array(select pg_listening_channels()), to_regclass('pg_temp.notes') is not null,
+    array(select c.name from pg_cursors c),
+    (select count(*) from pg_locks l where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.objsubid = 1
+        and l.classid = 4711)
+"""
+LEFT = """
+set search_path = nowhere; set work_mem = '1MB'; set app.tenant = 'me'; listen letters;
+create temp table notes (n int); declare later cursor with hold for select 1; select pg_advisory_lock_shared({lock})
+"""
+LOCK = 4711 << 32
+
+
+@pytest.mark.parametrize("ending", ["returns", "raises", "escapes"])
+@pytest.mark.parametrize("source", ["conninfo", "function"])
+@together(TRANSACTIONAL)
+def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
+    form: Form, source: str, ending: str, database: str, connection: Connection, name: str
+) -> None:
+    # In receive mode the commit of a handler that escapes leaves a claim.
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND)
+    queue.enqueue_batch(["first", "changes", "last"])
+    states: list[Any] = []
+
+    def connect_in_style() -> Connection:
+        made = psycopg.connect(database, autocommit=True, application_name=name[:63])
+        made.execute(
+            f"set work_mem = '2MB'; set search_path = pg_catalog, pg_temp; select pg_advisory_lock_shared({LOCK})"
+        )
+        return made
+
+    with role(connection, f"{name} other", "ack_batch") as other:
+
+        async def work(step: Step) -> None:
+            if step.message.payload != "changes":
+                assert step.connection.row_factory is psycopg.rows.tuple_row
+                states.extend(await step.execute(STATE))
+                return
+            await step.execute(LEFT.format(lock=LOCK))
+            if ending == "escapes":
+                await step.execute("commit")
+            await step.execute(f'set role "{other}"')
+            step.connection.row_factory = psycopg.rows.dict_row
+            if ending == "raises":
+                raise ValueError
+
+        from_function = source == "function"
+        with form.consuming(connect_in_style if from_function else database, name, work, concurrency=1) as run:
+            wait_for(lambda: is_empty(connection, name))
+    first, last = states
+    assert first == last
+    assert (first[1], first[6:9]) == ("2MB" if from_function else "4MB", ([], False, []))
+    assert first[9] == from_function
+    assert (run.criticals, len(queue.browse_dead_messages())) == ([], ending != "returns")
+
+
 # Adapters
 
 

@@ -182,16 +182,6 @@ def test_commands_run_behind_a_pooler(bouncer: str, connection: Connection, name
 # The consumer
 
 
-@pytest.fixture
-def unlistened(bouncer: str) -> Iterator[None]:
-    """A consumer tries whether notifications arrive, and cannot take back what a session listens to."""
-    yield
-    with sessions(bouncer) as made:
-        for each in made:
-            each.execute("unlisten *")
-
-
-@pytest.mark.usefixtures("clean", "unlistened")
 @together(FORMS)
 def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
     form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture

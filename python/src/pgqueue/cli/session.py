@@ -147,8 +147,14 @@ class Session:
             with self.private_server() as own:
                 yield _complete(own)
             return
+        complete = _complete(dsn)
+        if dsn == self.dsn and conninfo_to_dict(dsn).get("password"):
+            self.note(
+                "other users of this host can see the password of a DSN on the command line:"
+                " use PGQUEUE_DSN, PGPASSWORD or a password file (~/.pgpass)"
+            )
         try:
-            yield _complete(dsn)
+            yield complete
         except psycopg.OperationalError as error:
             if error.sqlstate is not None or not _has_misread_password(dsn):
                 raise

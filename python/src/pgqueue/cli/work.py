@@ -83,6 +83,10 @@ def work(
         timedelta | None,
         duration_option(help="The time that running handlers get when it stops (30s)."),
     ] = None,
+    handler_timeout: Annotated[
+        timedelta | None,
+        duration_option(help="The time limit of a handler, whose attempt has failed then (none)."),
+    ] = None,
     claimed_by: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The name of the consumer, for people (host:pid:queue).", show_default=False),
@@ -136,7 +140,7 @@ def work(
 
     After the first signal, running handlers may finish within the grace period. A second signal aborts them, which
     costs no attempt. A third signal ends the process at once. The exit status is 0 after one signal, and 128 + its
-    number after more.
+    number after more. It is 1 if more handlers than the concurrency exceeded --handler-timeout and did not end.
     """
     function = _load(handler)
     settings = {
@@ -147,6 +151,7 @@ def work(
         "prefetch": prefetch,
         "visibility_timeout": visibility_timeout,
         "grace_period": grace_period,
+        "handler_timeout": handler_timeout,
         "claimed_by": claimed_by,
         "peek_delay": peek_delay,
         "peek_batch_size": peek_batch_size,
@@ -164,21 +169,24 @@ def work(
         consumer = make_consumer(conninfo)
         monitor = WorkMonitor(session, conninfo, queue, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
-            asyncio.run(_run_async(cast("AsyncConsumer", consumer), monitor))
+            asyncio.run(_run_async(session, cast("AsyncConsumer", consumer), monitor))
         else:
-            with _stoppable(monitor, consumer.request_stop):
+            with _stoppable(session, monitor, consumer.request_stop):
                 cast("Consumer", consumer).run()
 
 
-async def _run_async(consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
+async def _run_async(session: Session, consumer: "AsyncConsumer", monitor: WorkMonitor) -> None:
     loop = asyncio.get_running_loop()
-    with _stoppable(monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
+    with _stoppable(session, monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
 
 
 @contextmanager
-def _stoppable(monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[None]:
-    """Monitor a consumer while it runs. After a stop by force, end the process, which threads may keep alive."""
+def _stoppable(session: Session, monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[None]:
+    """Monitor a consumer while it runs.
+
+    After a stop by force, or because of handlers that hang, end the process, which handlers may keep alive.
+    """
 
     def note() -> None:
         monitor.signals += 1  # the monitor prints it, because a signal handler must not
@@ -188,11 +196,12 @@ def _stoppable(monitor: WorkMonitor, stop: Callable[[], object]) -> Iterator[Non
     try:
         with stop_signals.call(note), monitor(stop):
             yield
-    except SystemExit as end:
+    except (SystemExit, RuntimeError) as end:
+        status = int(end.code or 0) if isinstance(end, SystemExit) else session.fail(Failure(str(end)))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(int(end.code or 0))
+        os._exit(status)
 
 
 def _load(handler: str) -> Callable[..., Any]:

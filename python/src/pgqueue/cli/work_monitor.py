@@ -159,8 +159,9 @@ class WorkMonitor:
                 estimated = "~" if f"{name.replace(' ', '')}_messages" in depth.estimates else ""
                 line.append(f"  {name} {estimated}{figure:,}")
         line.append(f"  running {stats.running}  done {done:,}")
-        if stats.failed:
-            line.append(f"  failed {stats.failed:,}", style="red")
+        for what, figure in (("failed", stats.failed), ("hang", stats.overdue + stats.abandoned)):
+            if figure:
+                line.append(f"  {what} {figure:,}", style="red")
         return line
 
     def _print_summary(self, took: timedelta) -> None:

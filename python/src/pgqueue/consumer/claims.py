@@ -285,6 +285,15 @@ class Claims:
         else:
             self.lose(result.message)
 
+    def renew(self, message: ClaimedMessage) -> ClaimedMessage:
+        """Take a claim from a call that was given up, and can change its message no more. Returns it for another."""
+        renewed = ClaimedMessage(message.message)
+        renewed.claimed_until, renewed.renew_at = message.claimed_until, message.renew_at
+        renewed.is_locked = message.is_locked
+        self.forget(message)
+        self._held.add(renewed)
+        return renewed
+
     def forget(self, message: ClaimedMessage) -> None:
         """Keep a message that was not settled no longer: it is delivered again after its claim has expired."""
         self._held.discard(message)

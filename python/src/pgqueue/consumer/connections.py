@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
@@ -20,7 +21,7 @@ from psycopg.types.array import ListBinaryDumper, ListDumper
 from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
-from .._connections import complete_conninfo, correction_statement, set_up
+from .._connections import complete_conninfo, correction_statement, is_broken, set_up
 from .._connections import execute_command as execute_command
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
@@ -45,6 +46,20 @@ class NoConnection(psycopg.OperationalError):
 # Opening
 
 _adapters: WeakKeyDictionary[AnyConnection, AdaptersMap] = WeakKeyDictionary()  # as each connection was opened
+
+
+class _Origin(NamedTuple):
+    """How the connection of a handler was opened: how its session becomes so again, and what its attributes were."""
+
+    reset: bytes
+    attributes: tuple[Any, ...]
+    characteristics: tuple[Any, ...]
+
+
+_origins: WeakKeyDictionary[AnyConnection, _Origin] = WeakKeyDictionary()
+_ATTRIBUTES = ("row_factory", "cursor_factory", "server_cursor_factory", "prepare_threshold")
+_attributes = attrgetter(*_ATTRIBUTES)
+_characteristics = attrgetter("isolation_level", "read_only", "deferrable")
 
 
 class _OriginalAdapters:
@@ -88,7 +103,7 @@ class ConnectionFactory:
             self._conninfo = complete_conninfo(source, application, **_DEFAULTS)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
-    async def open(self, on_loop: bool, setting: bytes = b"") -> Any:
+    async def open(self, on_loop: bool, setting: bytes = b"", for_handlers: bool = False) -> Any:
         """A new connection for the event loop, or for a thread, where this never suspends.
 
         `setting` is executed on it unless a pooler would keep that for other clients. The event loop adopts a
@@ -103,11 +118,26 @@ class ConnectionFactory:
             _adapters[connection] = adapters = AdaptersMap(connection.adapters)
             for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
                 adapters.register_dumper(list, dumper)
+            correction = correction_statement(connection)
             self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
+            if for_handlers:
+                reset = b"" if self.proxied else await self._reset_of(connection, correction)
+                _origins[connection] = _Origin(reset, _attributes(connection), _characteristics(connection))
         except BaseException:
             await done(connection.close())
             raise
         return connection
+
+    async def _reset_of(self, connection: Any, correction: bytes) -> bytes:
+        """The statements, after another one, that undo for later messages what a handler does to the session."""
+        login = connection.info.user
+        if not callable(self._source):
+            settings = f"; {correction.decode()}" if correction else ""
+            return _calls.reset_session(login, login, "none", settings, False, False, False, False)
+        cursor = new_cursor(connection, _calls.SESSION_STATE.row)
+        await done(cursor.execute(_calls.SESSION_STATE.text, prepare=False))
+        user, role, settings, *kept = await done(cursor.fetchone())
+        return _calls.reset_session(user, login, role, settings or "", *kept)
 
     async def _connect(self, on_loop: bool) -> Any:
         kind: Any = AsyncConnection if on_loop else Connection
@@ -154,17 +184,6 @@ def _discard(made: Any) -> None:
 # The state of a connection
 
 
-def is_broken(connection: AnyConnection) -> bool:
-    """Whether a connection is closed, as far as the client knows without asking the server."""
-    try:
-        connection.pgconn.consume_input()  # reads the last messages of the server, if there are any,
-        connection.pgconn.is_busy()
-        connection.pgconn.consume_input()  # and then the end of the connection
-    except psycopg.Error:
-        return True
-    return connection.closed
-
-
 def is_busy(connection: AnyConnection) -> bool:
     """Whether a statement or a pipeline was begun on a connection and has not ended: another one would block."""
     return (
@@ -191,6 +210,21 @@ def is_idle(connection: AnyConnection) -> bool:
         # Behind a pooler the settings of a session stay as they are.
         and (connection.prepare_threshold is None or not correction_statement(connection))
     )
+
+
+def reset_statements(connection: AnyConnection) -> bytes:
+    """The statements, after another one, that undo what a handler has done to its session; none behind a pooler."""
+    return _origins[connection].reset
+
+
+def restore(connection: AnyConnection) -> None:
+    """Give a connection back the attributes that a handler may have changed, or close it where this takes more."""
+    origin = _origins[connection]
+    if _attributes(connection) != origin.attributes:
+        for name, value in zip(_ATTRIBUTES, origin.attributes, strict=True):
+            setattr(connection, name, value)
+    if _characteristics(connection) != origin.characteristics:
+        connection.pgconn.finish()
 
 
 def begin_statement(connection: AnyConnection) -> bytes:
@@ -224,8 +258,10 @@ def shut_down(connection: AnyConnection) -> Callable[[], None]:
 class ConnectionPool:
     """Idle connections, last in first out, for the event loop, or for threads, where its methods never suspend."""
 
-    def __init__(self, factory: ConnectionFactory, on_loop: bool, setting: bytes = b"") -> None:
-        self._open = partial(factory.open, on_loop, setting)
+    def __init__(
+        self, factory: ConnectionFactory, on_loop: bool, setting: bytes = b"", for_handlers: bool = False
+    ) -> None:
+        self._open = partial(factory.open, on_loop, setting, for_handlers)
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._is_closed = False

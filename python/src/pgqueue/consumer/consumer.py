@@ -196,6 +196,10 @@ class Consumer(_Base):
             logged.
         on_circuit: called with `armed`, `open` and `closed` as the database fails and recovers.
         circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
+        handler_timeout: the time limit of a handler or policy. Then it is cancelled, and its attempt has failed, by
+            `TimeoutError`; `on_failure` is not called. One that does not end is given up, and another handler runs in
+            its place. `on_critical` is told. If more than `concurrency` do not end, the consumer stops, and raises
+            `RuntimeError`. With None, the consumer logs handlers that run for more than ten visibility timeouts.
         grace_period: how long a stop lets handlers run before it cancels them.
         claimed_by: the name in `claimed_by` of messages; by default host, process and queue.
         observe: called with every `Event`, on the event loop of the consumer. It must be fast.

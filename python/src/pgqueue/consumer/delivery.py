@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class ClaimedMessage:
 
     @property
     def is_void(self) -> bool:
-        """Whether the work of the handler does not count: the claim is lost, or a forced stop cancelled the call."""
+        """Whether the work of the handler does not count: the claim is lost, or the call was cancelled."""
         return self.state is State.LOST or (self.call is not None and self.call.is_cancelled)
 
     @property
@@ -113,12 +114,31 @@ def _copy_of(value: Any) -> Any:
 class HandlerCall:
     """A call of the handler, or several one after another for the same messages, and the settlement that follows."""
 
-    __slots__ = ("_cancels_task", "_connection", "_lock", "is_cancelled", "messages", "received", "task", "unreadable")
+    __slots__ = (
+        "_cancels_task",
+        "_connection",
+        "_lock",
+        "began_at",
+        "in_hand",
+        "is_cancelled",
+        "is_late",
+        "messages",
+        "received",
+        "task",
+        "thread",
+        "timeout",
+        "unreadable",
+    )
 
     def __init__(self, cancels_task: bool) -> None:
         self.messages: list[ClaimedMessage] = []
         self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
-        self.is_cancelled = False  # by a forced stop; threads read this, too
+        self.is_cancelled = False  # by a forced stop or a timeout; threads read this, too
+        self.in_hand: list[ClaimedMessage] = []  # the messages that the handler or the policy has got last
+        self.began_at = math.inf  # of the function of the user that runs now, on the monotonic clock
+        self.thread = 0  # in which it runs
+        self.is_late = False  # it was reported to run for long
+        self.timeout: TimeoutError | None = None  # it has exceeded the `handler_timeout`
         self.received: Callable[[int | None], None] | None = None  # to be told how many messages were received
         self.task: asyncio.Task[None]
         self._cancels_task = cancels_task  # the handler runs in the task
@@ -132,7 +152,7 @@ class HandlerCall:
             message.call = self
 
     def end(self) -> None:
-        """Free the messages of the call. A handler that goes on after a forced stop still sees that it is cancelled."""
+        """Free the messages of the call. A handler that goes on after it was cancelled still sees that."""
         if not self.is_cancelled:
             for message in self.messages:
                 message.call = None  # There must be no cycle, which only the garbage collector would free.
@@ -141,6 +161,10 @@ class HandlerCall:
     def is_lost(self) -> bool:
         """Whether all its messages are lost."""
         return bool(self.messages) and all(message.is_lost for message in self.messages)
+
+    def counts(self) -> bool:
+        """Whether its work counts."""
+        return not self.is_cancelled and not self.is_lost
 
     def cancel(self) -> None:
         """Let the work of the handler no longer count."""
@@ -189,8 +213,8 @@ class Delivery:
 
     `message` is the message without the failures that consumers recorded in its headers. `connection` is the connection
     with the transaction of the work; it is None in lease mode without `transactional`. The consumer acknowledges the
-    message on this connection and uses it for later messages, in the state in which the handler leaves it, for example
-    with the same role.
+    message on this connection, in the state in which the handler leaves it, for example with the same role. Later
+    messages get the connection as it was opened: see python/README.md.
     """
 
     __slots__ = ("_claimed", "connection", "message", "outcome")
@@ -221,7 +245,10 @@ class Delivery:
 
     @property
     def cancelled(self) -> bool:
-        """Whether to stop working: the claim was lost or the consumer was forced to stop. Later work does not count."""
+        """Whether to stop working: the claim was lost, the time is over, or the consumer was forced to stop.
+
+        Later work does not count.
+        """
         return self._claimed.is_void
 
     def retry(self, after: timedelta | None = None, error: str | None = None) -> None:
@@ -297,7 +324,10 @@ class ConsumerStats:
     were taken away; `released` messages were given back unhandled; `extended` counts extensions of claims.
 
     `peeks`, `receives` and `waits` count peeks, claims and preparations to wait; `empty_receives` counts claims that
-    found nothing after a peek had seen messages. `running` handlers are at work, `prefetched` messages wait for one,
+    found nothing after a peek had seen messages. `timed_out` handlers exceeded the `handler_timeout`.
+
+    `running` handlers are at work, `prefetched` messages wait for one. `overdue` handlers are at work for longer than
+    ten visibility timeouts, without a `handler_timeout`; `abandoned` ones were given up after it and have not ended.
     `circuit` is the state of the circuit breaker, and `listening` says whether notifications arrive.
     """
 
@@ -313,7 +343,10 @@ class ConsumerStats:
     empty_receives: int = 0
     peeks: int = 0
     waits: int = 0
+    timed_out: int = 0
     running: int = 0
     prefetched: int = 0
+    overdue: int = 0
+    abandoned: int = 0
     circuit: Literal["closed", "armed", "open"] = "closed"
     listening: bool = False

@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +32,9 @@ _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may retur
 # Seconds
 _CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
 _END_SECONDS = 2.5  # for all cancelled calls to end
+
+_LATE = 10  # visibility timeouts, after which a handler without a time limit is reported
+_MOST_FRAMES = 10  # of the stack of a handler that has exceeded its time limit
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class HandlerCalls:
         self._warned_of_expiry = False
         self.claims = Claims(runtime)
         self.running: set[HandlerCall] = set()
+        self._abandoned: set[HandlerCall] = set()  # given up after their time limit; they have not ended
+        self._aborts: set[asyncio.Task[None]] = set()
         self.waiting: deque[ClaimedMessage] = deque()
 
     @property
@@ -154,6 +162,11 @@ class HandlerCalls:
             self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
 
     def _ended(self, call: HandlerCall) -> None:
+        is_abandoned = call in self._abandoned
+        self.running.discard(call)
+        self._abandoned.discard(call)
+        if call.timeout is not None and not is_abandoned and not self._runtime.is_forced:
+            self._settle_timeout(call, call.timeout)
         for message in call.messages:
             if message.state is State.SETTLING:
                 continue
@@ -162,29 +175,120 @@ class HandlerCalls:
             else:
                 self.claims.forget(message)
         call.end()
-        self.running.discard(call)
-        self._runtime.stats.running = len(self.running)
+        self._count()
         self.start_next()
         self._runtime.signal()
+
+    def _count(self) -> None:
+        stats = self._runtime.stats
+        stats.running, stats.abandoned = len(self.running), len(self._abandoned)
+        if stats.overdue:
+            stats.overdue = sum(call.is_late for call in self.running)
+
+    # The time limit
+
+    async def watch(self) -> None:
+        """Find handlers that exceed the time limit, endlessly. Without a limit, report those that run for long."""
+        while True:
+            limit = self._settings.handler_timeout
+            seconds = (limit or _LATE * self.claims.visibility_timeout).total_seconds()
+            now = time.monotonic()
+            for call in [call for call in self.running if call.began_at + seconds <= now and not call.is_late]:
+                call.is_late = True
+                if limit is None:
+                    self._report_late(call)
+                else:
+                    self._time_out(call, limit)
+            # None of those that begin later is due earlier.
+            began_at = min((call.began_at for call in self.running if not call.is_late), default=now)
+            await asyncio.sleep(max(0.0, min(began_at, now) + seconds - time.monotonic()))
+
+    def _report_late(self, call: HandlerCall) -> None:
+        stats = self._runtime.stats
+        stats.overdue = sum(call.is_late for call in self.running)
+        seconds = time.monotonic() - call.began_at
+        for message in call.in_hand:
+            self._runtime.log(
+                logging.WARNING,
+                f"the handler of message {message.id} has run for {seconds:.0f} s, and there is no handler_timeout;"
+                f" {stats.overdue} of {self._settings.slots} handlers run for that long",
+                message_id=message.id,
+            )
+
+    def _time_out(self, call: HandlerCall, limit: timedelta) -> None:
+        """Cancel a call. If it does not end soon, give it up."""
+        self._runtime.stats.timed_out += 1
+        call.timeout = TimeoutError(f"the handler ran for longer than the handler_timeout of {limit}")
+        if not self._workers.is_async and (frame := sys._current_frames().get(call.thread)) is not None:
+            call.timeout.add_note("It was here:\n" + "".join(traceback.format_stack(frame, _MOST_FRAMES)))
+        call.cancel()
+        abort = asyncio.create_task(in_thread(call.abort_connection))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
+        asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._give_up, call, call.timeout)
+
+    def _give_up(self, call: HandlerCall, error: TimeoutError) -> None:
+        if call not in self.running or self._runtime.is_forced:
+            return
+        if any(message.state is State.COMMITTING for message in call.messages):
+            # The handler has returned just in time.
+            asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._give_up, call, error)
+            return
+        self.running.discard(call)
+        self._abandoned.add(call)
+        self._settle_timeout(call, error)
+        self._count()
+        count, most = len(self._abandoned), self._settings.slots
+        ids = ", ".join(str(message.id) for message in call.in_hand)
+        text = f"the handler of message {ids} does not end after its handler_timeout: {count} run on in vain"
+        self._runtime.critical(error, text)
+        if count > most:
+            text = f"{counted(count, 'handler')} exceeded the handler_timeout and did not end"
+            text += f", more than the concurrency of {most}: the consumer has stopped"
+            self._runtime.stop_with(RuntimeError(text))
+        self.start_next()
+        self._runtime.signal()
+
+    def _settle_timeout(self, call: HandlerCall, error: TimeoutError) -> None:
+        """Settle the message of a call that has timed out. Of several messages, give each to the handler by itself."""
+        left = [message for message in call.messages if message.state in (State.CLAIMED, State.WORKING)]
+        late = [message for message in call.in_hand if message in left]
+        if self._settings.mode == "receive":
+            self._record_failures(late, error)
+            return
+        if len(late) == 1:
+            left.remove(late[0])
+            limit = self._settings.handler_timeout
+            self._send_failure(late[0], error, limit.total_seconds() if limit else None)
+        if left:
+            self._start([self.claims.renew(message) for message in left], self._handle_each)
 
     # Lease mode
 
     async def _handle(self, call: HandlerCall) -> None:
         work = self._work_in_transaction if self._settings.in_transaction else self._work
         error, seconds = await work(call, call.messages)
-        for message in call.messages if error is not None else ():
-            if len(call.messages) > 1 and not message.is_void:
-                # The handler gets each message by itself, so that only the one that caused the error fails.
+        if error is not None and len(call.messages) > 1:
+            await self._handle_each(call)
+        elif error is not None:
+            await self._settle_failure(call, call.messages[0], error, seconds)
+
+    async def _handle_each(self, call: HandlerCall) -> None:
+        """Give each message to the handler by itself, so that only the one that caused an error fails."""
+        work = self._work_in_transaction if self._settings.in_transaction else self._work
+        for message in call.messages:
+            if not message.is_void:
                 error, seconds = await work(call, [message])
-            if error is not None:
-                await self._settle_failure(call, message, error, seconds)
+                if error is not None:
+                    await self._settle_failure(call, message, error, seconds)
 
     async def _work(self, call: HandlerCall, messages: list[ClaimedMessage]) -> Failed:
         """Call the handler without a transaction, and queue the acknowledgements."""
         deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
         argument = self._settings.argument(deliveries)
+        call.in_hand = messages
         started = time.monotonic()
-        answer = await self._retry_until_done(call, partial(self._workers.call, self._settings.handler, argument))
+        answer = await self._retry_until_done(call, partial(self._workers.call, call, self._settings.handler, argument))
         seconds = time.monotonic() - started
         if answer is None:
             return None, None
@@ -228,13 +332,17 @@ class HandlerCalls:
         if message.is_void:
             return
         if self._settings.on_failure is None or isinstance(error, (Retry, Reject)):
-            state, statement, next_step = settlement(self._settings, message, error)
-            fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
-            self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
+            self._send_failure(message, error, seconds)
             return
         result = await self._with_session(call, self._transactions.fail, call, message, error, seconds)
         if result is not None and not call.is_cancelled:
             self.claims.settled(result)
+
+    def _send_failure(self, message: ClaimedMessage, error: BaseException, seconds: float | None) -> None:
+        """Settle a message without a policy."""
+        state, statement, next_step = settlement(self._settings, message, error)
+        fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
+        self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
 
     async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do work that gets a session as its last argument, with another connection if one breaks."""
@@ -242,10 +350,12 @@ class HandlerCalls:
 
     async def _retry_until_done(self, call: HandlerCall, work: Callable[[], Awaitable[T]]) -> T | None:
         """Do work, again after trouble; None if the work is void."""
-        while not call.is_cancelled and not call.is_lost:
+        while call.counts():
             try:
                 value = await work()
             except (psycopg.Error, OSError) as error:
+                if not call.counts():  # Its connection may have been aborted.
+                    return None
                 self._runtime.failed("work", error)
                 if not is_trouble(error):
                     raise
@@ -262,12 +372,12 @@ class HandlerCalls:
         try:
             attempt = await self._workers.run(partial(self._transactions.receive, call), call)
         except (psycopg.Error, OSError) as error:
-            self._runtime.failed("work", error)
-            if not call.is_cancelled:
-                self._record_failures(call, error)
+            if not call.is_cancelled:  # Otherwise its connection may have been aborted.
+                self._runtime.failed("work", error)
+                self._record_failures(call.messages, error)
         except asyncio.CancelledError as error:
             if not call.is_cancelled and not self._runtime.is_stopping:
-                self._record_failures(call, error)  # The handler has cancelled its own task.
+                self._record_failures(call.messages, error)  # The handler has cancelled its own task.
             raise
         else:
             self._runtime.succeeded("work")
@@ -278,7 +388,7 @@ class HandlerCalls:
                 for row, reason in call.unreadable:
                     self._runtime.report_unreadable(row, reason)
             if attempt.kind == "undone":
-                self._record_failures(call, attempt.error)
+                self._record_failures(call.messages, attempt.error)
         finally:
             if call.received is not None:
                 self._received(None)
@@ -298,9 +408,9 @@ class HandlerCalls:
         self.start_next()
         self._runtime.signal()
 
-    def _record_failures(self, call: HandlerCall, error: BaseException | None) -> None:
+    def _record_failures(self, messages: list[ClaimedMessage], error: BaseException | None) -> None:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
-        for message in call.messages:
+        for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
             statement, next_step = failure_record(self._settings, message, fault)
             self._runtime.report_failure(message, fault, next_step)
@@ -344,7 +454,7 @@ class HandlerCalls:
 
     def detach_running_calls(self) -> None:
         """Cancel the calls that have not ended, and do not wait for them: what they do does not count."""
-        for call in list(self.running):
+        for call in [*self.running, *self._abandoned]:
             call.cancel()
             call.task.cancel()
 

@@ -30,7 +30,6 @@ _SHORTEST_WAIT = 0.1
 _QUIET = 0.02  # without a notification, after which a consumer asks when the next message is due
 _TRUST = 0.1  # after an empty look, in which notifications suffice; then the consumer looks again
 _PROBE_SECONDS = 5.0
-_PROXY_PROBE_SECONDS = 0.3
 _LONGEST_PAUSE = 30.0
 _INFO_SECONDS = 60.0  # between two readings of the settings of the queue
 _END_SECONDS = 5.0  # for the last statements
@@ -196,9 +195,8 @@ class NotificationListener:
         for name in (channel, probe):
             await connection.execute(_calls.listen(name))
         await self._runtime.run(_calls.notify(probe), "peek")
-        timeout = _PROXY_PROBE_SECONDS if self._runtime.connections.proxied else _PROBE_SECONDS
         has_arrived = False
-        async with aclosing(connection.notifies(timeout=timeout, stop_after=1)) as notifications:
+        async with aclosing(connection.notifies(timeout=_PROBE_SECONDS, stop_after=1)) as notifications:
             async for notification in notifications:
                 has_arrived = has_arrived or notification.channel == probe
         await connection.execute(_calls.unlisten(probe))
@@ -262,17 +260,23 @@ class Poller:
             await self._find_queue()
             if runtime.is_stopping:
                 return
-            if self._settings.listen:
+            if self._settings.listen and runtime.connections.proxied:
+                # A session of the pooler would go on listening, for other clients.
+                runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")
+            elif self._settings.listen:
                 listener = NotificationListener(runtime, self._schedule)
                 tasks.append(runtime.keep_running("listening", listener.listen))
             tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
             tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
+            tasks.append(runtime.keep_running("watching", self._calls.watch))
             tasks.append(runtime.keep_running("polling", self._poll))
             found.set_result(None)
             await runtime.wait_until(lambda: runtime.is_stopping)
             await self._end(tasks[-1])
+            if runtime.error is not None:
+                raise runtime.error
         except asyncio.CancelledError:
             runtime.stops = 2
             if tasks:

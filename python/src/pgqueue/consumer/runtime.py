@@ -92,6 +92,7 @@ class Runtime:
         self.settling = SharedConnection(self.connections)
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds())
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
+        self.error: Exception | None = None  # why the consumer stops by itself
         self.grace = settings.grace_period.total_seconds()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
@@ -111,6 +112,12 @@ class Runtime:
     def is_forced(self) -> bool:
         """Whether to cancel the handlers."""
         return self.stops > 1
+
+    def stop_with(self, error: Exception) -> None:
+        """Stop the consumer, which then raises an error."""
+        self.error = self.error or error
+        self.stops = max(self.stops, 1)
+        self.signal()
 
     # Waiting
 

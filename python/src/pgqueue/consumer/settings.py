@@ -69,6 +69,7 @@ class Settings:
     on_circuit: Callable[[str], None] | None = None
     circuit_breaker_after: timedelta = timedelta(seconds=30)
     grace_period: timedelta = timedelta(seconds=30)
+    handler_timeout: timedelta | None = None
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
     slots: int = field(init=False)  # the concurrency; None has become a number
@@ -112,6 +113,8 @@ class Settings:
         for name in ("grace_period", "circuit_breaker_after"):
             if as_duration(name, getattr(self, name)) < timedelta(0):
                 raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
+        if self.handler_timeout is not None and as_duration("handler_timeout", self.handler_timeout) <= timedelta(0):
+            raise ValueError(f"invalid handler_timeout: {self.handler_timeout}; must be above 0")
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")

@@ -13,10 +13,11 @@ from psycopg.pq import TransactionStatus
 
 from .. import _calls
 from .._calls import Bound
+from .._connections import is_broken
 from ..errors import QueueNotFound, is_conflict, is_trouble
 from ..message import Message, UnreadableJson
 from . import policy
-from .connections import begin_statement, is_broken, is_busy, is_outside_transaction
+from .connections import begin_statement, is_busy, is_outside_transaction
 from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
@@ -237,6 +238,7 @@ class Transactions:
         """Call the handler and settle; returns the results, or none and the error, or neither if the work is void."""
         connection = session.connection
         deliveries = [message.deliver(connection, True) for message in messages]
+        call.in_hand = messages
         started = time.monotonic()
         _, error = await session.call(self._settings.handler, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
@@ -247,7 +249,7 @@ class Transactions:
             error = RuntimeError("the handler ended the transaction that its work and the message share")
             if connection.closed:
                 error = OperationalError("the connection was lost while the handler ran")
-        if error is None:
+        if error is None and not call.is_cancelled:
             _set_states(messages, State.COMMITTING)
         if all(message.is_void for message in messages):
             error = None
@@ -270,6 +272,7 @@ class Transactions:
         if is_outside_transaction(connection):
             begin, commit, undo = begin_statement(connection), _calls.COMMIT, _calls.ROLLBACK
         answer: Decision | None = None
+        call.in_hand = [message]
         await session.command(begin)
         if self._settings.on_failure is not None and not isinstance(error, (Retry, Reject)):
             for _ in range(2):

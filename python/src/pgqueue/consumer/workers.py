@@ -7,6 +7,7 @@ thread they never suspend, so that they run to their end in one step.
 import asyncio
 import contextvars
 import inspect
+import math
 import os
 import sys
 import threading
@@ -18,12 +19,22 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from psycopg.pq import ExecStatus
+from psycopg import Error
+from psycopg.pq import ExecStatus, TransactionStatus
 
+from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
 from .._tasks import in_thread, run_to_end
-from .connections import ConnectionFactory, ConnectionPool, done, execute_command, new_cursor
+from .connections import (
+    ConnectionFactory,
+    ConnectionPool,
+    done,
+    execute_command,
+    new_cursor,
+    reset_statements,
+    restore,
+)
 from .delivery import HandlerCall
 from .settings import Settings
 
@@ -43,19 +54,42 @@ class Answer(NamedTuple):
 class Session:
     """A connection of a handler, for work on the event loop, or in a thread, where none of the methods suspends."""
 
-    def __init__(self, workers: "Workers", connection: Any) -> None:
+    def __init__(self, workers: "Workers", connection: Any, call: HandlerCall) -> None:
         self.connection = connection
-        self.call = partial(Workers.call, workers)  # calls a function of the user in this thread
+        self._call = partial(Workers.call, workers, call)
         self._is_async = workers.is_async
+        self.is_reset = True  # no function of the user has used the connection since
+
+    async def call(self, function: UserFunction, argument: Any) -> Answer:
+        """Call a function of the user in this thread."""
+        self.is_reset = False
+        return await self._call(function, argument)
 
     async def command(self, text: bytes) -> None:
-        """Execute statements without values or rows. This costs half of what a cursor costs."""
+        """Execute statements without values or rows. This costs half of what a cursor costs.
+
+        If the last one is a commit, the session is reset by the same command.
+        """
         connection = self.connection
+        resets = text.endswith(_calls.COMMIT)
         await done(connection.lock.acquire())
         try:
-            await done(connection.wait(execute_command(connection, text)))
+            await done(connection.wait(execute_command(connection, text + reset_statements(connection) * resets)))
         finally:
             connection.lock.release()
+        self.is_reset = self.is_reset or resets
+
+    async def finish(self) -> None:
+        """Undo what functions of the user have done to the session and the connection."""
+        connection = self.connection
+        if not self.is_reset and connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            if reset := reset_statements(connection).removeprefix(b"; "):
+                try:
+                    await self.command(reset)
+                except Error:
+                    connection.pgconn.finish()
+            self.is_reset = True
+        restore(connection)
 
     async def execute(self, call: Bound[Any]) -> list[Any]:
         """Execute a statement; returns its rows. Several statements may be given if they have no values."""
@@ -90,14 +124,15 @@ class Workers:
 
     def __init__(self, settings: Settings, connections: ConnectionFactory) -> None:
         self._settings = settings
-        self._pool = ConnectionPool(connections, self.is_async)
+        self._pool = ConnectionPool(connections, self.is_async, for_handlers=True)
         self._calling: set[asyncio.Task[Any] | None] = set()
 
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
+    async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
         process = os.getpid()
         task = asyncio.current_task() if self.is_async else None
         self._calling.add(task)
+        call.thread, call.began_at = threading.get_ident(), time.monotonic()
         try:
             value = function(argument)
             if self.is_async and hasattr(value, "__await__"):
@@ -109,6 +144,7 @@ class Workers:
                 raise
             answer = Answer(error=error)
         finally:
+            call.began_at = math.inf
             self._calling.discard(task)
         if os.getpid() != process:
             _exit_child(answer.error)
@@ -117,10 +153,15 @@ class Workers:
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call with a session of its own. Raises what the work raises."""
         connection = await self._pool.take() or await self._pool.open()
+        session = Session(self, connection, call)
         try:
             with call.using(connection):
-                return await work(Session(self, connection))
+                result = await work(session)
+                await session.finish()
+                return result
         finally:
+            if not session.is_reset:
+                connection.pgconn.finish()
             await self._pool.put(connection, self._settings.slots)
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -150,9 +191,9 @@ class ThreadWorkers(Workers):
         self._threads = {threading.current_thread()}  # with that of the event loop
         self._is_closed = False
 
-    async def call(self, function: UserFunction, argument: Any) -> Answer:
+    async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
-        return await self._submit(partial(super().call, function, argument))
+        return await self._submit(partial(super().call, call, function, argument))
 
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call in a thread with a session of its own. Raises what the work raises."""

@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from .._connections import complete_conninfo, connect_async, is_proxied, set_up
+from .._connections import complete_conninfo, connect_async, is_broken, is_proxied, set_up
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
@@ -298,8 +298,5 @@ def _transaction_settings(limits: Limits) -> bytes:
 
 async def _check(connection: Connection) -> None:
     """Raise if the server has closed the connection, as far as this is known without a round trip."""
-    connection.pgconn.consume_input()  # reads the last message of the server, if there is one
-    connection.pgconn.is_busy()
-    connection.pgconn.consume_input()  # reads the end of the stream after that message
-    if connection.closed:
+    if is_broken(connection):
         raise psycopg.OperationalError("the server closed the connection")

@@ -1,0 +1,182 @@
+"""Handlers that run for longer than the time limit: each costs its message an attempt, and no other message."""
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+import pytest
+from clients import PATIENCE, is_empty, wait_for
+from consumers import FORMS, LEASES, PLAIN, SECOND, Form, Step, prepare, rows, together
+
+from pgqueue.consumer import handlers
+
+Connection = psycopg.Connection[Any]
+LIMIT = SECOND
+
+
+async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
+    if not step.form.is_async:
+        assert go_on.wait(PATIENCE)
+        return
+    while not go_on.is_set():
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.005)
+
+
+@together(FORMS)
+def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_message(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=2)
+    queue.enqueue_batch(["hangs", "good", "good"])
+    connection.execute(f'create table "{name}" (n int)')
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (1)')
+        if step.message.payload == "hangs":
+            await step.until(lambda: False)
+
+    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+        wait_for(lambda: is_empty(connection, name))
+        wait_for(lambda: not run.consumer.stats.running)
+    assert (dead.payload, dead.attempt_count, dead.reason) == ("hangs", 2, "attempts_exhausted")
+    assert (dead.last_error or "").startswith("TimeoutError: the handler ran for longer than the handler_timeout")
+    assert ("in until" in (dead.last_error or "")) == (not form.is_async)  # where it was
+    assert (run.returned, run.criticals, run.circuits) == (["good", "good"], [], [])
+    stats = run.consumer.stats
+    assert (stats.failed, stats.succeeded, stats.lost, stats.abandoned) == (stats.timed_out, 2, 0, 0)
+    # In receive mode the message can be received again before the failure is recorded.
+    assert stats.timed_out == 2 or (stats.timed_out > 2 and form.mode == "receive")
+    inserted = 2 if form.is_transactional else 0
+    assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
+
+
+@together(FORMS)
+def test_a_handler_that_ignores_its_cancellation_is_given_up(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch(["hangs", "good", "good"])
+    connection.execute(f'create table "{name}" (n int)')
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        if step.connection is not None:
+            await step.execute(f'insert into "{name}" values (1)')
+        if step.message.payload == "hangs":
+            await ignore_cancellation(step, go_on)
+            assert step.delivery.cancelled
+
+    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+        try:
+            [dead] = wait_for(queue.browse_dead_messages)
+            wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
+            stats = run.consumer.stats
+            assert (stats.timed_out, stats.failed, stats.abandoned, stats.running) == (1, 1, 1, 0)
+            [(error, text)] = run.criticals
+            assert f"the handler of message {dead.id} does not end" in text
+            assert isinstance(error, TimeoutError)
+        finally:
+            go_on.set()
+        wait_for(lambda: not run.consumer.stats.abandoned)
+    assert (dead.payload, dead.attempt_count) == ("hangs", 1)
+    # What the handler returns after its time is over does not count.
+    stats = run.consumer.stats
+    assert (run.returned, stats.succeeded, stats.lost) == (["hangs", "good", "good"], 2, 0)
+    inserted = 2 if form.is_transactional else 0
+    assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
+
+
+@together(LEASES)
+def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch(["good", "hangs", "good"])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        if any(delivery.message.payload == "hangs" for delivery in step.deliveries):
+            await ignore_cancellation(step, go_on)
+
+    options: dict[str, Any] = {"concurrency": 2, "batch_size": 3, "handler_timeout": LIMIT}
+    with form.consuming(database, name, work, **options) as run:
+        try:
+            [dead] = wait_for(queue.browse_dead_messages)
+            wait_for(lambda: is_empty(connection, name))
+        finally:
+            go_on.set()
+        wait_for(lambda: not run.consumer.stats.abandoned and not run.consumer.stats.running)
+    stats = run.consumer.stats
+    assert (dead.payload, stats.succeeded, stats.dead, stats.lost, stats.timed_out) == ("hangs", 2, 1, 0, 2)
+
+
+@together(FORMS)
+def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name).enqueue_batch([1, 2])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await ignore_cancellation(step, go_on)
+
+    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+        try:
+            wait_for(lambda: not run.consumer._busy)
+        finally:
+            go_on.set()
+        wait_for(lambda: run.loop is None or not asyncio.all_tasks(run.loop))
+        with pytest.raises(RuntimeError, match="2 handlers exceeded the handler_timeout and did not end"):
+            run.stop()
+    assert run.consumer.stats.timed_out == 2
+
+
+@together(PLAIN)
+def test_a_policy_that_exceeds_the_time_limit_does_not_decide(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue("bad")
+
+    async def work(_: Step) -> None:
+        raise ValueError
+
+    async def policy(step: Step) -> None:
+        await step.until(lambda: False)
+
+    with form.consuming(database, name, work, policy=policy, concurrency=1, handler_timeout=LIMIT) as run:
+        [dead] = wait_for(queue.browse_dead_messages)
+    assert (dead.last_error or "").startswith("TimeoutError: ")
+    assert (run.consumer.stats.timed_out, run.consumer.stats.dead) == (1, 1)
+
+
+def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
+    database: str,
+    connection: Connection,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(handlers, "_LATE", 0.1)
+    queue = prepare(connection, name)
+    queue.enqueue_batch([1, 2])
+    go_on = threading.Event()
+
+    async def work(step: Step) -> None:
+        await step.until(go_on.is_set)
+
+    with Form(False, "lease").consuming(database, name, work, concurrency=2, visibility_timeout=SECOND) as run:
+        wait_for(lambda: run.consumer.stats.overdue == 2)
+        go_on.set()
+        wait_for(lambda: is_empty(connection, name))
+        wait_for(lambda: not run.consumer.stats.overdue)
+    said = [record for record in caplog.records if "there is no handler_timeout" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING] * 2
+    assert "2 of 2 handlers run for that long" in said[-1].getMessage()
+    assert (run.returned, run.consumer.stats.timed_out) == ([1, 2], 0)
