@@ -40,6 +40,7 @@ _numbers = count(1)
 FIRST = (
     "spark",
     "test_spark_pipelines_flights",
+    "test_spark_cluster",
     "test_consumer_server_failures",
     "test_http_page",
     "test_late_commit",

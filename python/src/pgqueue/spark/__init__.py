@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 try:
@@ -18,7 +19,7 @@ except ImportError as error:
         "pgqueue.spark needs pyspark 4.2 or later: pip install 'pgqueue[spark]'", name="pyspark"
     ) from error
 
-from pyspark import SparkContext
+from pyspark.util import is_remote_only
 
 from .active_session import set_active_session
 from .options import OPTIONS, Option, OptionError
@@ -29,21 +30,45 @@ if TYPE_CHECKING:
 
 __all__ = ["OPTIONS", "Option", "OptionError", "PgQueueDataSource", "register"]
 
-# spark-submit has chosen the Python of the workers already when it runs a program.
-if sys.executable and SparkContext._active_spark_context is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+def _choose_python() -> None:
+    # spark-submit has chosen the Python of the workers already when it runs a program. Package pyspark-client has no
+    # workers.
+    if sys.executable and "PYSPARK_GATEWAY_PORT" not in os.environ and not is_remote_only():
+        from pyspark import SparkContext
+
+        if SparkContext._active_spark_context is None:
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+
+_choose_python()
 
 
 def register(spark: "SparkSession") -> None:
     """Register format `pgqueue` in a session, and make the session the active one of the calling thread.
 
-    Only needed if Spark does not find the format by itself: in a thread that writes but did not create the session, or
-    if the package was installed after the session first looked for data sources. Raises ImportError if the Python of
-    the workers does not have this package.
+    Only needed if Spark does not find the format by itself: in a thread that writes but did not create the session, if
+    the package was installed after the session first looked for data sources, or if spark-submit --py-files ships it.
+    Raises ImportError if the Python of the workers does not have this package.
     """
     _check_workers(spark)
+    _ship_archive(spark)
     spark.dataSource.register(PgQueueDataSource)
     set_active_session(spark)
+
+
+def _ship_archive(spark: "SparkSession") -> None:
+    """Send the archive that this package was imported from to the workers, where Spark has not done so.
+
+    Spark puts an archive of --py-files on the path of its workers if its name ends with zip, egg or jar, but no wheel.
+    """
+    archive = getattr(sys.modules[__name__].__loader__, "archive", "")
+    if archive.endswith(".whl") and getattr(spark, "_jvm", None) is not None:
+        from pyspark import SparkFiles
+
+        # Workers fetch it until the session ends, which deletes this directory.
+        directory = tempfile.mkdtemp(dir=SparkFiles.getRootDirectory())
+        spark.sparkContext.addPyFile(shutil.copy(archive, os.path.join(directory, "pgqueue.zip")))  # noqa: PTH118
 
 
 def _check_workers(spark: "SparkSession") -> None:

@@ -32,6 +32,7 @@ from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, 
 from .column_mapping import ColumnMapping, map_columns
 from .connections import Backoff, connect, resolve_conninfo
 from .options import OptionError, Options
+from .shipped import Shipped
 
 __all__ = ["QueueArrowWriter", "QueueStreamArrowWriter", "Staged", "commit_name"]
 
@@ -63,7 +64,7 @@ class Staged(WriterCommitMessage):
     counts: dict[UUID, int]
 
 
-class _Writer:
+class _Writer(Shipped):
     """The common part of both writers. It is pickled for the tasks, so it holds no connection."""
 
     def __init__(self, options: Options, schema: StructType) -> None:

@@ -33,6 +33,7 @@ from .columns import check_schema, column_sql
 from .connections import connect, resolve_conninfo
 from .copy_to_arrow import read_batches
 from .options import Options
+from .shipped import Shipped
 
 __all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader", "check_known", "names_in"]
 
@@ -135,7 +136,7 @@ class IdRange(InputPartition):
     at: datetime
 
 
-class SnapshotReader(DataSourceReader):
+class SnapshotReader(Shipped, DataSourceReader):
     """Reads one range of ids in each partition."""
 
     def __init__(self, options: Options, schema: StructType) -> None:

@@ -15,11 +15,12 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from .options import READ, STREAM, WRITE, OptionError, parse
+from .shipped import Shipped
 
 __all__ = ["PgQueueDataSource"]
 
 
-class PgQueueDataSource(DataSource):
+class PgQueueDataSource(Shipped, DataSource):
     """A queue as a batch source, a streaming source, and a sink. `pgqueue.spark.OPTIONS` describes every option.
 
     Batch reads return messages without claiming or changing them; option `source` selects which. They read the tables,

@@ -22,6 +22,7 @@ from .columns import check_schema
 from .connections import Backoff, connect, resolve_conninfo
 from .copy_to_arrow import read_batches
 from .options import OptionError, Options
+from .shipped import Shipped
 from .stream_driver import StreamDriver
 
 __all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader"]
@@ -39,7 +40,7 @@ class BatchPart(InputPartition):
     partition: int
 
 
-class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads a queue as a stream.
 
     The instance in the driver opens the stream. Unpickled instances in the workers read partitions.
