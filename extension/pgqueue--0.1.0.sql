@@ -1033,6 +1033,13 @@ comment on function pgqueue._raise_not_allowed(name, text, text) is
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
 
+create function pgqueue._is_name(name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
+comment on function pgqueue._is_name(text) is
+'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
+
 create function pgqueue._privileges_of(accesses text[])
 returns text
 language sql immutable parallel safe
@@ -1065,7 +1072,7 @@ begin
     if has_table_privilege(caller, 'pgqueue.access_any'::regclass, privileges) then
         return true;
     end if;
-    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(queue_name) then
         return false;
     end if;
     if has_table_privilege(caller, to_regclass(pgqueue._access_view(queue_name)), privileges) then
@@ -1556,7 +1563,7 @@ as $$
 begin
     -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
     -- unique index. If there is no such queue, the error raised below rolls the insert back.
-    if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name) and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then
@@ -2197,7 +2204,7 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(queue_name) then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;
@@ -7617,7 +7624,7 @@ begin
     from pgqueue._orphaned_messages() o
     cross join lateral (
         select
-            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            pgqueue._is_name(o.queue_name) as is_valid,
             left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
     ) n;
 
@@ -8409,7 +8416,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(stream_name) then
         perform pgqueue._raise_invalid('stream_name', stream_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;

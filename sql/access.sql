@@ -2,6 +2,13 @@
 -- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
 -- roles, and dumps them. The checks of the domains in types.sql are made here.
 
+create or replace function pgqueue._is_name(name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select coalesce(name collate "C" ~ '^[a-z0-9_-]{1,128}$', false) $$;
+comment on function pgqueue._is_name(text) is
+'Whether a text can be the name of a queue or a stream: 1 to 128 characters of a-z, 0-9, hyphen and underscore.';
+
 create or replace function pgqueue._privileges_of(accesses text[])
 returns text
 language sql immutable parallel safe
@@ -34,7 +41,7 @@ begin
     if has_table_privilege(caller, 'pgqueue.access_any'::regclass, privileges) then
         return true;
     end if;
-    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(queue_name) then
         return false;
     end if;
     if has_table_privilege(caller, to_regclass(pgqueue._access_view(queue_name)), privileges) then

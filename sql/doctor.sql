@@ -371,7 +371,7 @@ begin
     from pgqueue._orphaned_messages() o
     cross join lateral (
         select
-            o.queue_name ~ '^[a-z0-9_-]{1,128}$' as is_valid,
+            pgqueue._is_name(o.queue_name) as is_valid,
             left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
     ) n;
 

@@ -33,7 +33,7 @@ as $$
 begin
     -- A queue created after the snapshot exists, but the transaction cannot see it. The insert detects it through the
     -- unique index. If there is no such queue, the error raised below rolls the insert back.
-    if pgqueue._has_fixed_snapshot() and queue_name collate "C" ~ '^[a-z0-9_-]{1,128}$' and not current_setting('transaction_read_only')::boolean then
+    if pgqueue._has_fixed_snapshot() and pgqueue._is_name(queue_name) and not current_setting('transaction_read_only')::boolean then
         begin
             insert into pgqueue.sweep_state (queue_name) values (_refuse_missing_queue.queue_name) on conflict do nothing;
         exception when serialization_failure then

@@ -147,7 +147,7 @@ as $$
 declare
     q pgqueue.queues;
 begin
-    if queue_name is null or queue_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(queue_name) then
         perform pgqueue._raise_invalid('queue_name', queue_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;

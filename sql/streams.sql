@@ -110,7 +110,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if stream_name is null or stream_name collate "C" !~ '^[a-z0-9_-]{1,128}$' then
+    if not pgqueue._is_name(stream_name) then
         perform pgqueue._raise_invalid('stream_name', stream_name,
             '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
     end if;

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .._connections import complete_conninfo, connect
 from ..client import Queue, install
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from .flights import DemoError, Flight, flights
@@ -68,7 +69,7 @@ class Producer(threading.Thread):
     def run(self) -> None:
         """Send all flights, then a message that completes the last hours."""
         try:
-            with psycopg.connect(self._dsn, application_name="pgqueue demo, producer") as connection:
+            with connect(complete_conninfo(self._dsn, "pgqueue demo, producer"), autocommit=False) as connection:
                 queue = Queue(connection, QUEUE)
                 remaining = iter(self._records)
                 while batch := [*islice(remaining, SENT_AT_ONCE)]:
@@ -94,7 +95,7 @@ def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: 
     java = find_java()
     given = given_server()
     dsn = stack.enter_context(EmbeddedServer()).dsn if given is None else given
-    connection = stack.enter_context(psycopg.connect(dsn, autocommit=True, application_name="pgqueue demo"))
+    connection = stack.enter_context(connect(complete_conninfo(dsn, "pgqueue demo")))
     stack.enter_context(demo_objects(connection, keep and given is not None))
     console.print(f"[dim]PostgreSQL {connection.info.server_version // 10000}, {java.version}; starting Spark …[/]")
     records = sorted(flights(messages), key=lambda flight: (flight["time_hour"], flight["record"]))

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg.conninfo import make_conninfo
 
+from .._connections import complete_conninfo, connect
 from ..client import Queue
 from ..consumer import Consumer, Delivery, Event
 from .flights import DemoError, Flight, flights, minutes_late, minutes_late_or_cancelled, totals_by_carrier
@@ -65,7 +66,7 @@ def run_child(run: Callable[..., None], pipe: Pipe, dsn: str, name: str, *argume
 
 def produce(dsn: str, pipe: Pipe, name: str, records: int, share: int) -> None:
     """Enqueue one share of the records, 1,000 in each transaction."""
-    with psycopg.connect(dsn, autocommit=True, application_name=f"pgqueue demo, {name}") as connection:
+    with connect(complete_conninfo(dsn, f"pgqueue demo, {name}")) as connection:
         queue = Queue(connection, QUEUE)
         remaining = flights(records, share, PRODUCERS)
         pipe.send(Report(time.monotonic()))
