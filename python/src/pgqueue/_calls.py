@@ -185,7 +185,7 @@ enqueue_batch = Call(
     "queue_name text",
     "payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[],"
     " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[],"
-    " priorities int[]",
+    " priorities integer[]",
 )
 claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
 claim_any = Call(

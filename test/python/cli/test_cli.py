@@ -891,7 +891,7 @@ def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
-        connection.execute("drop function pgqueue.stats(text)")
+        connection.execute("drop function pgqueue.stats")
     done = in_process(dsn, "stats")
     assert done.status == 1
     assert "function pgqueue.stats() does not exist" in done.err

@@ -499,7 +499,7 @@ def slow_line(empty_database: Callable[[], str]) -> str:
             """
             create extension pgqueue;
             create schema honest;
-            alter function pgqueue.claim(text, int, interval, text) set schema honest;
+            alter function pgqueue.claim set schema honest;
             create function pgqueue.claim(
                 queue_name text, max_messages int default 1, visibility_timeout interval default null,
                 claimed_by text default null
@@ -538,7 +538,7 @@ def slow_to_wait(empty_database: Callable[[], str]) -> str:
             """
             create extension pgqueue;
             create schema honest;
-            alter function pgqueue.prepare_wait(text, interval) set schema honest;
+            alter function pgqueue.prepare_wait set schema honest;
             create sequence waits;
             create function pgqueue.prepare_wait(queue_name text, timeout interval) returns timestamptz
             language plpgsql security definer as $$

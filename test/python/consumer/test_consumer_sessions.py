@@ -133,13 +133,19 @@ def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
     """A role that may call these verbs, and is ours to set."""
     role = sql.Identifier(name)
     connection.execute(sql.SQL("create role {}; grant {} to current_user").format(role, role))
+    functions = sql.SQL(", ").join(sql.Identifier("pgqueue", verb) for verb in (*verbs, "_may_or_raise"))
     try:
-        connection.execute(sql.SQL("grant usage on schema pgqueue to {}").format(role))
-        for verb in verbs:
-            connection.execute(sql.SQL("grant execute on function pgqueue.{} to {}").format(sql.Identifier(verb), role))
+        # Other forms of the test change the privileges of the same functions at the same time.
+        with connection.transaction():
+            connection.execute("select pgqueue._serialize_grants()")
+            connection.execute(sql.SQL("grant usage on schema pgqueue to {}").format(role))
+            connection.execute(sql.SQL("grant update on pgqueue.access_any to {}").format(role))
+            connection.execute(sql.SQL("grant execute on function {} to {}").format(functions, role))
         yield name
     finally:
-        connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
+        with connection.transaction():
+            connection.execute("select pgqueue._serialize_grants()")
+            connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
 
 
 @pytest.mark.parametrize("scope", ["", "local "], ids=["set", "set local"])

@@ -348,7 +348,7 @@ def spied(empty_database: Callable[[], str]) -> str:
             """
             create extension pgqueue;
             create schema honest;
-            alter function pgqueue.peek(text, int) set schema honest;
+            alter function pgqueue.peek set schema honest;
             create table peeks (asked int, answer int, at timestamptz default clock_timestamp());
             create sequence lies start 1;
             create function pgqueue.peek(queue_name text, max_records int default 100) returns int

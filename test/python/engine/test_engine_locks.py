@@ -109,7 +109,7 @@ def test_subscribe_stores_the_current_address_after_a_lock_wait(
 @contextmanager
 def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
     """Raise the lock timeout of unexpose_transport, as half a second is too short for the test."""
-    change = "alter function pgqueue.unexpose_transport(text) set lock_timeout = "
+    change = "alter function pgqueue.unexpose_transport set lock_timeout = "
     connection.execute(f"{change} '1 min'")
     try:
         yield

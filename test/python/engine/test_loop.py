@@ -43,7 +43,7 @@ def test_a_file_is_found_by_its_name(kind: str, name: str, path: str) -> None:
         ("tap", "../claim_", r"Possible names: .*claim"),
         ("spec", "latecommit", r"make spec NAME=…: 'latecommit' is not in .*specs\. Possible names: late_commit"),
         ("py", "client", r"make py FILE=…: 'client' is not in test\. Possible names: .*test_client"),
-        ("tap", "xyzzy", r"Possible names: ack, archive, .*, wake$"),
+        ("tap", "xyzzy", r"Possible names: access, ack, .*, wake$"),
     ],
 )
 def test_a_wrong_name_is_refused_with_those_that_are_close(kind: str, name: str, message: str) -> None:
