@@ -331,7 +331,7 @@ case $PWD in */work/app-*) test -e {home}/bare && exec {bare} "$@";; esac
 exec {python} "$@"
 """
 LOCAL_CLUSTER = """
-import json, psutil, sys
+import json, os, psutil, sys
 from pathlib import Path
 from pyspark.sql import SparkSession
 from spark_cluster import read, stream, write
@@ -343,9 +343,12 @@ try:
 except Exception as error:
     print(json.dumps(str(error)))
 Path(home, "bare").unlink()
-for process in psutil.Process().parent().children():
-    if any(word.endswith("ExecutorBackend") for word in process.cmdline()):
-        process.kill()  # Spark starts another one.
+# process_iter skips a process that ended, and gives a zombie no command line.
+children = [p for p in psutil.process_iter(["ppid", "cmdline"]) if p.info["ppid"] == os.getppid()]
+executors = [p for p in children if any(word.endswith("ExecutorBackend") for word in p.info["cmdline"] or ())]
+assert executors, [p.info for p in children]
+for process in executors:
+    process.kill()  # Spark starts another one.
 write(spark, "pgqueue", dsn, queue, home)
 stream(spark, "pgqueue", dsn, queue, home)
 print(spark.read.format("pgqueue").options(dsn=dsn, queue=queue + "-copy").load().count())
