@@ -45,26 +45,7 @@ _MAX_TEXT: Final = 4000  # characters of a payload in a list
 _After = Annotated[int | None, Query(ge=0, le=MAX_ID)]
 # The actions that ask for a confirmation, with their verb in the question.
 _CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
-# Messages in flight and messages that a consumer is claiming now are left alone.
-_DELETE: Final = b"""
-with ready as (
-    select m.id from pgqueue.messages m
-    where m.queue_name = %(name)s and m.id = any (%(ids)s) and (m.visible_at <= now() or m.attempt_count = 0)
-    for update skip locked
-),
-deleted as (
-    delete from pgqueue.messages m using ready r where m.queue_name = %(name)s and m.id = r.id returning m.id
-),
-scheduled as (
-    select s.id from pgqueue.scheduled_messages s
-    where s.queue_name = %(name)s and s.id = any (%(ids)s) for update skip locked
-),
-deleted_scheduled as (
-    delete from pgqueue.scheduled_messages s using scheduled c
-    where s.queue_name = %(name)s and s.id = c.id returning s.id
-)
-select (select count(*) from deleted) + (select count(*) from deleted_scheduled)
-"""
+_CANCEL: Final = "select count(*) filter (where pgqueue.cancel(%s, u.id)) from unnest(%s::bigint[]) as u (id)"
 
 
 @router.get("/")
@@ -246,7 +227,7 @@ async def act(request: Request, context: CurrentContext, place: CurrentPlace, ac
                 done = f"{'Redriven' if action == 'redrive' else 'Deleted'}: {count(number, 'dead letter')}"
             case "delete":
                 ids = message_ids(form.get("id", []))
-                cursor = await opened.connection.execute(_DELETE, {"name": name, "ids": ids})
+                cursor = await opened.connection.execute(_CANCEL, (name, ids))
                 (number,) = await cursor.fetchone() or (0,)
                 state = form.get("state", ["ready"])[0]
                 done = f"Deleted: {count(number, 'message')}"
