@@ -568,8 +568,9 @@ create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name
 create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
-moved to messages under their old ids, and messages that another transaction held when a sweep passed them.';
+'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
+letters of groups that were redriven, which return to messages under their old ids, and messages that another
+transaction held when a sweep passed them.';
 comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
 comment on column pgqueue.requeued_messages.held is
@@ -705,6 +706,8 @@ create unlogged table pgqueue.staged_messages (
     message_ids uuid[],
     delays interval[],
     expires_in interval[],
+    group_keys text[],
+    priorities int[],
     messages int not null,
     largest_bytes int not null,
     constraint staged_messages_pkey primary key (token, row_number)
@@ -717,6 +720,8 @@ comment on table pgqueue.staged_messages is
 values is null.';
 comment on column pgqueue.staged_messages.row_number is
 'The number of the first message of the row, counted from 1 for each token.';
+comment on column pgqueue.staged_messages.group_keys is
+'A trigger moves these and priorities to headers, so a stored row has neither.';
 comment on column pgqueue.staged_messages.messages is
 'The number of messages in the row. The parallel writers compute this and largest_bytes, so that the single commit does
 not have to.';
@@ -821,8 +826,9 @@ create unlogged table pgqueue.compactions (
     bytes_after bigint
 );
 comment on table pgqueue.compactions is
-'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
-when it commits. Unlogged: a crash of the server empties it.';
+'The automatic compactions of the last day, and requests, which have no outcome: one without table_name makes its
+transaction compact tables when it commits, another one makes it call the function that table_name names. Unlogged: a
+crash of the server empties it.';
 
 -- Vacuum truncates no table, as for messages: its exclusive lock would make a parallel pg_dump fail, which locks a
 -- member of an extension only when it copies it, and does not wait for the lock then.
@@ -842,7 +848,8 @@ create view pgqueue.access_any as select;
 comment on view pgqueue.access_any is
 'Its privileges are the access of roles to all queues: INSERT is producer, UPDATE consumer, DELETE admin, SELECT reader,
 TRUNCATE raw and TRIGGER transport. The view has no column. A view access_<hash> is the same for one queue or for the
-queues of a pattern.';
+queues of a pattern, and a view rights_<hash> for what a queue has of these two. Do not grant on them: call
+grant_access.';
 -- Marks the tables and sequences of the extension whose data pg_dump must include. Registers, dedicated partitions and
 -- the partitions of the archive are created later, by functions, and pg_dump includes them as ordinary objects.
 select pg_extension_config_dump('pgqueue.queue_id', '');
@@ -1030,8 +1037,9 @@ $$;
 comment on function pgqueue._raise_not_allowed(name, text, text) is
 'Raises 42501: the caller lacks a privilege that the security definer function itself has.';
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
--- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
--- roles, and dumps them. The checks of the domains in types.sql are made here.
+-- all queues, access_<hash> for a queue or a pattern, and rights_<hash> for all that a queue has of these two.
+-- PostgreSQL checks the privileges, follows the membership of roles, and dumps them. The checks of the domains in
+-- types.sql are made here.
 
 create function pgqueue._is_name(name text)
 returns boolean
@@ -1044,7 +1052,7 @@ create function pgqueue._privileges_of(accesses text[])
 returns text
 language sql immutable parallel safe
 as $$
-    select string_agg(p.privilege, ', ')
+    select string_agg(p.privilege, ', ' order by p.privilege)
     from (values
         ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
         ('reader', 'SELECT'), ('raw', 'TRUNCATE'), ('transport', 'TRIGGER')
@@ -1060,6 +1068,14 @@ language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 comment on function pgqueue._access_view(text) is
 'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
+
+create function pgqueue._rights_view(queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select replace(pgqueue._access_view(queue_name), 'pgqueue.access_', 'pgqueue.rights_') $$;
+comment on function pgqueue._rights_view(text) is
+'The name of the view whose privileges are the access that roles have to a queue by its name and by patterns. The view
+may be missing, or lack privileges: then the views of access are checked.';
 
 create function pgqueue._may_use(caller name, queue_name text, privileges text)
 returns boolean
@@ -1092,53 +1108,25 @@ comment on function pgqueue._may_use(name, text, text) is
 'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
 matches.';
 
-create function pgqueue._refuse_queue(queue_name text, creating boolean)
-returns void
+create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
+returns boolean
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if creating then
-        perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
-    end if;
-    perform pgqueue._raise_queue_not_found(queue_name);
-end;
-$$;
-comment on function pgqueue._refuse_queue(text, boolean) is
-'Raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
-
--- A hot path for roles without access to all queues: it does what _may_use does in few expressions, as each has to be
--- prepared in every transaction, and without a search_path, which costs as much. All names are qualified instead.
-create function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
-returns boolean
-language plpgsql stable
-as $$
-declare
-    candidate text := queue_name;
-    n int := 0;
-begin
-    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb. A longer
-    -- name is none. to_regclass truncates the name of the view as _access_view does.
-    while pg_catalog.int4le(pg_catalog.octet_length(candidate), 129) loop
-        if pg_catalog.has_table_privilege(
-                pg_catalog.to_regclass(pg_catalog.textcat('pgqueue.access_',
-                    pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(candidate, 'UTF8')), 'hex'))),
-                privileges)
-        then
-            return true;
+    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
+    if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
+        if creating then
+            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
         end if;
-        n := pg_catalog.regexp_instr(queue_name, '[-_]', pg_catalog.int4pl(n, 1));
-        candidate := case when pg_catalog.int4gt(n, 0) then pg_catalog.textcat(pg_catalog.left(queue_name, n), '*') end;
-    end loop;
-    if queue_name is not null then
-        perform pgqueue._refuse_queue(queue_name, creating);
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     return true;
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains, which run with the rights of the caller: whether it may use the queue. Otherwise raises
-PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
+'For the checks of the domains, if the view of rights does not decide: checks the views of access, and raises PQ001 as
+for a queue that does not exist or, if the queue would be created, 42501.';
 
 create function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -1161,7 +1149,7 @@ as $$
     select array_agg(p.oid::regprocedure)
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_refuse_queue', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
+        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_raise_not_allowed', '_raise_queue_not_found')
 $$;
 comment on function pgqueue._functions_of_checks() is
 'The private functions that the checks of the domains call: each role with access may execute them.';
@@ -1187,9 +1175,13 @@ begin
         ) as c (name, accesses)
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
+        -- The look at the view of rights is written out because a call of a function would double its cost. to_regclass
+        -- truncates the name of the view as _access_view does.
         execute format(
             'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
-            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or pgqueue._may_or_raise(value, %2$L, %L))',
+            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or has_table_privilege(to_regclass('
+            'textcat(''pgqueue.rights_'', encode(sha256(convert_to(value, ''UTF8'')), ''hex''))), %2$L)'
+            ' or pgqueue._may_or_raise(value, %2$L, %L))',
             d.name, d.privileges, d.creating);
         execute format('revoke usage on domain pgqueue.%I from public', d.name);
     end loop;
@@ -1217,8 +1209,8 @@ create function pgqueue._is_first_statement()
 returns boolean
 language sql volatile
 as $$
-    -- A function cannot know whether its transaction commits at once. Without this guess, days of the archive and idle
-    -- queues would go only where a scheduled job calls maintain_archive and drop_idle_queues.
+    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
+    -- where a scheduled job calls drop_idle_queues.
     select statement_timestamp() - transaction_timestamp() < interval '5 ms'
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
@@ -1227,6 +1219,16 @@ comment on function pgqueue._is_first_statement() is
 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
+
+create function pgqueue._is_at_commit()
+returns boolean
+language sql stable
+as $$
+    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
+    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
+$$;
+comment on function pgqueue._is_at_commit() is
+'For a deferred trigger: whether its transaction commits now.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -1528,6 +1530,13 @@ language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+
+create function pgqueue._is_unclaimed(m pgqueue.messages)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
+comment on function pgqueue._is_unclaimed(pgqueue.messages) is
+'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
@@ -1652,6 +1661,18 @@ comment on function pgqueue._require_untruncated(regclass[]) is
 tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
 first and takes its snapshot second.';
 
+create function pgqueue._require_untruncated_messages()
+returns void
+language sql volatile
+as $$
+    select pgqueue._require_untruncated(array[
+        'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
+        'pgqueue.sweep_state'
+    ]::regclass[])
+$$;
+comment on function pgqueue._require_untruncated_messages() is
+'Raises 40001 if the transaction keeps its snapshot and a compaction since hides messages from it.';
+
 create function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -1671,10 +1692,7 @@ begin
         if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
             perform pgqueue._refuse_missing_queue(queue_name);
         end if;
-        perform pgqueue._require_untruncated(array[
-            'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
-            'pgqueue.sweep_state'
-        ]::regclass[]);
+        perform pgqueue._require_untruncated_messages();
     end if;
     return q;
 end;
@@ -1808,9 +1826,53 @@ begin
 end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
-sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
-called later sets pgqueue.next_maintenance_at.';
+'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact and dedup request what is done at the
+commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
+wants to be called later sets pgqueue.next_maintenance_at.';
+
+create function pgqueue._do_at_commit()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    if not pgqueue._is_at_commit() then
+        return null;
+    end if;
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.outcome is null and o.table_name = new.table_name for update skip locked));
+    execute format('select pgqueue.%I($1)', new.table_name) using at;
+    return null;
+exception when query_canceled or others then
+    -- It must not fail the transaction of a claim. The next housekeeping or maintenance requests it again.
+    return null;
+end;
+$$;
+comment on function pgqueue._do_at_commit() is
+'Deferred trigger of compactions: calls the function that a room has requested, when the transaction commits.';
+
+drop trigger if exists do_at_commit on pgqueue.compactions;
+create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
+for each row when (new.outcome is null and new.table_name is not null) execute function pgqueue._do_at_commit();
+
+create function pgqueue._request_at_commit(handler text, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The caller may have set all constraints to immediate. The locks would then last until its transaction ends.
+    set constraints pgqueue.do_at_commit deferred;
+    insert into pgqueue.compactions (tried_at, table_name) values (at, handler);
+end;
+$$;
+comment on function pgqueue._request_at_commit(text, timestamptz) is
+'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
+room uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
@@ -2240,7 +2302,10 @@ begin
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
-    if not found or pg_relation_filenode(q.fresh_from_id) is null then
+    if not found or pg_relation_filenode(q.fresh_from_id) is null
+        -- A session that drops the idle queue at this moment has the lock.
+        or q.expires_after_idle is not null and not pg_try_advisory_xact_lock_shared(pgqueue._lock_key(queue_name))
+    then
         begin
             perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
             select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
@@ -2306,28 +2371,30 @@ comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
     interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
-'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
-(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
-goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
-dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
-with a high load. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or body. The delay after a failed
-attempt is backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random
-fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is returned unchanged.
-archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
-pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
-for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
-and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
-dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
-enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
-With group_limit (1 to 1000) at most so many messages with the same group_key are in flight at a time, in the order of
-their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of
-its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold the
-group waits until the dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the
-queue are in flight at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims
-and receives take so many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims
-have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and
-cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps
-a dedicated table from being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore.
+visibility_timeout (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100)
+attempts a message goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the
+dead letters if dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it
+for a few queues with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and
+blocks all queues meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes
+(1 byte to 100 MB) limits the size of a payload or body. The delay after a failed attempt is backoff_base times
+backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter
+(0 to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the
+minimum time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none.
+expires_after_idle (1 s to 10 years) is for temporary queues, such as one for the replies to one instance of a
+service. Such a queue is dropped, as by drop_idle_queues, if it holds no message and no session has claimed, received
+or waited for this long. The next create_queue of any queue drops it; if it is dedicated, the next call that creates
+or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with
+the same dedup_key; 0 means as long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most
+so many messages with the same group_key are in flight at a time, in the order of their ids; the queue is then
+dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of its group waiting. With
+on_dead skip a group goes on after one of its messages has become a dead letter; with hold the group waits until the
+dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the queue are in flight
+at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims and receives take so
+many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With
+priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and cannot have a
+group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
+being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2947,7 +3014,12 @@ begin
             end if;
         end loop;
     end loop;
-    return holders;
+    -- Of several elements with a key, one has got it from another in the later period, and that one has lost it since.
+    return array(
+        select coalesce(o.holder, u.holder)
+        from unnest(holders) with ordinality as u (holder, n)
+        left join unnest(ids, holders) as o (id, holder) on o.id = u.holder
+        order by u.n);
 end;
 $$;
 comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
@@ -2979,21 +3051,24 @@ begin
         where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
     );
     if not found then
+        -- A consumer whose claim has ended must not settle the new content.
         update pgqueue.messages m
-        set expires_at = _replace_message.expires_at, message_id = _replace_message.message_id,
-            payload = _replace_message.payload, body = _replace_message.body, headers = _replace_message.headers,
-            transport_headers = null
+        set claim_token = null, visible_at = least(m.visible_at, at), expires_at = _replace_message.expires_at,
+            message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
+            headers = _replace_message.headers, transport_headers = null
         where m.queue_name = q.name and m.id = (
             select c.id from pgqueue.messages c
             where c.queue_name = q.name and c.id = _replace_message.id
-                and (pgqueue._is_ready(c, at) or c.attempt_count = 0)
+                and (pgqueue._is_ready(c, at) or pgqueue._is_unclaimed(c))
             for update skip locked
         );
-        if not found or delay = interval '0' then
-            return found;
+        if not found then
+            return false;
         end if;
         with moved as (
-            delete from pgqueue.messages m where m.queue_name = q.name and m.id = _replace_message.id returning *
+            delete from pgqueue.messages m
+            where delay > interval '0' and m.queue_name = q.name and m.id = _replace_message.id
+            returning *
         )
         insert into pgqueue.scheduled_messages (
             id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
@@ -3038,36 +3113,69 @@ $$;
 comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create function pgqueue._on_maintenance_due_dedup(at timestamptz)
+create function pgqueue._ended_dedup_tables(at timestamptz)
+returns setof regclass
+language sql stable
+as $$
+    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
+    from generate_series(0, 2) as c
+    where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
+$$;
+comment on function pgqueue._ended_dedup_tables(timestamptz) is
+'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
+
+create function pgqueue._truncate_dedup_keys(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    period bigint;
-    slice int;
+    keys regclass;
 begin
-    -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- A dump delays it, too, because the dump would fail.
-    for class in 0..2 loop
-        period := pgqueue._dedup_period(class, at - interval '1 min');
-        slice := pgqueue._dedup_slice(class, period + 2);
-        if period = pgqueue._dedup_period(class, at)
-            and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
-            and not pgqueue._is_dump_running()
-        then
-            begin
-                execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
-                execute format('truncate only pgqueue.dedup_keys_%s', slice);
-            exception when lock_not_available then
-                null;
-            end;
-        end if;
+    -- A dump would fail.
+    if pgqueue._is_dump_running() then
+        return;
+    end if;
+    for keys in select t from pgqueue._ended_dedup_tables(at) as t loop
+        begin
+            -- A transaction that still writes to the table delays the truncation.
+            execute format('lock table only %s in access exclusive mode nowait', keys);
+            if pg_relation_size(keys) > 0 then
+                execute format('truncate only %s', keys);
+            end if;
+        exception when lock_not_available or object_in_use then
+            null;
+        end;
     end loop;
+    -- As for a compaction: otherwise the rows could still be counted, and each sweep would request a truncation.
+    perform pg_stat_force_next_flush();
+end;
+$$;
+comment on function pgqueue._truncate_dedup_keys(timestamptz) is
+'Truncates the tables of dedup_keys whose period has ended, except those that are in use.';
+
+create function pgqueue._on_maintenance_due_dedup(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The statistics are read without a lock of the table.
+    if not pgqueue._is_dump_running() and exists (
+        select from pgqueue._ended_dedup_tables(at) as t
+        -- A crash of the server resets the first two.
+        where pg_stat_get_live_tuples(t) + pg_stat_get_dead_tuples(t) > 0
+            or exists (select from pg_catalog.pg_class c where c.oid = t and c.relpages > 0)
+    ) then
+        perform pgqueue._request_at_commit('_truncate_dedup_keys', at);
+    end if;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
 end;
 $$;
 comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
-'Truncates the tables of dedup_keys whose period has ended.';
+'Requests the truncation of the tables of dedup_keys whose period has ended.';
 -- Sends messages in the caller's transaction: without delay to messages, with delay to scheduled_messages.
 
 create function pgqueue._with_group_and_priority(headers jsonb, group_key text, priority int)
@@ -3216,6 +3324,21 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
+create function pgqueue._has_fast_path(
+    q pgqueue.queues, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select body is null and delay = interval '0' and expires_in is null
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
+        and octet_length(payload::text) <= q.max_payload_bytes
+        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+$$;
+comment on function pgqueue._has_fast_path(pgqueue.queues, jsonb, interval, jsonb, interval, bytea) is
+'Whether the fast path of enqueue can send a message: the payload is valid, and there is neither body, delay nor expiry.
+Inlined.';
+
 create function pgqueue._notify_and_check_fast_path(
     q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
 )
@@ -3229,16 +3352,12 @@ as $$
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
-        and body is null and delay = interval '0' and expires_in is null
-        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
-        and octet_length(payload::text) <= q.max_payload_bytes
-        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+        and pgqueue._has_fast_path(q, payload, delay, headers, expires_in, body)
 $$;
 comment on function pgqueue._notify_and_check_fast_path(
     pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
 ) is
-'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message: the payload is valid,
-and there is neither body, delay nor expiry. Inlined.';
+'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message. Inlined.';
 
 create function pgqueue._enqueue_deduplicated(
     queue_name text,
@@ -3288,7 +3407,15 @@ begin
     from new_key k
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
-    if not found then
+    if not found and on_duplicate = 'keep' then
+        select pgqueue._dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        from pgqueue.queues q
+        where q.name = _enqueue_deduplicated.queue_name collate "C"
+            and pgqueue._has_fast_path(
+                q, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
+                _enqueue_deduplicated.body);
+    end if;
+    if new_id is null then
         new_id := pgqueue.enqueue_batch(
             queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
             dedup_keys => array[dedup_key], on_duplicate => on_duplicate);
@@ -3297,7 +3424,7 @@ begin
 end;
 $$;
 comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
-'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
+'Sends a message with a dedup_key. enqueue_batch does what the fast paths for a new and for a taken key do not handle.';
 
 create function pgqueue.enqueue(
     queue_name pgqueue.queue_of_producer,
@@ -3907,13 +4034,15 @@ begin
             moved as (
                 insert into pgqueue.messages (
                     id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq
+                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
                 )
                 select
                     d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
                     d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
                     -- At its old place, below those that claims have passed, only a sweep would find the message.
-                    case when q.priorities then nextval('pgqueue.message_id') end
+                    case when q.priorities then nextval('pgqueue.message_id') end,
+                    -- No consumer has it, also if it is moved before it is due.
+                    nullif(d.attempt_count, 0)
                 from due d
                 returning messages.id, messages.expires_at
             )
@@ -4519,6 +4648,44 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create function pgqueue._group_room(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return q.group_limit - (
+        select count(*)
+        from (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+            limit q.group_limit
+        ) w
+    );
+end;
+$$;
+comment on function pgqueue._group_room(pgqueue.queues, timestamptz, bigint, bigint) is
+'How many more messages of the group at this position may be in flight.';
+
+create function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._group_room(q, at, place, first_id) > 0 and exists (
+        select from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._group_position(m.headers, m.id) = place
+            and m.id >= first_id and pgqueue._is_ready(m, at)
+    );
+end;
+$$;
+comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
+'Whether the group at this position has fewer messages in flight than its limit, and a message that is ready.';
+
 create function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
 )
@@ -4529,23 +4696,14 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
-    inflight int;
 begin
     foreach place in array positions loop
-        select count(*) into inflight
-        from (
-            select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
-            limit q.group_limit
-        ) w;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(candidate_ids))
+            order by m.id limit least((select pgqueue._group_room(q, at, place, first_id)), wanted - cardinality(candidate_ids))
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -4656,6 +4814,8 @@ declare
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
     next_position bigint;
+    first_id constant bigint := pgqueue._first_id_of(q.name);
+    most_steps int := 500;
     locks_left int := 100;
     locked bigint[];
     spent_ids bigint[];
@@ -4675,8 +4835,12 @@ begin
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
-        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- With a higher limit each step counts the messages in flight. It costs as much as a lock, and counts as one.
+        if q.group_limit > 1 then
+            most_steps := locks_left;
+        end if;
+        -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
+        -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
         -- transaction has locked waits for its next turn.
         with recursive walk as (
@@ -4698,17 +4862,21 @@ begin
                 limit 1
             ) s
             cross join lateral (
-                select case when s.visible_at <= at or q.group_limit > 1
+                -- The lock of a group that gives no message would keep others from it until the transaction ends.
+                select case
+                    when s.visible_at <= at and (q.group_limit = 1 or not s.is_ready)
+                        or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
                     then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
             ) h
-            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < 500
+            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
-            array_agg(w.id) filter (where w.is_spent and w.is_locked), locks_left - max(w.found),
+            array_agg(w.id) filter (where w.is_spent and w.is_locked),
+            locks_left - case q.group_limit when 1 then max(w.found) else max(w.n) end,
             case
-                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= 500
+                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
         into locked, spent_ids, locks_left, next_position
@@ -4722,7 +4890,7 @@ begin
             next_position := from_position;
         elsif locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
-                q, at, locked, pgqueue._first_id_of(q.name), wanted - cardinality(candidate_ids));
+                q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
             -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
             -- id can be in flight if this message came later.
@@ -5040,7 +5208,6 @@ declare
     below_position bigint;
     span bigint;
     found_count int;
-    last_position bigint;
     visible_ids bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -5070,25 +5237,27 @@ begin
         order by h.half, lower(s.r)
     loop
         next_position := lower(id_range);
-        span := 1024;
+        span := 1000;
         while next_position < upper(id_range) loop
             exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
             below_position := next_position + least(span, upper(id_range) - next_position);
-            select count(*), max(w.position), array_agg(w.id) filter (where w.visible_at <= at)
-            into found_count, last_position, visible_ids
+            -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
+            -- messages is divided instead.
+            select count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at)
+            into found_count, visible_ids
             from (
                 select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
-                limit 1000
+                limit 1001
             ) w;
-            if found_count = 1000 then
-                below_position := last_position + 1;
-            else
-                span := pgqueue._next_span(span);
+            if found_count > 1000 and span > 1 then
+                span := span / 2;
+                continue;
             end if;
+            span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             -- If there may be more messages here, the next sweep begins here.
@@ -5487,6 +5656,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
+    fresh_from_id constant bigint := pgqueue._register_value(q.fresh_from_id);
     candidate_ids bigint[];
     tokens_taken int;
 begin
@@ -5519,8 +5689,11 @@ begin
             perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
             return candidate_ids[:tokens_taken];
         end if;
+        -- Sweeps find those below the register again. It must not go back beyond dead rows for them.
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(candidate_ids[tokens_taken + 1:]) as p;
+        from unnest(candidate_ids[tokens_taken + 1:]) as p
+        where p >= fresh_from_id
+        having count(*) > 0;
     end if;
     return candidate_ids[:tokens_taken];
 end;
@@ -6106,7 +6279,8 @@ begin
     if q.group_limit is not null then
         -- In the other table the messages would be behind later ones of their group until a claim moves them back.
         update pgqueue.messages m
-        set visible_at = at, attempt_count = m.attempt_count - 1, claim_token = null
+        set visible_at = at, attempt_count = m.attempt_count - 1, claimed_attempt = m.attempt_count - 1,
+            claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, release.claim_token);
@@ -6258,6 +6432,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     dead_ids bigint[];
     redriven int;
+    is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
@@ -6279,6 +6454,24 @@ begin
         using pgqueue._lookup_keys(q.name, dead_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
+    ),
+    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+    -- Otherwise a claim between the redrive and their due time could take their successors.
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers, claimed_by,
+            last_error, transport_headers
+        )
+        select
+            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
+            r.last_error, r.transport_headers
+        from revived r
+        where is_grouped
+        returning messages.id
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), m.id from moved m
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
@@ -6289,8 +6482,9 @@ begin
         -- scan the dead index entries of all messages already taken.
         r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
-    from revived r;
-    get diagnostics redriven = row_count;
+    from revived r
+    where not is_grouped;
+    redriven := cardinality(pgqueue._array_except(dead_ids, '{}'));
     if redriven > 0 then
         perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
     end if;
@@ -6484,14 +6678,14 @@ create function pgqueue._sample_requeued_ids(
 )
 language sql stable
 as $$
-    -- At most wanted ids, at even distances among the first 5,000.
+    -- At most wanted ids, at even distances among the first rows. An id can have several rows.
     with requeued as (
         select distinct r.id
         from (
             select c.id from pgqueue.requeued_messages c
             where c.queue_name = _sample_requeued_ids.queue_name
                 and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
-            order by c.check_at, c.id limit 5000
+            order by c.check_at, c.id limit greatest(5000, 2 * wanted)
         ) r
         where r.id <@ within
     ),
@@ -6503,8 +6697,8 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
-not read otherwise, and the number of messages for which each stands.';
+'Ids of messages that came back to messages, up to wanted and within ranges that the calling function does not read
+otherwise, and the number of messages for which each stands.';
 
 create function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int
@@ -6526,6 +6720,7 @@ declare
     total int;
     some_came_back boolean;
     ids bigint[];
+    stand_for bigint;
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -6586,23 +6781,29 @@ begin
         end if;
     end if;
     if some_came_back and total < max_records then
-        -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(state))), at, 400) c;
+        -- Messages that came back can have ids that the query above skips.
+        select c.ids, c.stand_for into ids, stand_for
+        from pgqueue._sample_requeued_ids(
+            q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_ready(m, at)
             and not pgqueue._is_locked(m.xmax);
         total := total + ready;
+        if total = 0 and stand_for > 1 then
+            return 1;
+        end if;
     end if;
     return least(total, max_records);
 end;
 $$;
 comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
-transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
-of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
-Raises 22023, PQ001.';
+transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
+wait for others of their groups are counted. Locks no message, writes nothing, waits for no consumer, and reads a
+bounded number of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
+queue is paused. Raises 22023, PQ001.';
 -- Shows messages and dead letters without changing or locking them.
 
 create function pgqueue.browse(
@@ -6628,6 +6829,7 @@ begin
             'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
     end if;
     perform pgqueue._check_page(max_messages, after_id);
+    perform pgqueue._require_untruncated_messages();
     return query
     select *
     from (
@@ -6665,7 +6867,8 @@ end;
 $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
-for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
+for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
+of the queue holds back. Claims and locks no message. Raises 22023, PQ001, 40001.';
 
 create function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
@@ -6681,6 +6884,7 @@ declare
     q pgqueue.queues;
     spent bigint[];
 begin
+    perform pgqueue._require_untruncated_messages();
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (
         select from pgqueue.dead_messages d
@@ -6722,7 +6926,7 @@ comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reade
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
-PQ001.';
+PQ001, 40001.';
 
 create function pgqueue._check_page(max_messages int, after_id bigint)
 returns void
@@ -6874,10 +7078,10 @@ end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
-dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
+dead letters. Excludes messages that came back to ids that sweeps skip.';
 
 create function pgqueue._requeued_stats(
-    q pgqueue.queues, at timestamptz, deep boolean,
+    q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
     out estimated boolean
 )
@@ -6885,7 +7089,6 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    hidden int8multirange;
     r record;
 begin
     ready := 0;
@@ -6899,11 +7102,9 @@ begin
     ) then
         return;
     end if;
-    -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
-    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
-    into hidden
-    from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._sample_requeued_ids(q.name, hidden, at, 1000);
+    select c.* into r
+    from pgqueue._sample_requeued_ids(
+        q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) c;
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
@@ -6922,9 +7123,9 @@ begin
     estimated := r.stand_for > 1;
 end;
 $$;
-comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz, boolean) is
-'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
-beyond.';
+comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
+'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond. More than 20,000 rows
+of requeued_messages are not read.';
 
 create function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -7023,7 +7224,7 @@ declare
     result pgqueue.queue_stats;
 begin
     select * into counted from pgqueue._message_stats(q, at);
-    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    select * into requeued from pgqueue._requeued_stats(q, at);
     counted.ready := counted.ready + requeued.ready;
     counted.inflight := counted.inflight + requeued.inflight;
     counted.scheduled := counted.scheduled + requeued.scheduled;
@@ -7108,6 +7309,7 @@ begin
         return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
+    perform pgqueue._require_untruncated_messages();
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
@@ -7131,14 +7333,16 @@ $$;
 comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
-and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
-also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
-are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the queue was
-created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that ack,
-exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
-stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
-a crash of the server can add some. Plain SQL on the tables is not counted. A queue that another transaction is dropping
-is left out of the statistics of all queues. Raises PQ001.';
+and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
+others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
+counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. Up to
+10,000 messages of a kind are counted. Higher figures are estimated from samples and named in estimates, so that the
+cost stays bounded. The totals count since the queue was created and never decrease: enqueued_total the messages that
+the functions sent, acknowledged_total those that ack, exchange, receive and streams removed, failed_total the failed
+attempts that nack, reject, record_failure and stream_skip reported, and dead_total the messages that became dead
+letters. Work that is rolled back stays counted, and a crash of the server can add some. Plain SQL on the tables is not
+counted. A queue that another transaction is dropping is left out of the statistics of all queues. Raises PQ001,
+40001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
@@ -7167,6 +7371,7 @@ declare
     at constant timestamptz := pgqueue._now();
     due_at timestamptz;
 begin
+    perform pgqueue._require_untruncated_messages();
     select least(
         (
             select min(s.due_at) from pgqueue.scheduled_messages s
@@ -7205,7 +7410,8 @@ comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
 allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
-message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001.';
+message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001,
+40001.';
 
 create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz
@@ -7277,12 +7483,15 @@ as $$
         -- Without pg_read_all_stats the start of a transaction of another role is hidden, and its age is not.
         and (a.xact_start is not null or age(a.backend_xmin) >= 50000)
         and a.pid <> pg_catalog.pg_backend_pid()
+        -- Those of other databases do not hold back the vacuum of these tables.
+        and (a.datid is null or a.datname = pg_catalog.current_database())
     union all
     select
         pgqueue._now() - p.prepared,
-        pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
+        pg_catalog.format('prepared transaction %L of %s', p.gid, p.owner),
         pg_catalog.format('rollback prepared %L;', p.gid)
     from pg_catalog.pg_prepared_xacts p
+    where p.database = pg_catalog.current_database()
     union all
     select
         null,
@@ -7524,9 +7733,11 @@ begin
         )
         union all
         (
-            -- Messages that came back from scheduled_messages have ids below the head.
+            -- Messages that came back can have ids that the query above skips.
             select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
+            from pgqueue.messages m,
+                pgqueue._sample_requeued_ids(
+                    q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -7726,6 +7937,7 @@ declare
     q pgqueue.queues;
     findings pgqueue.finding[];
 begin
+    perform pgqueue._require_untruncated_messages();
     if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
@@ -8008,7 +8220,8 @@ begin
     perform pgqueue._set_archive_marker(q.name, null);
     if q.archive_for is not null then
         insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._now(), q.archive_for));
+        -- A clock that is behind must not shorten the time.
+        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._finish_time(), q.archive_for));
     end if;
 end;
 $$;
@@ -8079,6 +8292,28 @@ as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_n
 comment on function pgqueue._is_day_empty(date) is
 'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
+create function pgqueue._truncate_expired_day(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    confirmed_at constant timestamptz := least(at, coalesce((select c.confirmed_at from pgqueue.archive_clock c), '-infinity'));
+    day date;
+begin
+    -- An older snapshot does not show an archive_for that another transaction has raised since.
+    perform pgqueue._require_current_snapshot('the archive');
+    delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+    select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
+    if found then
+        perform pgqueue._truncate_day(day);
+    end if;
+end;
+$$;
+comment on function pgqueue._truncate_expired_day(timestamptz) is
+'Deletes promises that have ended and truncates one day that no queue needs any more. Raises 55P03
+if it is in use, and 40001.';
+
 create function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
 language plpgsql volatile
@@ -8086,7 +8321,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     confirmed_at timestamptz;
-    day date;
 begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
@@ -8094,14 +8328,11 @@ begin
     if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
-    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
-    -- only if the transaction can commit at once.
-    if pgqueue._is_first_statement() then
-        delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-        select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
-        if found then
-            perform pgqueue._truncate_day(day);
-        end if;
+    -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
+    if exists (select from pgqueue._expired_days(confirmed_at))
+        or exists (select from pgqueue.archive_promises p where p.ends_at <= confirmed_at)
+    then
+        perform pgqueue._request_at_commit('_truncate_expired_day', at);
     end if;
 exception when others then
     -- A lock, a full disk or an event trigger of the user must not fail a claim.
@@ -8109,8 +8340,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
-'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
-needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
+'Creates the days ahead, files unfiled messages, and requests the truncation of a day that no queue needs any more.
+Waits for no lock and raises no error.';
 
 create function pgqueue._drop_days(days date[])
 returns setof date
@@ -8165,6 +8396,8 @@ begin
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
+    -- An older snapshot does not show an archive_for that another transaction has raised since.
+    perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._file_messages(confirmed_at, null);
 
@@ -8186,14 +8419,15 @@ end;
 $$;
 comment on function pgqueue.maintain_archive() is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
-eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
-than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
-archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and has
-since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition that
-cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
-(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same
-maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from
-a scheduler, or occasionally by hand, in a transaction of its own.';
+eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days
+older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
+archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and
+has since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition
+that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
+(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the
+same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
+a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
+another transaction has committed since the snapshot.';
 
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -8704,7 +8938,8 @@ begin
                 where p > up_to_id
                 having count(*) > 0;
                 candidate_ids := array(select p from unnest(candidate_ids) as p where p <= up_to_id);
-                searches_range := q.paused_at is null;
+                -- A walk over the ids would not respect the limits of the groups.
+                searches_range := q.paused_at is null and q.group_limit is null;
                 found_fewer := not searches_range;
             end if;
         end if;
@@ -9316,9 +9551,12 @@ begin
     select c.* into q from pgqueue.queues c where c.name = a.queue_name;
     for m in
         select u.*
-        from unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+        from unnest(
+            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities
+        ) with ordinality as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, place)
     loop
+        perform pgqueue._check_group_keys(array[m.group_key]);
+        perform pgqueue._check_priorities(array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
         perform pgqueue._check_content(q, m.payload, m.body, m.headers);
     end loop;
@@ -9339,6 +9577,13 @@ as $$
 declare
     are_sound boolean;
 begin
+    if num_nonnulls(new.group_keys, new.priorities) > 0 then
+        new.headers := array(
+            select pgqueue._with_group_and_priority(u.headers, u.group_key, u.priority)
+            from unnest(new.headers, new.group_keys, new.priorities)
+                with ordinality as u (headers, group_key, priority, place)
+            order by u.place);
+    end if;
     select
         count(*), coalesce(max(coalesce(octet_length(u.body), octet_length(u.payload::text))), 0),
         coalesce(bool_and(
@@ -9349,19 +9594,24 @@ begin
             )
             and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
             and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
+            and (char_length(u.group_key) between 1 and 255) is not false
+            and (u.priority between 0 and 9) is not false
         ), true)
     into new.messages, new.largest_bytes, are_sound
-    from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in);
+    from unnest(
+        new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in, new.group_keys, new.priorities
+    ) as u (payload, body, headers, message_id, delay, expires_in, group_key, priority);
     if not are_sound then
         perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
     end if;
+    new.group_keys := null;
+    new.priorities := null;
     return new;
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue
-would refuse in every queue.';
+'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
+raises an error for messages that enqueue would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -9627,7 +9877,8 @@ comment on function pgqueue.sink_abort(uuid) is
 were. Raises 22023.';
 
 create function pgqueue.sweep_staged(
-    older_than interval default '1 day', forget_after interval default '90 days'
+    older_than interval default '1 day', forget_after interval default '90 days',
+    caller pgqueue.caller default current_user
 )
 returns bigint
 language plpgsql volatile security definer
@@ -9638,6 +9889,7 @@ declare
     tokens uuid[];
     swept bigint;
 begin
+    perform pgqueue._require_admin_of_all(caller, 'sweep_staged');
     if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
@@ -9680,11 +9932,12 @@ begin
     return swept;
 end;
 $$;
-comment on function pgqueue.sweep_staged(interval, interval) is
+comment on function pgqueue.sweep_staged(interval, interval, pgqueue.caller) is
 'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
 run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
 older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a
-lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
+lower version that was forgotten is refused from then on, and not sent twice. Raises 22023, and 42501 without admin
+access to all queues.';
 
 create function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -10370,7 +10623,12 @@ begin
             perform pgqueue._raise_schedule_not_found(name);
         end if;
         next_id := s.next_id;
-        perform pgqueue._get_locked_queue(s.queue_name);
+        begin
+            perform pgqueue._get_locked_queue(s.queue_name);
+        exception when sqlstate 'PQ001' then
+            -- The queue and its schedules were dropped meanwhile.
+            perform pgqueue._raise_schedule_not_found(name);
+        end;
         perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
         exit when found and s.next_id is not distinct from next_id;
@@ -10441,7 +10699,8 @@ create function pgqueue.create_schedule(
     headers jsonb default null,
     time_zone text default 'UTC',
     paused boolean default false,
-    catch_up boolean default true
+    catch_up boolean default true,
+    priority int default null
 )
 returns timestamptz
 language plpgsql volatile security definer
@@ -10454,7 +10713,8 @@ begin
     s.queue_name := queue_name;
     s.cron := cron;
     s.payload := payload;
-    s.headers := headers;
+    perform pgqueue._check_priorities(array[priority]);
+    s.headers := pgqueue._with_group_and_priority(headers, null, priority);
     s.time_zone := time_zone;
     s.paused := paused;
     s.catch_up := catch_up;
@@ -10466,18 +10726,21 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.create_schedule(
+    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int
+) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
-the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
-ranges and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field
-begins with *, a day needs to match one of them, else both. time_zone is UTC or the name of a region in
-pg_timezone_names. If daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour
-is repeated, a fixed time in it ticks the first time only. If the minute or the hour begins with *, there is a tick each
-time the local time matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for,
-the time of the tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first
-missed tick; if catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished
-by then. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges
+and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field begins with
+*, a day needs to match one of them, else both. time_zone is UTC or the name of a region in pg_timezone_names. If
+daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour is repeated, a fixed time
+in it ticks the first time only. If the minute or the hour begins with *, there is a tick each time the local time
+matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the
+tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
+catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
+priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header pgqueue.priority of the
+schedule. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
 schedule that is not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create function pgqueue.alter_schedule(
@@ -10488,6 +10751,7 @@ create function pgqueue.alter_schedule(
     time_zone text default null,
     paused boolean default null,
     catch_up boolean default null,
+    priority int default null,
     caller pgqueue.caller default current_user
 )
 returns timestamptz
@@ -10499,12 +10763,14 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    s.headers := coalesce(alter_schedule.headers, s.headers);
+    perform pgqueue._check_priorities(array[priority]);
+    s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), null, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
     -- A schedule whose settings have become invalid, for example because the time zone is gone, can still be paused.
-    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
+    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text, priority::text) is not null
+    then
         s := pgqueue._check_schedule(s);
     end if;
     perform pgqueue._remove_tick_message(s);
@@ -10515,8 +10781,9 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, pgqueue.caller) is
-'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
+comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, int, pgqueue.caller) is
+'Changes the settings that are given and leaves the others. The priority is one of the headers: new headers without
+pgqueue.priority remove it, unless priority is given, too. Returns the time of the next tick; null if the schedule is
 paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
 no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 
@@ -10703,7 +10970,7 @@ begin
         delete from pgqueue.messages m
         where m.queue_name = q.name and m.id = (
             select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or c.attempt_count = 0)
+            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or pgqueue._is_unclaimed(c))
             for update skip locked
         );
     end if;
@@ -10711,11 +10978,12 @@ begin
 end;
 $$;
 comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
-'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
-gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
-cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
-claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
-adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
+'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, if another
+transaction has locked it at this moment, or if it is gone. Does not wait for consumers. If a consumer claims the
+message at the same time, the message is either delivered or cancelled, never both. A message whose claim has ended is
+ready again and can be cancelled; its consumer then loses the claim. Dead letters stay: purge_dead_messages removes
+them. If you cancel the message of a future tick, the schedule adds it again. Pause the schedule with alter_schedule
+instead. Raises 22023, PQ001.';
 
 create function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
 returns boolean
@@ -10741,7 +11009,9 @@ end;
 $$;
 comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
-taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';
+taken, if a consumer has claimed the message, if it is gone, or if no message has the key. A message has its key for
+dedup_window from when it was sent, also if it waits for longer. With dedup_window 0 it has the key while it lives.
+Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -11421,10 +11691,11 @@ are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed
 null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
 string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
 has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
-expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller
-needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads
-the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is
-taken, and 42710 if the queue is already exposed.';
+expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated, as by
+create_queue, and its messages are moved and numbered under the same lock: expose it while it has few. The caller needs
+the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the
+relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken,
+and 42710 if the queue is already exposed.';
 
 create function pgqueue._unexpose(q pgqueue.queues)
 returns boolean
@@ -12058,7 +12329,7 @@ comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queue
 -- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
 -- transaction carries it out as the last step before its commit.
 
-create function pgqueue._raise_in_transaction(verb text)
+create function pgqueue._raise_not_read_committed(verb text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -12066,12 +12337,13 @@ as $$
 begin
     raise exception using
         errcode = 'active_sql_transaction',
-        message = format('%s must be the only statement of a read committed transaction', verb),
+        message = format('%s requires a transaction in read committed', verb),
+        detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
         hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
 end;
 $$;
-comment on function pgqueue._raise_in_transaction(text) is
-'Raises 25001: the call is not the first statement of its transaction, or the transaction keeps its snapshot.';
+comment on function pgqueue._raise_not_read_committed(text) is
+'Raises 25001: the call is in a transaction that keeps its snapshot.';
 
 create function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
@@ -12143,6 +12415,33 @@ $$;
 comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
+
+create function pgqueue._is_pinned_for(bytes bigint)
+returns boolean
+language sql volatile
+as $$
+    select pgqueue._pinned_transactions() >= 50000
+        or bytes >= 67108864 and coalesce(
+            (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
+            pgqueue._pinned_transactions() >= 100)
+$$;
+comment on function pgqueue._is_pinned_for(bigint) is
+'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
+fill a table. From 64 MB on, five seconds suffice, so that it does not become too large to compact, or 100 transactions
+if the time is not known, as for the snapshot of a standby.';
+
+create function pgqueue._tables_to_compact()
+returns table (relation regclass, row_type regtype)
+language sql volatile
+as $$
+    select t.relation, t.row_type
+    from pgqueue._overgrown_tables() t
+    -- A longer scan would block other sessions for too long. compact_queue has no such limit.
+    where pg_relation_size(t.relation) <= 268435456 and pgqueue._is_pinned_for(t.bytes)
+    order by t.bytes desc
+$$;
+comment on function pgqueue._tables_to_compact() is
+'The tables that a sweep compacts, the largest first.';
 
 create function pgqueue._is_compaction_on()
 returns boolean
@@ -12260,7 +12559,12 @@ begin
     done.table_name := relation::text;
     done.bytes_before := pg_total_relation_size(relation);
     -- The size is null if the table was dropped meanwhile.
-    done.outcome := case when done.bytes_before is null then 'busy' else pgqueue._compaction_obstacle(relation) end;
+    done.outcome := case
+        when done.bytes_before is null then 'busy'
+        -- While this session waits for the lock, a worker of a parallel dump would not get its own lock, and fail.
+        when pgqueue._is_dump_running() then 'dump'
+        else pgqueue._compaction_obstacle(relation)
+    end;
     if done.outcome is null then
         begin
             done.outcome := 'busy';
@@ -12307,7 +12611,7 @@ as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
-        and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
+        and exists (select from pgqueue._tables_to_compact())
     then
         -- The caller may have set all constraints to immediate. The lock would then last until its transaction ends.
         set constraints pgqueue.compact_at_commit deferred;
@@ -12339,11 +12643,7 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in
-        select t.relation, t.row_type from pgqueue._overgrown_tables() t
-        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-        where pg_relation_size(t.relation) <= 268435456
-    loop
+    for candidate in select t.relation, t.row_type from pgqueue._tables_to_compact() t loop
         done := pgqueue._compact_table(candidate.relation, candidate.row_type);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
@@ -12369,8 +12669,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the lock.
-    if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
+    if not pgqueue._is_at_commit() then
         return null;
     end if;
     delete from pgqueue.compactions c
@@ -12392,7 +12691,7 @@ held for the time of the compaction and the commit only, however long the transa
 
 drop trigger if exists compact_at_commit on pgqueue.compactions;
 create constraint trigger compact_at_commit after insert on pgqueue.compactions deferrable initially deferred
-for each row when (new.outcome is null) execute function pgqueue._compact_at_commit();
+for each row when (new.outcome is null and new.table_name is null) execute function pgqueue._compact_at_commit();
 
 create function pgqueue._compact_tables(verb text, relations regclass[])
 returns setof pgqueue.compaction
@@ -12403,8 +12702,8 @@ as $$
 declare
     candidate record;
 begin
-    if pgqueue._has_fixed_snapshot() or not pgqueue._is_first_statement() then
-        perform pgqueue._raise_in_transaction(verb);
+    if pgqueue._has_fixed_snapshot() then
+        perform pgqueue._raise_not_read_committed(verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in
@@ -12444,23 +12743,25 @@ another schema would fire; referenced by a foreign key. Sweeps do the same by th
 horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
 size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until
 the transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty;
-the functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction,
-and 55P03 if another compaction takes longer than 500 ms.';
+the functions raise 40001 there. If pgqueue was installed as plain SQL, call it only while no dump begins: a dump whose
+snapshot is older than the compaction has none of the messages, and reports no error. Raises PQ001, 25001 in a
+transaction that is not in read committed, and 55P03 if another compaction takes longer than 500 ms.';
 
-create function pgqueue.compact_queues()
+create function pgqueue.compact_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'compact_queues');
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
 end;
 $$;
-comment on function pgqueue.compact_queues() is
+comment on function pgqueue.compact_queues(pgqueue.caller) is
 'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
 1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
-ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
-than 500 ms.';
+ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and
+55P03 if another compaction takes longer than 500 ms.';
 
 create function pgqueue._findings_of_compact(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -12519,7 +12820,7 @@ begin
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
                 case
-                    when pinned < 50000 then 'the space of dead rows can be used again, but is not returned'
+                    when not pgqueue._is_pinned_for(t.bytes) then 'the space of dead rows can be used again, but is not returned'
                     when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
@@ -12544,7 +12845,8 @@ $$;
 comment on function pgqueue._findings_of_compact(pgqueue.queues) is
 'The findings of doctor about tables that are nearly all dead: what they occupy, and why they are not compacted.';
 -- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
--- privileges on the views of access.sql are the only record of the access of a role.
+-- privileges on the views access_* of access.sql are the only record of the access of a role; those on the views
+-- rights_* follow from them.
 
 create function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -12661,6 +12963,18 @@ $$;
 comment on function pgqueue._granted_access() is
 'The access that grant_access granted to each role; queue_name is null for all queues.';
 
+create function pgqueue._is_access_to(queue_name text, name_or_pattern text)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select case right(name_or_pattern, 1)
+        when '*' then starts_with(queue_name, left(name_or_pattern, -1))
+        else queue_name = name_or_pattern
+    end
+$$;
+comment on function pgqueue._is_access_to(text, text) is
+'Whether access to a name or a pattern is access to this queue.';
+
 create function pgqueue._check_access(role_name name, access text, queue_name text)
 returns void
 language plpgsql stable
@@ -12725,29 +13039,77 @@ comment on function pgqueue._apply_access(name, text, boolean) is
 'Grants to a role the privileges of a kind of access: the functions, which check the queue, and for all queues also the
 tables.';
 
-create function pgqueue._create_access_view(queue_name text)
+create function pgqueue._create_access_view(access_view text)
 returns regclass
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    access_view constant text := pgqueue._access_view(queue_name);
-    view_name constant name := replace(access_view, 'pgqueue.', '');
 begin
     if to_regclass(access_view) is null then
-        execute format('create view pgqueue.%I as select', view_name);
+        execute format('create view pgqueue.%I as select', replace(access_view, 'pgqueue.', ''));
         perform pgqueue._revoke_default_privileges(access_view::regclass);
-        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
-        if right(queue_name, 1) = '*' then
-            execute format('comment on view pgqueue.%I is %L', view_name, queue_name);
-        end if;
     end if;
     return access_view::regclass;
 end;
 $$;
 comment on function pgqueue._create_access_view(text) is
-'Returns the view whose privileges are the access to a queue or a pattern, and creates it if it does not exist. The
-comment of the view is the pattern.';
+'Returns the view of this name, whose privileges are access, and creates it if it does not exist.';
+
+create function pgqueue._apply_rights(role_name name, name_or_pattern text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    r record;
+    rights_view regclass;
+    n int := 0;
+begin
+    for r in
+        with granted as materialized (
+            select g.queue_name, g.access
+            from pgqueue._granted_access() g
+            where g.role_name = _apply_rights.role_name collate "C"
+        ),
+        rights as (
+            select
+                pgqueue._rights_view(q.name) as rights_view,
+                array(
+                    select distinct g.access
+                    from granted g
+                    where pgqueue._is_access_to(q.name, g.queue_name)
+                ) as due
+            from pgqueue.queues q
+            where pgqueue._is_access_to(q.name, name_or_pattern collate "C")
+        ),
+        found as (
+            select
+                s.rights_view, s.due, to_regclass(s.rights_view) is null as missing,
+                (
+                    select string_agg(a.privilege_type, ', ' order by a.privilege_type)
+                    from pg_class c
+                    cross join lateral aclexplode(c.relacl) as a
+                    where c.oid = to_regclass(s.rights_view) and a.grantee = quote_ident(role_name)::regrole
+                ) as given
+            from rights s
+        )
+        select * from found f where pgqueue._privileges_of(f.due) is distinct from f.given
+    loop
+        -- The locks of new views are held until the transaction ends. The lock table has no room for thousands.
+        n := n + r.missing::int;
+        continue when r.missing and n > 1000;
+        rights_view := pgqueue._create_access_view(r.rights_view);
+        execute format('revoke all on %s from %I', rights_view, role_name);
+        if r.due <> '{}' then
+            execute format('grant %s on %s to %I', pgqueue._privileges_of(r.due), rights_view, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._apply_rights(name, text) is
+'Makes the privileges of a role on the rights views of these queues those that the views of access give. A pattern to
+which more than 1,000 queues belong gets views for so many of them. For the others the check reads the views of
+access.';
 
 create function pgqueue._serialize_grants()
 returns void
@@ -12762,6 +13124,8 @@ returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    access_view regclass := 'pgqueue.access_any';
 begin
     perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
     if queue_name is not null and right(queue_name, 1) <> '*' then
@@ -12769,8 +13133,17 @@ begin
     end if;
     perform pgqueue._serialize_grants();
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
-    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]),
-        case when queue_name is null then 'pgqueue.access_any' else pgqueue._create_access_view(queue_name)::text end, role_name);
+    if queue_name is not null then
+        access_view := pgqueue._create_access_view(pgqueue._access_view(queue_name));
+        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
+        if right(queue_name, 1) = '*' then
+            execute format('comment on view %s is %L', access_view, queue_name);
+        end if;
+    end if;
+    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]), access_view, role_name);
+    if not pgqueue._has_fixed_snapshot() then
+        perform pgqueue._apply_rights(role_name, queue_name);
+    end if;
 end;
 $$;
 comment on function pgqueue.grant_access(name, text, text) is
@@ -12833,6 +13206,41 @@ $$;
 comment on function pgqueue._revoke_access(name, text, regclass) is
 'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
 
+create function pgqueue._on_queue_created_grants(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    left_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
+    patterns constant text[] := array(
+        select distinct g.queue_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)
+    );
+begin
+    -- A grant of a pattern that committed after a queue of this name was dropped may have left its view. Revokes since
+    -- then have not found it.
+    if left_view is not null then
+        execute format('drop view %s cascade', left_view);
+    end if;
+    -- A rights view may be missing, so this does not wait for a transaction that grants or revokes. The lock keeps
+    -- others from doing so until the queue is visible to them. The next statement reads what they committed before.
+    if patterns = '{}' or pgqueue._has_fixed_snapshot() or not pg_try_advisory_xact_lock_shared(pgqueue._lock_key('')) then
+        return;
+    end if;
+    -- revoke_access changes all views of a pattern in one transaction.
+    if (
+        select count(*) from pgqueue.queues o
+        where exists (select from unnest(patterns) as p where pgqueue._is_access_to(o.name, p))
+    ) <= 1000
+    then
+        perform pgqueue._apply_rights(w.role_name, q.name)
+        from (select distinct g.role_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)) w;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_grants(pgqueue.queues) is
+'Creates the rights view of a queue that belongs to a pattern.';
+
 create function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -12840,15 +13248,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     access_view constant regclass := to_regclass(pgqueue._access_view(q.name));
+    rights_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
+    dropped regclass;
 begin
     if access_view is not null then
         perform pgqueue._serialize_grants();
         perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
         from pgqueue._granted_access() g
         where g.access_view = to_regclass(pgqueue._access_view(q.name));
-        -- Any role can make a view that depends on this one. It must not keep the queue.
-        execute format('drop view %s cascade', access_view);
+    elsif rights_view is not null then
+        perform pg_advisory_xact_lock_shared(pgqueue._lock_key(''));
     end if;
+    -- Any role can make a view that depends on these. It must not keep the queue.
+    foreach dropped in array array_remove(array[access_view, rights_view], null) loop
+        execute format('drop view %s cascade', dropped);
+    end loop;
 end;
 $$;
 comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
@@ -12874,6 +13288,7 @@ begin
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
+    perform pgqueue._apply_rights(role_name, queue_name);
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text, text) is
@@ -12904,23 +13319,35 @@ set search_path = pg_catalog, pg_temp
 as $$
     with granted as (
         select
-            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, m.allowed_to as accesses,
+            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, coalesce(m.allowed_to, '{}') as accesses,
             false as for_all
         from pg_proc p
-        join pgqueue._access_matrix() m on m.verb = p.proname
+        left join pgqueue._access_matrix() m on m.verb = p.proname
         cross join lateral aclexplode(p.proacl) as a
-        where p.pronamespace = 'pgqueue'::regnamespace
+        where p.pronamespace = 'pgqueue'::regnamespace and p.oid <> all (pgqueue._functions_of_checks())
         union all
         select
             case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
-            case when c.relname = 'staged_messages' then '{producer}'::text[] else '{raw,reader}' end,
+            case
+                when c.relname = 'staged_messages' then '{producer}'::text[]
+                when c.relname in (
+                    'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages',
+                    'message_id') then '{raw,reader}'
+                else '{}'
+            end,
             c.relname <> 'staged_messages'
         from pg_class c
         cross join lateral aclexplode(c.relacl) as a
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
     ),
+    rights as materialized (
+        select
+            pgqueue._rights_view(o.name) as rights_view, w.role_name, pgqueue._privileges_of(array[w.access]) as privilege
+        from pgqueue.queues o
+        join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
+    ),
     past as (
-        select coalesce(quote_ident(r.rolname), 'public') as grantee, g.object
+        select g.grantee, g.object, 'all on ' || g.object as privileges
         from granted g
         left join pg_roles r on r.oid = g.grantee
         where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
@@ -12929,18 +13356,53 @@ as $$
                 where w.role_name = r.rolname and w.access = any (g.accesses)
                     and (w.queue_name is null or not g.for_all)
             )
+        union all
+        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass
+        from pg_class c
+        cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and a.grantee <> c.relowner
+            and case
+                when c.relname ~ '^access_' then a.grantee = 0
+                else (coalesce(r.rolname, ''), a.privilege_type) not in (
+                    select s.role_name, s.privilege from rights s where s.rights_view = 'pgqueue.' || c.relname)
+            end
+        union all
+        select
+            a.grantee, format('column %I of table %s', t.attname, c.oid::regclass),
+            format('all (%I) on table %s', t.attname, c.oid::regclass)
+        from pg_class c
+        join pg_attribute t on t.attrelid = c.oid
+        cross join lateral aclexplode(t.attacl) as a
+        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and a.grantee <> c.relowner
+        union all
+        -- With usage of a domain, a role could store a name that was checked before.
+        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype
+        from pg_type y
+        cross join lateral aclexplode(y.typacl) as a
+        where q.name is null and y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd' and a.grantee <> y.typowner
+        union all
+        select a.grantee, 'schema pgqueue', 'create on schema pgqueue'
+        from pg_namespace n
+        cross join lateral aclexplode(n.nspacl) as a
+        where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
     )
     select
         'warning', null, 'unmanaged_grant',
-        format('role %s has privileges that none of its access includes: %s', p.grantee,
-            string_agg(distinct p.object, ', ' order by p.object)),
-        string_agg(distinct format('revoke all on %s from %s;', p.object, p.grantee), ' ')
-    from past p
-    group by p.grantee
+        format('role %s has privileges that none of its access includes: %s', n.grantee,
+            string_agg(distinct n.object, ', ' order by n.object)),
+        string_agg(distinct format('revoke %s from %s;', n.privileges, n.grantee), ' ')
+    from (
+        select coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges
+        from past p
+        left join pg_roles r on r.oid = p.grantee
+    ) n
+    group by n.grantee
 $$;
 comment on function pgqueue._findings_of_grants(pgqueue.queues) is
-'The findings of doctor about privileges on functions and tables that were granted by hand. Such functions find no
-queue, and such tables show all queues.';
+'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
+by hand. Such functions find no queue, and such tables show all queues. A grant on access_* is the access that it
+records.';
 
 revoke all on all functions in schema pgqueue from public;
 

@@ -1,6 +1,7 @@
 -- Decides which queues a role may use. The record is the privileges on views without columns: access_any stands for
--- all queues, access_<hash> for a queue or a pattern. PostgreSQL checks the privileges, follows the membership of
--- roles, and dumps them. The checks of the domains in types.sql are made here.
+-- all queues, access_<hash> for a queue or a pattern, and rights_<hash> for all that a queue has of these two.
+-- PostgreSQL checks the privileges, follows the membership of roles, and dumps them. The checks of the domains in
+-- types.sql are made here.
 
 create or replace function pgqueue._is_name(name text)
 returns boolean
@@ -13,7 +14,7 @@ create or replace function pgqueue._privileges_of(accesses text[])
 returns text
 language sql immutable parallel safe
 as $$
-    select string_agg(p.privilege, ', ')
+    select string_agg(p.privilege, ', ' order by p.privilege)
     from (values
         ('producer', 'INSERT'), ('consumer', 'UPDATE'), ('admin', 'DELETE'),
         ('reader', 'SELECT'), ('raw', 'TRUNCATE'), ('transport', 'TRIGGER')
@@ -29,6 +30,14 @@ language sql immutable parallel safe
 as $$ select 'pgqueue.access_' || left(encode(sha256(convert_to(name_or_pattern, 'UTF8')), 'hex'), 56) $$;
 comment on function pgqueue._access_view(text) is
 'The name of the view whose privileges are the access to a queue, or to the queues of a pattern.';
+
+create or replace function pgqueue._rights_view(queue_name text)
+returns text
+language sql immutable parallel safe
+as $$ select replace(pgqueue._access_view(queue_name), 'pgqueue.access_', 'pgqueue.rights_') $$;
+comment on function pgqueue._rights_view(text) is
+'The name of the view whose privileges are the access that roles have to a queue by its name and by patterns. The view
+may be missing, or lack privileges: then the views of access are checked.';
 
 create or replace function pgqueue._may_use(caller name, queue_name text, privileges text)
 returns boolean
@@ -61,53 +70,25 @@ comment on function pgqueue._may_use(name, text, text) is
 'Whether a role has one of the privileges for a queue: for all queues, for this one, or for a pattern that its name
 matches.';
 
-create or replace function pgqueue._refuse_queue(queue_name text, creating boolean)
-returns void
+create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
+returns boolean
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if creating then
-        perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
-    end if;
-    perform pgqueue._raise_queue_not_found(queue_name);
-end;
-$$;
-comment on function pgqueue._refuse_queue(text, boolean) is
-'Raises PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
-
--- A hot path for roles without access to all queues: it does what _may_use does in few expressions, as each has to be
--- prepared in every transaction, and without a search_path, which costs as much. All names are qualified instead.
-create or replace function pgqueue._may_or_raise(queue_name text, privileges text, creating boolean)
-returns boolean
-language plpgsql stable
-as $$
-declare
-    candidate text := queue_name;
-    n int := 0;
-begin
-    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb. A longer
-    -- name is none. to_regclass truncates the name of the view as _access_view does.
-    while pg_catalog.int4le(pg_catalog.octet_length(candidate), 129) loop
-        if pg_catalog.has_table_privilege(
-                pg_catalog.to_regclass(pg_catalog.textcat('pgqueue.access_',
-                    pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(candidate, 'UTF8')), 'hex'))),
-                privileges)
-        then
-            return true;
+    -- A null stands for all queues, which the verb limits to those of its caller, or is refused by the verb.
+    if queue_name is not null and not pgqueue._may_use(current_user, queue_name, privileges) then
+        if creating then
+            perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
         end if;
-        n := pg_catalog.regexp_instr(queue_name, '[-_]', pg_catalog.int4pl(n, 1));
-        candidate := case when pg_catalog.int4gt(n, 0) then pg_catalog.textcat(pg_catalog.left(queue_name, n), '*') end;
-    end loop;
-    if queue_name is not null then
-        perform pgqueue._refuse_queue(queue_name, creating);
+        perform pgqueue._raise_queue_not_found(queue_name);
     end if;
     return true;
 end;
 $$;
 comment on function pgqueue._may_or_raise(text, text, boolean) is
-'For the checks of the domains, which run with the rights of the caller: whether it may use the queue. Otherwise raises
-PQ001 as for a queue that does not exist or, if the queue would be created, 42501.';
+'For the checks of the domains, if the view of rights does not decide: checks the views of access, and raises PQ001 as
+for a queue that does not exist or, if the queue would be created, 42501.';
 
 create or replace function pgqueue._require_admin_of_all(caller name, verb text)
 returns void
@@ -130,7 +111,7 @@ as $$
     select array_agg(p.oid::regprocedure)
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_refuse_queue', '_may_or_raise', '_raise_not_allowed', '_raise_queue_not_found')
+        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_raise_not_allowed', '_raise_queue_not_found')
 $$;
 comment on function pgqueue._functions_of_checks() is
 'The private functions that the checks of the domains call: each role with access may execute them.';
@@ -156,9 +137,13 @@ begin
         ) as c (name, accesses)
     loop
         execute format('alter domain pgqueue.%I drop constraint if exists caller_may_use_queue', d.name);
+        -- The look at the view of rights is written out because a call of a function would double its cost. to_regclass
+        -- truncates the name of the view as _access_view does.
         execute format(
             'alter domain pgqueue.%I add constraint caller_may_use_queue check ('
-            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or pgqueue._may_or_raise(value, %2$L, %L))',
+            'has_table_privilege(''pgqueue.access_any''::regclass, %L) or has_table_privilege(to_regclass('
+            'textcat(''pgqueue.rights_'', encode(sha256(convert_to(value, ''UTF8'')), ''hex''))), %2$L)'
+            ' or pgqueue._may_or_raise(value, %2$L, %L))',
             d.name, d.privileges, d.creating);
         execute format('revoke usage on domain pgqueue.%I from public', d.name);
     end loop;

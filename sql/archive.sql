@@ -197,7 +197,8 @@ begin
     perform pgqueue._set_archive_marker(q.name, null);
     if q.archive_for is not null then
         insert into pgqueue.archive_promises (queue_name, archive_for, ends_at)
-        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._now(), q.archive_for));
+        -- A clock that is behind must not shorten the time.
+        values (q.name, q.archive_for, pgqueue._add_interval(pgqueue._finish_time(), q.archive_for));
     end if;
 end;
 $$;
@@ -268,6 +269,28 @@ as $$ select pg_relation_size(to_regclass('pgqueue.' || pgqueue._day_partition_n
 comment on function pgqueue._is_day_empty(date) is
 'Returns whether the partition of a day has no data: it was truncated, or never had a message.';
 
+create or replace function pgqueue._truncate_expired_day(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    confirmed_at constant timestamptz := least(at, coalesce((select c.confirmed_at from pgqueue.archive_clock c), '-infinity'));
+    day date;
+begin
+    -- An older snapshot does not show an archive_for that another transaction has raised since.
+    perform pgqueue._require_current_snapshot('the archive');
+    delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
+    select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
+    if found then
+        perform pgqueue._truncate_day(day);
+    end if;
+end;
+$$;
+comment on function pgqueue._truncate_expired_day(timestamptz) is
+'Deletes promises that have ended and truncates one day that no queue needs any more. Raises 55P03
+if it is in use, and 40001.';
+
 create or replace function pgqueue._on_housekeeping_due_archive(at timestamptz)
 returns void
 language plpgsql volatile
@@ -275,7 +298,6 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     confirmed_at timestamptz;
-    day date;
 begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
@@ -283,14 +305,11 @@ begin
     if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
-    -- Until this transaction commits, a truncated day blocks every reader of the whole archive. So a day is truncated
-    -- only if the transaction can commit at once.
-    if pgqueue._is_first_statement() then
-        delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
-        select d into day from pgqueue._expired_days(confirmed_at) d where not pgqueue._is_day_empty(d) limit 1;
-        if found then
-            perform pgqueue._truncate_day(day);
-        end if;
+    -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
+    if exists (select from pgqueue._expired_days(confirmed_at))
+        or exists (select from pgqueue.archive_promises p where p.ends_at <= confirmed_at)
+    then
+        perform pgqueue._request_at_commit('_truncate_expired_day', at);
     end if;
 exception when others then
     -- A lock, a full disk or an event trigger of the user must not fail a claim.
@@ -298,8 +317,8 @@ exception when others then
 end;
 $$;
 comment on function pgqueue._on_housekeeping_due_archive(timestamptz) is
-'Creates the days ahead, files unfiled messages, deletes promises that have ended and truncates one day that no queue
-needs any more, unless the transaction may stay open for long. Waits for no lock and raises no error.';
+'Creates the days ahead, files unfiled messages, and requests the truncation of a day that no queue needs any more.
+Waits for no lock and raises no error.';
 
 create or replace function pgqueue._drop_days(days date[])
 returns setof date
@@ -354,6 +373,8 @@ begin
         return next row(pgqueue._utc_day(at), 'busy')::pgqueue.archive_change;
         return;
     end;
+    -- An older snapshot does not show an archive_for that another transaction has raised since.
+    perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._file_messages(confirmed_at, null);
 
@@ -375,14 +396,15 @@ end;
 $$;
 comment on function pgqueue.maintain_archive() is
 'Maintains pgqueue.archived_messages and returns one row per day changed. Creates the partitions of today and the next
-eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days older
-than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
-archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and has
-since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition that
-cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
-(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the same
-maintenance about once an hour, but claims drop nothing, and receives neither drop nor empty. Call this once a day from
-a scheduler, or occasionally by hand, in a transaction of its own.';
+eight days if any queue archives (made), moves pgqueue.unfiled_messages into their partitions, and drops the days
+older than the longest archive_for of all queues, including queues that were dropped or stopped archiving, until the
+archive_for they had has passed (dropped). A day has passed if the clock showed so in an earlier call or claim, and
+has since moved on by an hour: one wrong reading of the clock removes nothing. Blocks no acknowledgement: a partition
+that cannot be dropped, because a longer transaction uses the archive or a view depends on the partition, is emptied
+(emptied), and one that is being read is left alone (busy); the next call tries again. Claims and receives run the
+same maintenance about once an hour, but drop nothing; they empty a day when their transaction commits. Call this once
+a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
+another transaction has committed since the snapshot.';
 
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -23,6 +23,7 @@ begin
             'ready, inflight or scheduled; dead letters are shown by pgqueue.browse_dead_messages');
     end if;
     perform pgqueue._check_page(max_messages, after_id);
+    perform pgqueue._require_untruncated_messages();
     return query
     select *
     from (
@@ -60,7 +61,8 @@ end;
 $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
-for the next page pass the last id. Claims and locks nothing. Raises 22023, PQ001.';
+for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
+of the queue holds back. Claims and locks no message. Raises 22023, PQ001, 40001.';
 
 create or replace function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
@@ -76,6 +78,7 @@ declare
     q pgqueue.queues;
     spent bigint[];
 begin
+    perform pgqueue._require_untruncated_messages();
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not exists (
         select from pgqueue.dead_messages d
@@ -117,7 +120,7 @@ comment on function pgqueue.browse_dead_messages(pgqueue.queue_of_admin_or_reade
 'Shows up to max_messages (1 to 10000) dead letters with reason, last error and time, by id, starting after after_id;
 for the next page pass the last id. Messages that no claim has moved to the dead letters yet are included; died_at is
 the time when their last claim ended. For a dropped queue it shows the messages that were never delivered. Raises 22023,
-PQ001.';
+PQ001, 40001.';
 
 create or replace function pgqueue._check_page(max_messages int, after_id bigint)
 returns void

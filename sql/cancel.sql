@@ -25,7 +25,7 @@ begin
         delete from pgqueue.messages m
         where m.queue_name = q.name and m.id = (
             select c.id from pgqueue.messages c
-            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or c.attempt_count = 0)
+            where c.queue_name = q.name and c.id = cancel.id and (c.visible_at <= at or pgqueue._is_unclaimed(c))
             for update skip locked
         );
     end if;
@@ -33,11 +33,12 @@ begin
 end;
 $$;
 comment on function pgqueue.cancel(pgqueue.queue_of_producer_or_admin, bigint) is
-'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, or if it is
-gone. Does not wait for consumers. If a consumer claims the message at the same time, the message is either delivered or
-cancelled, never both. A message whose claim has ended is ready again and can be cancelled; its consumer then loses the
-claim. Dead letters stay: purge_dead_messages removes them. If you cancel the message of a future tick, the schedule
-adds it again. Pause the schedule with alter_schedule instead. Raises 22023, PQ001.';
+'Removes a message that is ready or scheduled and returns true. Returns false if a consumer has claimed it, if another
+transaction has locked it at this moment, or if it is gone. Does not wait for consumers. If a consumer claims the
+message at the same time, the message is either delivered or cancelled, never both. A message whose claim has ended is
+ready again and can be cancelled; its consumer then loses the claim. Dead letters stay: purge_dead_messages removes
+them. If you cancel the message of a future tick, the schedule adds it again. Pause the schedule with alter_schedule
+instead. Raises 22023, PQ001.';
 
 create or replace function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_admin, dedup_key text)
 returns boolean
@@ -63,4 +64,6 @@ end;
 $$;
 comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, text) is
 'Removes the message that has a dedup_key, as cancel does, and makes the key free. Returns false, and the key stays
-taken, if a consumer has claimed the message, if it is gone, or if no message has the key. Raises 22023, PQ001.';
+taken, if a consumer has claimed the message, if it is gone, or if no message has the key. A message has its key for
+dedup_window from when it was sent, also if it waits for longer. With dedup_window 0 it has the key while it lives.
+Raises 22023, PQ001.';

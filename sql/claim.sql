@@ -89,6 +89,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     allowed int := pgqueue._allowed_messages(q, at, wanted);
+    fresh_from_id constant bigint := pgqueue._register_value(q.fresh_from_id);
     candidate_ids bigint[];
     tokens_taken int;
 begin
@@ -121,8 +122,11 @@ begin
             perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
             return candidate_ids[:tokens_taken];
         end if;
+        -- Sweeps find those below the register again. It must not go back beyond dead rows for them.
         perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-        from unnest(candidate_ids[tokens_taken + 1:]) as p;
+        from unnest(candidate_ids[tokens_taken + 1:]) as p
+        where p >= fresh_from_id
+        having count(*) > 0;
     end if;
     return candidate_ids[:tokens_taken];
 end;

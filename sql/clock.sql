@@ -19,8 +19,8 @@ create or replace function pgqueue._is_first_statement()
 returns boolean
 language sql volatile
 as $$
-    -- A function cannot know whether its transaction commits at once. Without this guess, days of the archive and idle
-    -- queues would go only where a scheduled job calls maintain_archive and drop_idle_queues.
+    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
+    -- where a scheduled job calls drop_idle_queues.
     select statement_timestamp() - transaction_timestamp() < interval '5 ms'
         and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
 $$;
@@ -29,3 +29,13 @@ comment on function pgqueue._is_first_statement() is
 ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
 each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
 to work in it.';
+
+create or replace function pgqueue._is_at_commit()
+returns boolean
+language sql stable
+as $$
+    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
+    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
+$$;
+comment on function pgqueue._is_at_commit() is
+'For a deferred trigger: whether its transaction commits now.';

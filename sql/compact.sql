@@ -3,7 +3,7 @@
 -- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
 -- transaction carries it out as the last step before its commit.
 
-create or replace function pgqueue._raise_in_transaction(verb text)
+create or replace function pgqueue._raise_not_read_committed(verb text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -11,12 +11,13 @@ as $$
 begin
     raise exception using
         errcode = 'active_sql_transaction',
-        message = format('%s must be the only statement of a read committed transaction', verb),
+        message = format('%s requires a transaction in read committed', verb),
+        detail = format('The transaction is in %s.', current_setting('transaction_isolation')),
         hint = 'Call it in autocommit mode. Other sessions cannot use the tables until the transaction ends.';
 end;
 $$;
-comment on function pgqueue._raise_in_transaction(text) is
-'Raises 25001: the call is not the first statement of its transaction, or the transaction keeps its snapshot.';
+comment on function pgqueue._raise_not_read_committed(text) is
+'Raises 25001: the call is in a transaction that keeps its snapshot.';
 
 create or replace function pgqueue._compactable_tables()
 returns table (relation regclass, row_type regtype, least_bytes bigint)
@@ -88,6 +89,33 @@ $$;
 comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
+
+create or replace function pgqueue._is_pinned_for(bytes bigint)
+returns boolean
+language sql volatile
+as $$
+    select pgqueue._pinned_transactions() >= 50000
+        or bytes >= 67108864 and coalesce(
+            (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
+            pgqueue._pinned_transactions() >= 100)
+$$;
+comment on function pgqueue._is_pinned_for(bigint) is
+'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
+fill a table. From 64 MB on, five seconds suffice, so that it does not become too large to compact, or 100 transactions
+if the time is not known, as for the snapshot of a standby.';
+
+create or replace function pgqueue._tables_to_compact()
+returns table (relation regclass, row_type regtype)
+language sql volatile
+as $$
+    select t.relation, t.row_type
+    from pgqueue._overgrown_tables() t
+    -- A longer scan would block other sessions for too long. compact_queue has no such limit.
+    where pg_relation_size(t.relation) <= 268435456 and pgqueue._is_pinned_for(t.bytes)
+    order by t.bytes desc
+$$;
+comment on function pgqueue._tables_to_compact() is
+'The tables that a sweep compacts, the largest first.';
 
 create or replace function pgqueue._is_compaction_on()
 returns boolean
@@ -205,7 +233,12 @@ begin
     done.table_name := relation::text;
     done.bytes_before := pg_total_relation_size(relation);
     -- The size is null if the table was dropped meanwhile.
-    done.outcome := case when done.bytes_before is null then 'busy' else pgqueue._compaction_obstacle(relation) end;
+    done.outcome := case
+        when done.bytes_before is null then 'busy'
+        -- While this session waits for the lock, a worker of a parallel dump would not get its own lock, and fail.
+        when pgqueue._is_dump_running() then 'dump'
+        else pgqueue._compaction_obstacle(relation)
+    end;
     if done.outcome is null then
         begin
             done.outcome := 'busy';
@@ -252,7 +285,7 @@ as $$
 begin
     -- In a fixed snapshot rows that others have inserted since are missing.
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
-        and exists (select from pgqueue._overgrown_tables()) and pgqueue._pinned_transactions() >= 50000
+        and exists (select from pgqueue._tables_to_compact())
     then
         -- The caller may have set all constraints to immediate. The lock would then last until its transaction ends.
         set constraints pgqueue.compact_at_commit deferred;
@@ -284,11 +317,7 @@ begin
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '10 s'));
         return;
     end if;
-    for candidate in
-        select t.relation, t.row_type from pgqueue._overgrown_tables() t
-        -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-        where pg_relation_size(t.relation) <= 268435456
-    loop
+    for candidate in select t.relation, t.row_type from pgqueue._tables_to_compact() t loop
         done := pgqueue._compact_table(candidate.relation, candidate.row_type);
         insert into pgqueue.compactions values (at, (done).*);
         exit when done.outcome = 'compacted';
@@ -314,8 +343,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the lock.
-    if coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false) then
+    if not pgqueue._is_at_commit() then
         return null;
     end if;
     delete from pgqueue.compactions c
@@ -337,7 +365,7 @@ held for the time of the compaction and the commit only, however long the transa
 
 drop trigger if exists compact_at_commit on pgqueue.compactions;
 create constraint trigger compact_at_commit after insert on pgqueue.compactions deferrable initially deferred
-for each row when (new.outcome is null) execute function pgqueue._compact_at_commit();
+for each row when (new.outcome is null and new.table_name is null) execute function pgqueue._compact_at_commit();
 
 create or replace function pgqueue._compact_tables(verb text, relations regclass[])
 returns setof pgqueue.compaction
@@ -348,8 +376,8 @@ as $$
 declare
     candidate record;
 begin
-    if pgqueue._has_fixed_snapshot() or not pgqueue._is_first_statement() then
-        perform pgqueue._raise_in_transaction(verb);
+    if pgqueue._has_fixed_snapshot() then
+        perform pgqueue._raise_not_read_committed(verb);
     end if;
     perform pg_advisory_xact_lock(pgqueue._lock_key('compact_queues()'));
     for candidate in
@@ -389,23 +417,25 @@ another schema would fire; referenced by a foreign key. Sweeps do the same by th
 horizon and the table is nearly all dead, unless pgqueue.compaction is set to off. The call has no upper limit for the
 size of the table; it blocks the queue for about two seconds per GB. Call it in autocommit mode: the lock is held until
 the transaction ends. A transaction in repeatable read that began before and reads the table afterwards finds it empty;
-the functions raise 40001 there. Raises PQ001, 25001 if it is not the first statement of a read committed transaction,
-and 55P03 if another compaction takes longer than 500 ms.';
+the functions raise 40001 there. If pgqueue was installed as plain SQL, call it only while no dump begins: a dump whose
+snapshot is older than the compaction has none of the messages, and reports no error. Raises PQ001, 25001 in a
+transaction that is not in read committed, and 55P03 if another compaction takes longer than 500 ms.';
 
-create or replace function pgqueue.compact_queues()
+create or replace function pgqueue.compact_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    perform pgqueue._require_admin_of_all(caller, 'compact_queues');
     return query select c.* from pgqueue._compact_tables('compact_queues', null) c;
 end;
 $$;
-comment on function pgqueue.compact_queues() is
+comment on function pgqueue.compact_queues(pgqueue.caller) is
 'Compacts all tables of messages, scheduled messages, dead letters, keys, staged messages and internal state that occupy
 1 MB or more, as compact_queue does, and returns a row for each. The locks of all of them are held until the transaction
-ends. Call it in a maintenance window, in autocommit mode. Raises 25001, and 55P03 if another compaction takes longer
-than 500 ms.';
+ends. Call it in a maintenance window, in autocommit mode. Raises 25001, 42501 without admin access to all queues, and
+55P03 if another compaction takes longer than 500 ms.';
 
 create or replace function pgqueue._findings_of_compact(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -464,7 +494,7 @@ begin
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
                 case
-                    when pinned < 50000 then 'the space of dead rows can be used again, but is not returned'
+                    when not pgqueue._is_pinned_for(t.bytes) then 'the space of dead rows can be used again, but is not returned'
                     when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'

@@ -41,6 +41,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     dead_ids bigint[];
     redriven int;
+    is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
@@ -62,6 +63,24 @@ begin
         using pgqueue._lookup_keys(q.name, dead_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
         returning d.*
+    ),
+    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+    -- Otherwise a claim between the redrive and their due time could take their successors.
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers, claimed_by,
+            last_error, transport_headers
+        )
+        select
+            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
+            r.last_error, r.transport_headers
+        from revived r
+        where is_grouped
+        returning messages.id
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), m.id from moved m
     )
     insert into pgqueue.scheduled_messages (
         id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
@@ -72,8 +91,9 @@ begin
         -- scan the dead index entries of all messages already taken.
         r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
         r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
-    from revived r;
-    get diagnostics redriven = row_count;
+    from revived r
+    where not is_grouped;
+    redriven := cardinality(pgqueue._array_except(dead_ids, '{}'));
     if redriven > 0 then
         perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
     end if;

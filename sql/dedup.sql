@@ -223,7 +223,12 @@ begin
             end if;
         end loop;
     end loop;
-    return holders;
+    -- Of several elements with a key, one has got it from another in the later period, and that one has lost it since.
+    return array(
+        select coalesce(o.holder, u.holder)
+        from unnest(holders) with ordinality as u (holder, n)
+        left join unnest(ids, holders) as o (id, holder) on o.id = u.holder
+        order by u.n);
 end;
 $$;
 comment on function pgqueue._take_dedup_keys(pgqueue.queues, text[], bigint[], timestamptz, text, bigint[]) is
@@ -255,21 +260,24 @@ begin
         where c.queue_name = q.name and c.id = _replace_message.id for update skip locked
     );
     if not found then
+        -- A consumer whose claim has ended must not settle the new content.
         update pgqueue.messages m
-        set expires_at = _replace_message.expires_at, message_id = _replace_message.message_id,
-            payload = _replace_message.payload, body = _replace_message.body, headers = _replace_message.headers,
-            transport_headers = null
+        set claim_token = null, visible_at = least(m.visible_at, at), expires_at = _replace_message.expires_at,
+            message_id = _replace_message.message_id, payload = _replace_message.payload, body = _replace_message.body,
+            headers = _replace_message.headers, transport_headers = null
         where m.queue_name = q.name and m.id = (
             select c.id from pgqueue.messages c
             where c.queue_name = q.name and c.id = _replace_message.id
-                and (pgqueue._is_ready(c, at) or c.attempt_count = 0)
+                and (pgqueue._is_ready(c, at) or pgqueue._is_unclaimed(c))
             for update skip locked
         );
-        if not found or delay = interval '0' then
-            return found;
+        if not found then
+            return false;
         end if;
         with moved as (
-            delete from pgqueue.messages m where m.queue_name = q.name and m.id = _replace_message.id returning *
+            delete from pgqueue.messages m
+            where delay > interval '0' and m.queue_name = q.name and m.id = _replace_message.id
+            returning *
         )
         insert into pgqueue.scheduled_messages (
             id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
@@ -314,33 +322,66 @@ $$;
 comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is
 'Makes the key of a message free.';
 
-create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
+create or replace function pgqueue._ended_dedup_tables(at timestamptz)
+returns setof regclass
+language sql stable
+as $$
+    select format('pgqueue.dedup_keys_%s', pgqueue._dedup_slice(c, pgqueue._dedup_period(c, at) + 2))::regclass
+    from generate_series(0, 2) as c
+    where pgqueue._dedup_period(c, at) = pgqueue._dedup_period(c, at - interval '1 min')
+$$;
+comment on function pgqueue._ended_dedup_tables(timestamptz) is
+'The tables of the periods that ended last, a minute ago or earlier. They are no longer read, and are used next.';
+
+create or replace function pgqueue._truncate_dedup_keys(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    period bigint;
-    slice int;
+    keys regclass;
 begin
-    -- The period that ended last is no longer read. A transaction that still writes to its table delays the truncation.
-    -- A dump delays it, too, because the dump would fail.
-    for class in 0..2 loop
-        period := pgqueue._dedup_period(class, at - interval '1 min');
-        slice := pgqueue._dedup_slice(class, period + 2);
-        if period = pgqueue._dedup_period(class, at)
-            and pg_relation_size(format('pgqueue.dedup_keys_%s', slice)::regclass) > 0
-            and not pgqueue._is_dump_running()
-        then
-            begin
-                execute format('lock table only pgqueue.dedup_keys_%s in access exclusive mode nowait', slice);
-                execute format('truncate only pgqueue.dedup_keys_%s', slice);
-            exception when lock_not_available then
-                null;
-            end;
-        end if;
+    -- A dump would fail.
+    if pgqueue._is_dump_running() then
+        return;
+    end if;
+    for keys in select t from pgqueue._ended_dedup_tables(at) as t loop
+        begin
+            -- A transaction that still writes to the table delays the truncation.
+            execute format('lock table only %s in access exclusive mode nowait', keys);
+            if pg_relation_size(keys) > 0 then
+                execute format('truncate only %s', keys);
+            end if;
+        exception when lock_not_available or object_in_use then
+            null;
+        end;
     end loop;
+    -- As for a compaction: otherwise the rows could still be counted, and each sweep would request a truncation.
+    perform pg_stat_force_next_flush();
+end;
+$$;
+comment on function pgqueue._truncate_dedup_keys(timestamptz) is
+'Truncates the tables of dedup_keys whose period has ended, except those that are in use.';
+
+create or replace function pgqueue._on_maintenance_due_dedup(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The statistics are read without a lock of the table.
+    if not pgqueue._is_dump_running() and exists (
+        select from pgqueue._ended_dedup_tables(at) as t
+        -- A crash of the server resets the first two.
+        where pg_stat_get_live_tuples(t) + pg_stat_get_dead_tuples(t) > 0
+            or exists (select from pg_catalog.pg_class c where c.oid = t and c.relpages > 0)
+    ) then
+        perform pgqueue._request_at_commit('_truncate_dedup_keys', at);
+    end if;
+exception when others then
+    -- A full disk or a lock must not fail a claim.
+    null;
 end;
 $$;
 comment on function pgqueue._on_maintenance_due_dedup(timestamptz) is
-'Truncates the tables of dedup_keys whose period has ended.';
+'Requests the truncation of the tables of dedup_keys whose period has ended.';

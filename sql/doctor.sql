@@ -24,12 +24,15 @@ as $$
         -- Without pg_read_all_stats the start of a transaction of another role is hidden, and its age is not.
         and (a.xact_start is not null or age(a.backend_xmin) >= 50000)
         and a.pid <> pg_catalog.pg_backend_pid()
+        -- Those of other databases do not hold back the vacuum of these tables.
+        and (a.datid is null or a.datname = pg_catalog.current_database())
     union all
     select
         pgqueue._now() - p.prepared,
-        pg_catalog.format('prepared transaction %L of %s in database %s', p.gid, p.owner, p.database),
+        pg_catalog.format('prepared transaction %L of %s', p.gid, p.owner),
         pg_catalog.format('rollback prepared %L;', p.gid)
     from pg_catalog.pg_prepared_xacts p
+    where p.database = pg_catalog.current_database()
     union all
     select
         null,
@@ -271,9 +274,11 @@ begin
         )
         union all
         (
-            -- Messages that came back from scheduled_messages have ids below the head.
+            -- Messages that came back can have ids that the query above skips.
             select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
-            from pgqueue.messages m, pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id_of(q.name))), at, 1000) c
+            from pgqueue.messages m,
+                pgqueue._sample_requeued_ids(
+                    q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) c
             where m.queue_name = q.name and m.id = any (c.ids)
         )
     ) w;
@@ -473,6 +478,7 @@ declare
     q pgqueue.queues;
     findings pgqueue.finding[];
 begin
+    perform pgqueue._require_untruncated_messages();
     if peek_delay is null or not pgqueue._is_interval_between(peek_delay, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('peek_delay', peek_delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;

@@ -146,6 +146,21 @@ comment on function pgqueue._enqueue(text, jsonb, interval, jsonb, interval, uui
 'Sends a message, or raises the error that describes what is wrong with it. enqueue calls this function for all messages
 that its fast path does not handle.';
 
+create or replace function pgqueue._has_fast_path(
+    q pgqueue.queues, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
+)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select body is null and delay = interval '0' and expires_in is null
+        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
+        and octet_length(payload::text) <= q.max_payload_bytes
+        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+$$;
+comment on function pgqueue._has_fast_path(pgqueue.queues, jsonb, interval, jsonb, interval, bytea) is
+'Whether the fast path of enqueue can send a message: the payload is valid, and there is neither body, delay nor expiry.
+Inlined.';
+
 create or replace function pgqueue._notify_and_check_fast_path(
     q pgqueue.queues, at timestamptz, payload jsonb, delay interval, headers jsonb, expires_in interval, body bytea
 )
@@ -159,16 +174,12 @@ as $$
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
-        and body is null and delay = interval '0' and expires_in is null
-        -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
-        and octet_length(payload::text) <= q.max_payload_bytes
-        and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
+        and pgqueue._has_fast_path(q, payload, delay, headers, expires_in, body)
 $$;
 comment on function pgqueue._notify_and_check_fast_path(
     pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
 ) is
-'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message: the payload is valid,
-and there is neither body, delay nor expiry. Inlined.';
+'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message. Inlined.';
 
 create or replace function pgqueue._enqueue_deduplicated(
     queue_name text,
@@ -218,7 +229,15 @@ begin
     from new_key k
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
-    if not found then
+    if not found and on_duplicate = 'keep' then
+        select pgqueue._dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        from pgqueue.queues q
+        where q.name = _enqueue_deduplicated.queue_name collate "C"
+            and pgqueue._has_fast_path(
+                q, _enqueue_deduplicated.payload, _enqueue_deduplicated.delay, _enqueue_deduplicated.headers, expires_in,
+                _enqueue_deduplicated.body);
+    end if;
+    if new_id is null then
         new_id := pgqueue.enqueue_batch(
             queue_name, array[payload], delay, array[headers], expires_in, array[message_id], array[body],
             dedup_keys => array[dedup_key], on_duplicate => on_duplicate);
@@ -227,7 +246,7 @@ begin
 end;
 $$;
 comment on function pgqueue._enqueue_deduplicated(text, jsonb, interval, jsonb, interval, uuid, bytea, text, text) is
-'Sends a message with a dedup_key. enqueue_batch does what the first statement does not handle.';
+'Sends a message with a dedup_key. enqueue_batch does what the fast paths for a new and for a taken key do not handle.';
 
 create or replace function pgqueue.enqueue(
     queue_name pgqueue.queue_of_producer,

@@ -1,5 +1,6 @@
 -- Access to the functions and tables: defines what each kind of access may call, grants it and revokes it. The
--- privileges on the views of access.sql are the only record of the access of a role.
+-- privileges on the views access_* of access.sql are the only record of the access of a role; those on the views
+-- rights_* follow from them.
 
 create or replace function pgqueue._access_matrix()
 returns table (verb text, allowed_to text[])
@@ -116,6 +117,18 @@ $$;
 comment on function pgqueue._granted_access() is
 'The access that grant_access granted to each role; queue_name is null for all queues.';
 
+create or replace function pgqueue._is_access_to(queue_name text, name_or_pattern text)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select case right(name_or_pattern, 1)
+        when '*' then starts_with(queue_name, left(name_or_pattern, -1))
+        else queue_name = name_or_pattern
+    end
+$$;
+comment on function pgqueue._is_access_to(text, text) is
+'Whether access to a name or a pattern is access to this queue.';
+
 create or replace function pgqueue._check_access(role_name name, access text, queue_name text)
 returns void
 language plpgsql stable
@@ -180,29 +193,77 @@ comment on function pgqueue._apply_access(name, text, boolean) is
 'Grants to a role the privileges of a kind of access: the functions, which check the queue, and for all queues also the
 tables.';
 
-create or replace function pgqueue._create_access_view(queue_name text)
+create or replace function pgqueue._create_access_view(access_view text)
 returns regclass
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    access_view constant text := pgqueue._access_view(queue_name);
-    view_name constant name := replace(access_view, 'pgqueue.', '');
 begin
     if to_regclass(access_view) is null then
-        execute format('create view pgqueue.%I as select', view_name);
+        execute format('create view pgqueue.%I as select', replace(access_view, 'pgqueue.', ''));
         perform pgqueue._revoke_default_privileges(access_view::regclass);
-        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
-        if right(queue_name, 1) = '*' then
-            execute format('comment on view pgqueue.%I is %L', view_name, queue_name);
-        end if;
     end if;
     return access_view::regclass;
 end;
 $$;
 comment on function pgqueue._create_access_view(text) is
-'Returns the view whose privileges are the access to a queue or a pattern, and creates it if it does not exist. The
-comment of the view is the pattern.';
+'Returns the view of this name, whose privileges are access, and creates it if it does not exist.';
+
+create or replace function pgqueue._apply_rights(role_name name, name_or_pattern text)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    r record;
+    rights_view regclass;
+    n int := 0;
+begin
+    for r in
+        with granted as materialized (
+            select g.queue_name, g.access
+            from pgqueue._granted_access() g
+            where g.role_name = _apply_rights.role_name collate "C"
+        ),
+        rights as (
+            select
+                pgqueue._rights_view(q.name) as rights_view,
+                array(
+                    select distinct g.access
+                    from granted g
+                    where pgqueue._is_access_to(q.name, g.queue_name)
+                ) as due
+            from pgqueue.queues q
+            where pgqueue._is_access_to(q.name, name_or_pattern collate "C")
+        ),
+        found as (
+            select
+                s.rights_view, s.due, to_regclass(s.rights_view) is null as missing,
+                (
+                    select string_agg(a.privilege_type, ', ' order by a.privilege_type)
+                    from pg_class c
+                    cross join lateral aclexplode(c.relacl) as a
+                    where c.oid = to_regclass(s.rights_view) and a.grantee = quote_ident(role_name)::regrole
+                ) as given
+            from rights s
+        )
+        select * from found f where pgqueue._privileges_of(f.due) is distinct from f.given
+    loop
+        -- The locks of new views are held until the transaction ends. The lock table has no room for thousands.
+        n := n + r.missing::int;
+        continue when r.missing and n > 1000;
+        rights_view := pgqueue._create_access_view(r.rights_view);
+        execute format('revoke all on %s from %I', rights_view, role_name);
+        if r.due <> '{}' then
+            execute format('grant %s on %s to %I', pgqueue._privileges_of(r.due), rights_view, role_name);
+        end if;
+    end loop;
+end;
+$$;
+comment on function pgqueue._apply_rights(name, text) is
+'Makes the privileges of a role on the rights views of these queues those that the views of access give. A pattern to
+which more than 1,000 queues belong gets views for so many of them. For the others the check reads the views of
+access.';
 
 create or replace function pgqueue._serialize_grants()
 returns void
@@ -217,6 +278,8 @@ returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    access_view regclass := 'pgqueue.access_any';
 begin
     perform pgqueue._check_access(role_name collate "C", access collate "C", queue_name collate "C");
     if queue_name is not null and right(queue_name, 1) <> '*' then
@@ -224,8 +287,17 @@ begin
     end if;
     perform pgqueue._serialize_grants();
     perform pgqueue._apply_access(role_name, access collate "C", queue_name is null);
-    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]),
-        case when queue_name is null then 'pgqueue.access_any' else pgqueue._create_access_view(queue_name)::text end, role_name);
+    if queue_name is not null then
+        access_view := pgqueue._create_access_view(pgqueue._access_view(queue_name));
+        -- Every role can read comments. The hash in the name of the view does not tell the name of a queue.
+        if right(queue_name, 1) = '*' then
+            execute format('comment on view %s is %L', access_view, queue_name);
+        end if;
+    end if;
+    execute format('grant %s on %s to %I', pgqueue._privileges_of(array[access collate "C"]), access_view, role_name);
+    if not pgqueue._has_fixed_snapshot() then
+        perform pgqueue._apply_rights(role_name, queue_name);
+    end if;
 end;
 $$;
 comment on function pgqueue.grant_access(name, text, text) is
@@ -288,6 +360,41 @@ $$;
 comment on function pgqueue._revoke_access(name, text, regclass) is
 'Revokes a kind of access that a view records, and the privileges that no other access of the role includes.';
 
+create or replace function pgqueue._on_queue_created_grants(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    left_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
+    patterns constant text[] := array(
+        select distinct g.queue_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)
+    );
+begin
+    -- A grant of a pattern that committed after a queue of this name was dropped may have left its view. Revokes since
+    -- then have not found it.
+    if left_view is not null then
+        execute format('drop view %s cascade', left_view);
+    end if;
+    -- A rights view may be missing, so this does not wait for a transaction that grants or revokes. The lock keeps
+    -- others from doing so until the queue is visible to them. The next statement reads what they committed before.
+    if patterns = '{}' or pgqueue._has_fixed_snapshot() or not pg_try_advisory_xact_lock_shared(pgqueue._lock_key('')) then
+        return;
+    end if;
+    -- revoke_access changes all views of a pattern in one transaction.
+    if (
+        select count(*) from pgqueue.queues o
+        where exists (select from unnest(patterns) as p where pgqueue._is_access_to(o.name, p))
+    ) <= 1000
+    then
+        perform pgqueue._apply_rights(w.role_name, q.name)
+        from (select distinct g.role_name from pgqueue._granted_access() g where pgqueue._is_access_to(q.name, g.queue_name)) w;
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_grants(pgqueue.queues) is
+'Creates the rights view of a queue that belongs to a pattern.';
+
 create or replace function pgqueue._on_queue_dropping_grants(q pgqueue.queues)
 returns void
 language plpgsql volatile
@@ -295,15 +402,21 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     access_view constant regclass := to_regclass(pgqueue._access_view(q.name));
+    rights_view constant regclass := to_regclass(pgqueue._rights_view(q.name));
+    dropped regclass;
 begin
     if access_view is not null then
         perform pgqueue._serialize_grants();
         perform pgqueue._revoke_access(g.role_name, g.access, g.access_view)
         from pgqueue._granted_access() g
         where g.access_view = to_regclass(pgqueue._access_view(q.name));
-        -- Any role can make a view that depends on this one. It must not keep the queue.
-        execute format('drop view %s cascade', access_view);
+    elsif rights_view is not null then
+        perform pg_advisory_xact_lock_shared(pgqueue._lock_key(''));
     end if;
+    -- Any role can make a view that depends on these. It must not keep the queue.
+    foreach dropped in array array_remove(array[access_view, rights_view], null) loop
+        execute format('drop view %s cascade', dropped);
+    end loop;
 end;
 $$;
 comment on function pgqueue._on_queue_dropping_grants(pgqueue.queues) is
@@ -329,6 +442,7 @@ begin
     perform pgqueue._require_current_snapshot(format('the privileges of role %I', role_name));
     access_view := case when queue_name is null then 'pgqueue.access_any' else to_regclass(pgqueue._access_view(queue_name)) end;
     perform pgqueue._revoke_access(role_name, access collate "C", access_view);
+    perform pgqueue._apply_rights(role_name, queue_name);
 end;
 $$;
 comment on function pgqueue.revoke_access(name, text, text) is
@@ -359,23 +473,35 @@ set search_path = pg_catalog, pg_temp
 as $$
     with granted as (
         select
-            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, m.allowed_to as accesses,
+            'function pgqueue.' || p.proname as object, p.proowner as owner, a.grantee, coalesce(m.allowed_to, '{}') as accesses,
             false as for_all
         from pg_proc p
-        join pgqueue._access_matrix() m on m.verb = p.proname
+        left join pgqueue._access_matrix() m on m.verb = p.proname
         cross join lateral aclexplode(p.proacl) as a
-        where p.pronamespace = 'pgqueue'::regnamespace
+        where p.pronamespace = 'pgqueue'::regnamespace and p.oid <> all (pgqueue._functions_of_checks())
         union all
         select
             case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
-            case when c.relname = 'staged_messages' then '{producer}'::text[] else '{raw,reader}' end,
+            case
+                when c.relname = 'staged_messages' then '{producer}'::text[]
+                when c.relname in (
+                    'queues', 'messages', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages',
+                    'message_id') then '{raw,reader}'
+                else '{}'
+            end,
             c.relname <> 'staged_messages'
         from pg_class c
         cross join lateral aclexplode(c.relacl) as a
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S')
     ),
+    rights as materialized (
+        select
+            pgqueue._rights_view(o.name) as rights_view, w.role_name, pgqueue._privileges_of(array[w.access]) as privilege
+        from pgqueue.queues o
+        join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
+    ),
     past as (
-        select coalesce(quote_ident(r.rolname), 'public') as grantee, g.object
+        select g.grantee, g.object, 'all on ' || g.object as privileges
         from granted g
         left join pg_roles r on r.oid = g.grantee
         where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
@@ -384,18 +510,53 @@ as $$
                 where w.role_name = r.rolname and w.access = any (g.accesses)
                     and (w.queue_name is null or not g.for_all)
             )
+        union all
+        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass
+        from pg_class c
+        cross join lateral aclexplode(c.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and a.grantee <> c.relowner
+            and case
+                when c.relname ~ '^access_' then a.grantee = 0
+                else (coalesce(r.rolname, ''), a.privilege_type) not in (
+                    select s.role_name, s.privilege from rights s where s.rights_view = 'pgqueue.' || c.relname)
+            end
+        union all
+        select
+            a.grantee, format('column %I of table %s', t.attname, c.oid::regclass),
+            format('all (%I) on table %s', t.attname, c.oid::regclass)
+        from pg_class c
+        join pg_attribute t on t.attrelid = c.oid
+        cross join lateral aclexplode(t.attacl) as a
+        where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and a.grantee <> c.relowner
+        union all
+        -- With usage of a domain, a role could store a name that was checked before.
+        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype
+        from pg_type y
+        cross join lateral aclexplode(y.typacl) as a
+        where q.name is null and y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd' and a.grantee <> y.typowner
+        union all
+        select a.grantee, 'schema pgqueue', 'create on schema pgqueue'
+        from pg_namespace n
+        cross join lateral aclexplode(n.nspacl) as a
+        where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
     )
     select
         'warning', null, 'unmanaged_grant',
-        format('role %s has privileges that none of its access includes: %s', p.grantee,
-            string_agg(distinct p.object, ', ' order by p.object)),
-        string_agg(distinct format('revoke all on %s from %s;', p.object, p.grantee), ' ')
-    from past p
-    group by p.grantee
+        format('role %s has privileges that none of its access includes: %s', n.grantee,
+            string_agg(distinct n.object, ', ' order by n.object)),
+        string_agg(distinct format('revoke %s from %s;', n.privileges, n.grantee), ' ')
+    from (
+        select coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges
+        from past p
+        left join pg_roles r on r.oid = p.grantee
+    ) n
+    group by n.grantee
 $$;
 comment on function pgqueue._findings_of_grants(pgqueue.queues) is
-'The findings of doctor about privileges on functions and tables that were granted by hand. Such functions find no
-queue, and such tables show all queues.';
+'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
+by hand. Such functions find no queue, and such tables show all queues. A grant on access_* is the access that it
+records.';
 
 revoke all on all functions in schema pgqueue from public;
 

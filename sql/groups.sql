@@ -48,6 +48,44 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create or replace function pgqueue._group_room(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return q.group_limit - (
+        select count(*)
+        from (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+            limit q.group_limit
+        ) w
+    );
+end;
+$$;
+comment on function pgqueue._group_room(pgqueue.queues, timestamptz, bigint, bigint) is
+'How many more messages of the group at this position may be in flight.';
+
+create or replace function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return pgqueue._group_room(q, at, place, first_id) > 0 and exists (
+        select from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._group_position(m.headers, m.id) = place
+            and m.id >= first_id and pgqueue._is_ready(m, at)
+    );
+end;
+$$;
+comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
+'Whether the group at this position has fewer messages in flight than its limit, and a message that is ready.';
+
 create or replace function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
 )
@@ -58,23 +96,14 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
-    inflight int;
 begin
     foreach place in array positions loop
-        select count(*) into inflight
-        from (
-            select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
-            limit q.group_limit
-        ) w;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least(q.group_limit - inflight, wanted - cardinality(candidate_ids))
+            order by m.id limit least((select pgqueue._group_room(q, at, place, first_id)), wanted - cardinality(candidate_ids))
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -185,6 +214,8 @@ declare
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
     next_position bigint;
+    first_id constant bigint := pgqueue._first_id_of(q.name);
+    most_steps int := 500;
     locks_left int := 100;
     locked bigint[];
     spent_ids bigint[];
@@ -204,8 +235,12 @@ begin
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        -- Each step of the walk is one search of the index, so a group costs the same however many messages it has.
-        -- With a limit of one, a group whose first message is not visible is blocked. The lock keeps two claims from
+        -- With a higher limit each step counts the messages in flight. It costs as much as a lock, and counts as one.
+        if q.group_limit > 1 then
+            most_steps := locks_left;
+        end if;
+        -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
+        -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
         -- transaction has locked waits for its next turn.
         with recursive walk as (
@@ -227,17 +262,21 @@ begin
                 limit 1
             ) s
             cross join lateral (
-                select case when s.visible_at <= at or q.group_limit > 1
+                -- The lock of a group that gives no message would keep others from it until the transaction ends.
+                select case
+                    when s.visible_at <= at and (q.group_limit = 1 or not s.is_ready)
+                        or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
                     then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
             ) h
-            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < 500
+            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
-            array_agg(w.id) filter (where w.is_spent and w.is_locked), locks_left - max(w.found),
+            array_agg(w.id) filter (where w.is_spent and w.is_locked),
+            locks_left - case q.group_limit when 1 then max(w.found) else max(w.n) end,
             case
-                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= 500
+                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
         into locked, spent_ids, locks_left, next_position
@@ -251,7 +290,7 @@ begin
             next_position := from_position;
         elsif locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
-                q, at, locked, pgqueue._first_id_of(q.name), wanted - cardinality(candidate_ids));
+                q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
             -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
             -- id can be in flight if this message came later.

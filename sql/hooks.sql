@@ -71,9 +71,53 @@ begin
 end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact compacts tables, dedup truncates them. A
-sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that wants to be
-called later sets pgqueue.next_maintenance_at.';
+'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact and dedup request what is done at the
+commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
+wants to be called later sets pgqueue.next_maintenance_at.';
+
+create or replace function pgqueue._do_at_commit()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    if not pgqueue._is_at_commit() then
+        return null;
+    end if;
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.outcome is null and o.table_name = new.table_name for update skip locked));
+    execute format('select pgqueue.%I($1)', new.table_name) using at;
+    return null;
+exception when query_canceled or others then
+    -- It must not fail the transaction of a claim. The next housekeeping or maintenance requests it again.
+    return null;
+end;
+$$;
+comment on function pgqueue._do_at_commit() is
+'Deferred trigger of compactions: calls the function that a room has requested, when the transaction commits.';
+
+drop trigger if exists do_at_commit on pgqueue.compactions;
+create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
+for each row when (new.outcome is null and new.table_name is not null) execute function pgqueue._do_at_commit();
+
+create or replace function pgqueue._request_at_commit(handler text, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The caller may have set all constraints to immediate. The locks would then last until its transaction ends.
+    set constraints pgqueue.do_at_commit deferred;
+    insert into pgqueue.compactions (tried_at, table_name) values (at, handler);
+end;
+$$;
+comment on function pgqueue._request_at_commit(text, timestamptz) is
+'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
+room uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for long.';
 
 create or replace function pgqueue._room_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding

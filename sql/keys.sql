@@ -94,3 +94,10 @@ language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+
+create or replace function pgqueue._is_unclaimed(m pgqueue.messages)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
+comment on function pgqueue._is_unclaimed(pgqueue.messages) is
+'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';

@@ -122,6 +122,18 @@ comment on function pgqueue._require_untruncated(regclass[]) is
 tables against this until the transaction ends. Does nothing in read committed: there every statement locks its tables
 first and takes its snapshot second.';
 
+create or replace function pgqueue._require_untruncated_messages()
+returns void
+language sql volatile
+as $$
+    select pgqueue._require_untruncated(array[
+        'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
+        'pgqueue.sweep_state'
+    ]::regclass[])
+$$;
+comment on function pgqueue._require_untruncated_messages() is
+'Raises 40001 if the transaction keeps its snapshot and a compaction since hides messages from it.';
+
 create or replace function pgqueue._get_locked_queue(queue_name text)
 returns pgqueue.queues
 language plpgsql volatile
@@ -141,10 +153,7 @@ begin
         if q.name is null or pg_relation_filenode(q.fresh_from_id) is null then
             perform pgqueue._refuse_missing_queue(queue_name);
         end if;
-        perform pgqueue._require_untruncated(array[
-            'pgqueue.messages', 'pgqueue.scheduled_messages', 'pgqueue.dead_messages', 'pgqueue.requeued_messages',
-            'pgqueue.sweep_state'
-        ]::regclass[]);
+        perform pgqueue._require_untruncated_messages();
     end if;
     return q;
 end;

@@ -245,7 +245,8 @@ begin
     if q.group_limit is not null then
         -- In the other table the messages would be behind later ones of their group until a claim moves them back.
         update pgqueue.messages m
-        set visible_at = at, attempt_count = m.attempt_count - 1, claim_token = null
+        set visible_at = at, attempt_count = m.attempt_count - 1, claimed_attempt = m.attempt_count - 1,
+            claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, release.claim_token);

@@ -34,14 +34,14 @@ create or replace function pgqueue._sample_requeued_ids(
 )
 language sql stable
 as $$
-    -- At most wanted ids, at even distances among the first 5,000.
+    -- At most wanted ids, at even distances among the first rows. An id can have several rows.
     with requeued as (
         select distinct r.id
         from (
             select c.id from pgqueue.requeued_messages c
             where c.queue_name = _sample_requeued_ids.queue_name
                 and c.check_at >= pgqueue._first_check_at_of(_sample_requeued_ids.queue_name, _sample_requeued_ids.at)
-            order by c.check_at, c.id limit 5000
+            order by c.check_at, c.id limit greatest(5000, 2 * wanted)
         ) r
         where r.id <@ within
     ),
@@ -53,8 +53,8 @@ as $$
     from placed p
 $$;
 comment on function pgqueue._sample_requeued_ids(text, int8multirange, timestamptz, int) is
-'Ids of messages that came back from scheduled_messages, up to wanted and within a range that the calling function does
-not read otherwise, and the number of messages for which each stands.';
+'Ids of messages that came back to messages, up to wanted and within ranges that the calling function does not read
+otherwise, and the number of messages for which each stands.';
 
 create or replace function pgqueue.peek(queue_name pgqueue.queue_of_any_access, max_records int default 100)
 returns int
@@ -76,6 +76,7 @@ declare
     total int;
     some_came_back boolean;
     ids bigint[];
+    stand_for bigint;
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -136,20 +137,26 @@ begin
         end if;
     end if;
     if some_came_back and total < max_records then
-        -- Messages that came back from scheduled_messages have ids below the head, where the queries above do not look.
-        select c.ids into ids from pgqueue._sample_requeued_ids(q.name, int8multirange(int8range(null, pgqueue._first_possible_id(state))), at, 400) c;
+        -- Messages that came back can have ids that the query above skips.
+        select c.ids, c.stand_for into ids, stand_for
+        from pgqueue._sample_requeued_ids(
+            q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_ready(m, at)
             and not pgqueue._is_locked(m.xmax);
         total := total + ready;
+        if total = 0 and stand_for > 1 then
+            return 1;
+        end if;
     end if;
     return least(total, max_records);
 end;
 $$;
 comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
-transaction holds are not counted. Locks no message, writes nothing, waits for no consumer, and reads a bounded number
-of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the queue is paused.
-Raises 22023, PQ001.';
+transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
+wait for others of their groups are counted. Locks no message, writes nothing, waits for no consumer, and reads a
+bounded number of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
+queue is paused. Raises 22023, PQ001.';

@@ -263,7 +263,6 @@ declare
     below_position bigint;
     span bigint;
     found_count int;
-    last_position bigint;
     visible_ids bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -293,25 +292,27 @@ begin
         order by h.half, lower(s.r)
     loop
         next_position := lower(id_range);
-        span := 1024;
+        span := 1000;
         while next_position < upper(id_range) loop
             exit walk when cardinality(candidate_ids) >= wanted or pgqueue._now() > started_at + interval '10 ms';
             below_position := next_position + least(span, upper(id_range) - next_position);
-            select count(*), max(w.position), array_agg(w.id) filter (where w.visible_at <= at)
-            into found_count, last_position, visible_ids
+            -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
+            -- messages is divided instead.
+            select count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at)
+            into found_count, visible_ids
             from (
                 select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
-                limit 1000
+                limit 1001
             ) w;
-            if found_count = 1000 then
-                below_position := last_position + 1;
-            else
-                span := pgqueue._next_span(span);
+            if found_count > 1000 and span > 1 then
+                span := span / 2;
+                continue;
             end if;
+            span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             -- If there may be more messages here, the next sweep begins here.

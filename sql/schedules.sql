@@ -382,7 +382,12 @@ begin
             perform pgqueue._raise_schedule_not_found(name);
         end if;
         next_id := s.next_id;
-        perform pgqueue._get_locked_queue(s.queue_name);
+        begin
+            perform pgqueue._get_locked_queue(s.queue_name);
+        exception when sqlstate 'PQ001' then
+            -- The queue and its schedules were dropped meanwhile.
+            perform pgqueue._raise_schedule_not_found(name);
+        end;
         perform from pgqueue.scheduled_messages m where m.queue_name = s.queue_name and m.id = next_id for update;
         select schedules.* into s from pgqueue.schedules where schedules.name = s.name for update;
         exit when found and s.next_id is not distinct from next_id;
@@ -453,7 +458,8 @@ create or replace function pgqueue.create_schedule(
     headers jsonb default null,
     time_zone text default 'UTC',
     paused boolean default false,
-    catch_up boolean default true
+    catch_up boolean default true,
+    priority int default null
 )
 returns timestamptz
 language plpgsql volatile security definer
@@ -466,7 +472,8 @@ begin
     s.queue_name := queue_name;
     s.cron := cron;
     s.payload := payload;
-    s.headers := headers;
+    perform pgqueue._check_priorities(array[priority]);
+    s.headers := pgqueue._with_group_and_priority(headers, null, priority);
     s.time_zone := time_zone;
     s.paused := paused;
     s.catch_up := catch_up;
@@ -478,18 +485,21 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.create_schedule(text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean) is
+comment on function pgqueue.create_schedule(
+    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int
+) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
-the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists,
-ranges and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field
-begins with *, a day needs to match one of them, else both. time_zone is UTC or the name of a region in
-pg_timezone_names. If daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour
-is repeated, a fixed time in it ticks the first time only. If the minute or the hour begins with *, there is a tick each
-time the local time matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for,
-the time of the tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first
-missed tick; if catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished
-by then. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+the database. cron has five fields: minute, hour, day of month, month, day of week, with names (jan, sun), lists, ranges
+and steps; or is @hourly, @daily, @midnight, @weekly, @monthly, @yearly or @annually. If neither day field begins with
+*, a day needs to match one of them, else both. time_zone is UTC or the name of a region in pg_timezone_names. If
+daylight saving time skips an hour, a fixed time in it ticks at the end of the gap. If an hour is repeated, a fixed time
+in it ticks the first time only. If the minute or the hour begins with *, there is a tick each time the local time
+matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the
+tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
+catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
+priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header pgqueue.priority of the
+schedule. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
 schedule that is not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
@@ -500,6 +510,7 @@ create or replace function pgqueue.alter_schedule(
     time_zone text default null,
     paused boolean default null,
     catch_up boolean default null,
+    priority int default null,
     caller pgqueue.caller default current_user
 )
 returns timestamptz
@@ -511,12 +522,14 @@ declare
 begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
-    s.headers := coalesce(alter_schedule.headers, s.headers);
+    perform pgqueue._check_priorities(array[priority]);
+    s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), null, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
     -- A schedule whose settings have become invalid, for example because the time zone is gone, can still be paused.
-    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text) is not null then
+    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text, priority::text) is not null
+    then
         s := pgqueue._check_schedule(s);
     end if;
     perform pgqueue._remove_tick_message(s);
@@ -527,8 +540,9 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, pgqueue.caller) is
-'Changes the settings that are given and leaves the others. Returns the time of the next tick; null if the schedule is
+comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, int, pgqueue.caller) is
+'Changes the settings that are given and leaves the others. The priority is one of the headers: new headers without
+pgqueue.priority remove it, unless priority is given, too. Returns the time of the next tick; null if the schedule is
 paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
 no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
 

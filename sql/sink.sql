@@ -82,9 +82,12 @@ begin
     select c.* into q from pgqueue.queues c where c.name = a.queue_name;
     for m in
         select u.*
-        from unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+        from unnest(
+            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities
+        ) with ordinality as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, place)
     loop
+        perform pgqueue._check_group_keys(array[m.group_key]);
+        perform pgqueue._check_priorities(array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
         perform pgqueue._check_content(q, m.payload, m.body, m.headers);
     end loop;
@@ -105,6 +108,13 @@ as $$
 declare
     are_sound boolean;
 begin
+    if num_nonnulls(new.group_keys, new.priorities) > 0 then
+        new.headers := array(
+            select pgqueue._with_group_and_priority(u.headers, u.group_key, u.priority)
+            from unnest(new.headers, new.group_keys, new.priorities)
+                with ordinality as u (headers, group_key, priority, place)
+            order by u.place);
+    end if;
     select
         count(*), coalesce(max(coalesce(octet_length(u.body), octet_length(u.payload::text))), 0),
         coalesce(bool_and(
@@ -115,19 +125,24 @@ begin
             )
             and (u.delay is null or pgqueue._is_interval_between(u.delay, '0', '3652.5 days'))
             and (u.expires_in is null or pgqueue._is_interval_between(u.expires_in, '0', '3652.5 days'))
+            and (char_length(u.group_key) between 1 and 255) is not false
+            and (u.priority between 0 and 9) is not false
         ), true)
     into new.messages, new.largest_bytes, are_sound
-    from unnest(new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in);
+    from unnest(
+        new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in, new.group_keys, new.priorities
+    ) as u (payload, body, headers, message_id, delay, expires_in, group_key, priority);
     if not are_sound then
         perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
     end if;
+    new.group_keys := null;
+    new.priorities := null;
     return new;
 end;
 $$;
 comment on function pgqueue._measure_messages() is
-'Trigger of staged_messages: counts and measures the messages of a row, and raises an error for messages that enqueue
-would refuse in every queue.';
+'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
+raises an error for messages that enqueue would refuse in every queue.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
@@ -393,7 +408,8 @@ comment on function pgqueue.sink_abort(uuid) is
 were. Raises 22023.';
 
 create or replace function pgqueue.sweep_staged(
-    older_than interval default '1 day', forget_after interval default '90 days'
+    older_than interval default '1 day', forget_after interval default '90 days',
+    caller pgqueue.caller default current_user
 )
 returns bigint
 language plpgsql volatile security definer
@@ -404,6 +420,7 @@ declare
     tokens uuid[];
     swept bigint;
 begin
+    perform pgqueue._require_admin_of_all(caller, 'sweep_staged');
     if older_than is null or not pgqueue._is_interval_between(older_than, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('older_than', older_than::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
@@ -446,11 +463,12 @@ begin
     return swept;
 end;
 $$;
-comment on function pgqueue.sweep_staged(interval, interval) is
+comment on function pgqueue.sweep_staged(interval, interval, pgqueue.caller) is
 'Discards messages that were staged more than older_than (0 to 10 years, default 1 day) ago, because the driver of their
 run died, and returns how many there were. A run that takes longer than that fails with PQ010. Also deletes commits
 older than forget_after (0 to 10 years, default 90 days) from the ledger, but never the highest version of an app_id: a
-lower version that was forgotten is refused from then on, and not sent twice. Raises 22023.';
+lower version that was forgotten is refused from then on, and not sent twice. Raises 22023, and 42501 without admin
+access to all queues.';
 
 create or replace function pgqueue._findings_of_sink(q pgqueue.queues)
 returns setof pgqueue.finding

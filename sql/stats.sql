@@ -132,10 +132,10 @@ end;
 $$;
 comment on function pgqueue._message_stats(pgqueue.queues, timestamptz) is
 'Counts the rows of messages up to 10,000, and estimates beyond. dead are the messages that the next sweep moves to the
-dead letters. Excludes messages that came back from scheduled_messages to ids that sweeps skip.';
+dead letters. Excludes messages that came back to ids that sweeps skip.';
 
 create or replace function pgqueue._requeued_stats(
-    q pgqueue.queues, at timestamptz, deep boolean,
+    q pgqueue.queues, at timestamptz,
     out ready bigint, out inflight bigint, out scheduled bigint, out dead bigint, out oldest_at timestamptz,
     out estimated boolean
 )
@@ -143,7 +143,6 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    hidden int8multirange;
     r record;
 begin
     ready := 0;
@@ -157,11 +156,9 @@ begin
     ) then
         return;
     end if;
-    -- If the queue is not deep, _message_stats has read all ids from the head on, including those that sweeps skip.
-    select case when deep then s.vacant_ids else int8multirange(int8range(null, pgqueue._first_possible_id(s))) end
-    into hidden
-    from pgqueue.sweep_state s where s.queue_name = q.name;
-    select * into r from pgqueue._sample_requeued_ids(q.name, hidden, at, 1000);
+    select c.* into r
+    from pgqueue._sample_requeued_ids(
+        q.name, (select s.vacant_ids from pgqueue.sweep_state s where s.queue_name = q.name), at, 10000) c;
     select
         r.stand_for * count(*) filter (where w.is_ready),
         r.stand_for * count(*) filter (where w.visible_at > at and w.attempt_count > 0),
@@ -180,9 +177,9 @@ begin
     estimated := r.stand_for > 1;
 end;
 $$;
-comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz, boolean) is
-'Counts the messages that came back from scheduled_messages to ids that sweeps skip: up to 1,000, and estimates
-beyond.';
+comment on function pgqueue._requeued_stats(pgqueue.queues, timestamptz) is
+'Counts the messages that came back to ids that sweeps skip: up to 10,000, and estimates beyond. More than 20,000 rows
+of requeued_messages are not read.';
 
 create or replace function pgqueue._scheduled_count(queue_name text, out messages bigint, out estimated boolean)
 language plpgsql stable
@@ -281,7 +278,7 @@ declare
     result pgqueue.queue_stats;
 begin
     select * into counted from pgqueue._message_stats(q, at);
-    select * into requeued from pgqueue._requeued_stats(q, at, counted.estimated);
+    select * into requeued from pgqueue._requeued_stats(q, at);
     counted.ready := counted.ready + requeued.ready;
     counted.inflight := counted.inflight + requeued.inflight;
     counted.scheduled := counted.scheduled + requeued.scheduled;
@@ -366,6 +363,7 @@ begin
         return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
+    perform pgqueue._require_untruncated_messages();
     for q in select queues.* from pgqueue.queues order by queues.name loop
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
@@ -389,11 +387,13 @@ $$;
 comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) is
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
-and whether the queue is paused. A message without attempts left counts as dead as soon as its last claim has ended,
-also while no claim has moved it to the dead letters yet. Up to 10,000 messages of a kind are counted. Higher figures
-are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the queue was
-created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that ack,
-exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
-stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
-a crash of the server can add some. Plain SQL on the tables is not counted. A queue that another transaction is dropping
-is left out of the statistics of all queues. Raises PQ001.';
+and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
+others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
+counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. Up to
+10,000 messages of a kind are counted. Higher figures are estimated from samples and named in estimates, so that the
+cost stays bounded. The totals count since the queue was created and never decrease: enqueued_total the messages that
+the functions sent, acknowledged_total those that ack, exchange, receive and streams removed, failed_total the failed
+attempts that nack, reject, record_failure and stream_skip reported, and dead_total the messages that became dead
+letters. Work that is rolled back stays counted, and a crash of the server can add some. Plain SQL on the tables is not
+counted. A queue that another transaction is dropping is left out of the statistics of all queues. Raises PQ001,
+40001.';

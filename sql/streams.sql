@@ -398,7 +398,8 @@ begin
                 where p > up_to_id
                 having count(*) > 0;
                 candidate_ids := array(select p from unnest(candidate_ids) as p where p <= up_to_id);
-                searches_range := q.paused_at is null;
+                -- A walk over the ids would not respect the limits of the groups.
+                searches_range := q.paused_at is null and q.group_limit is null;
                 found_fewer := not searches_range;
             end if;
         end if;

@@ -51,13 +51,15 @@ begin
             moved as (
                 insert into pgqueue.messages (
                     id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq
+                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
                 )
                 select
                     d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
                     d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
                     -- At its old place, below those that claims have passed, only a sweep would find the message.
-                    case when q.priorities then nextval('pgqueue.message_id') end
+                    case when q.priorities then nextval('pgqueue.message_id') end,
+                    -- No consumer has it, also if it is moved before it is due.
+                    nullif(d.attempt_count, 0)
                 from due d
                 returning messages.id, messages.expires_at
             )

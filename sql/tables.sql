@@ -289,8 +289,9 @@ create index requeued_messages_check_at on pgqueue.requeued_messages (queue_name
 create index requeued_messages_held on pgqueue.requeued_messages (queue_name, check_at, id) where held;
 alter table pgqueue.requeued_messages replica identity full;
 comment on table pgqueue.requeued_messages is
-'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and were
-moved to messages under their old ids, and messages that another transaction held when a sweep passed them.';
+'Messages that a sweep looks up separately, because it may skip their ids: scheduled messages that came due and dead
+letters of groups that were redriven, which return to messages under their old ids, and messages that another
+transaction held when a sweep passed them.';
 comment on column pgqueue.requeued_messages.check_at is
 'When the message was recorded.';
 comment on column pgqueue.requeued_messages.held is
@@ -426,6 +427,8 @@ create unlogged table pgqueue.staged_messages (
     message_ids uuid[],
     delays interval[],
     expires_in interval[],
+    group_keys text[],
+    priorities int[],
     messages int not null,
     largest_bytes int not null,
     constraint staged_messages_pkey primary key (token, row_number)
@@ -438,6 +441,8 @@ comment on table pgqueue.staged_messages is
 values is null.';
 comment on column pgqueue.staged_messages.row_number is
 'The number of the first message of the row, counted from 1 for each token.';
+comment on column pgqueue.staged_messages.group_keys is
+'A trigger moves these and priorities to headers, so a stored row has neither.';
 comment on column pgqueue.staged_messages.messages is
 'The number of messages in the row. The parallel writers compute this and largest_bytes, so that the single commit does
 not have to.';
@@ -542,8 +547,9 @@ create unlogged table pgqueue.compactions (
     bytes_after bigint
 );
 comment on table pgqueue.compactions is
-'The automatic compactions of the last day, and requests: a row without outcome makes its transaction compact tables
-when it commits. Unlogged: a crash of the server empties it.';
+'The automatic compactions of the last day, and requests, which have no outcome: one without table_name makes its
+transaction compact tables when it commits, another one makes it call the function that table_name names. Unlogged: a
+crash of the server empties it.';
 
 -- Vacuum truncates no table, as for messages: its exclusive lock would make a parallel pg_dump fail, which locks a
 -- member of an extension only when it copies it, and does not wait for the lock then.
@@ -563,4 +569,5 @@ create view pgqueue.access_any as select;
 comment on view pgqueue.access_any is
 'Its privileges are the access of roles to all queues: INSERT is producer, UPDATE consumer, DELETE admin, SELECT reader,
 TRUNCATE raw and TRIGGER transport. The view has no column. A view access_<hash> is the same for one queue or for the
-queues of a pattern.';
+queues of a pattern, and a view rights_<hash> for what a queue has of these two. Do not grant on them: call
+grant_access.';

@@ -677,10 +677,11 @@ are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed
 null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
 string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
 has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
-expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated. The caller
-needs the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads
-the relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is
-taken, and 42710 if the queue is already exposed.';
+expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated, as by
+create_queue, and its messages are moved and numbered under the same lock: expose it while it has few. The caller needs
+the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the
+relation also needs grant_access(role, ''transport''). Raises 22023, PQ001, PQ004, 42501, 42P07 if the name is taken,
+and 42710 if the queue is already exposed.';
 
 create or replace function pgqueue._unexpose(q pgqueue.queues)
 returns boolean

@@ -27,7 +27,6 @@ MODULE_TABLES = {
     "topics": ["subscriptions"],
     "schedules": ["schedules"],
     "transport": ["transports"],
-    "compact": ["compactions"],
 }
 # An acknowledgement and a receive insert into the archive in the statement that deletes: see sql/finish.sql.
 EXEMPT = {(module, table) for module in ("finish", "receive") for table in ("archived_messages", "unfiled_messages")}

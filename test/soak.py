@@ -722,6 +722,7 @@ class Soak:
         self._pin: psycopg.Connection[Any] | None = None
         self._late: _Late | None = None
         self._dump: threading.Thread | None = None
+        self._unclaimed: set[tuple[str, int]] = set()  # messages that no consumer claims: each dump must contain them
         self.server = EmbeddedServer(
             settings={"max_connections": "200", "deadlock_timeout": "100ms", "autovacuum_naptime": "5s"}
         )
@@ -760,6 +761,12 @@ class Soak:
                 backoff_base=timedelta(milliseconds=20),
                 backoff_max=timedelta(milliseconds=100),
             )
+        if self.plan.dump_every:
+            self._unclaimed = {("unclaimed", key) for key in range(100)}
+            unclaimed = pgqueue.Queue(self.connection, "unclaimed")
+            unclaimed.create_queue()
+            for _, key in self._unclaimed:
+                unclaimed.enqueue({"key": key}, delay=timedelta(hours=key % 2))
         self.connection.execute("create table sent (queue text, key bigint)")
         # Without a unique constraint, so that double effects are visible.
         self.connection.execute("create table effects (queue text, key bigint, attempt int, token text)")
@@ -828,8 +835,7 @@ class Soak:
                 self._commit_late(self._late)
             if self.plan.dump_every and now >= next_dump and not (self._dump and self._dump.is_alive()):
                 next_dump = now + self.chance.uniform(0.5, 1.5) * self.plan.dump_every
-                self._dump = threading.Thread(target=self._check_dump)
-                self._dump.start()
+                self._start_dump()
             if _within(part, self.plan.pin) and self._pin is None:
                 self._pin = psycopg.connect(self.server.dsn, application_name="soak pin")
                 self._pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -845,7 +851,10 @@ class Soak:
         if self._late is not None:
             self._commit_late(self._late)
         # `drop database` waits for sessions that are sending to a paused process: resume those that are due.
-        while self._dump is not None and self._dump.is_alive():
+        # On a busy machine each dump so far may have had to be repeated.
+        while self._dump is not None and (self._dump.is_alive() or not self.figures["dumps"]):
+            if not self._dump.is_alive():
+                self._start_dump()
             self._supervise()
             time.sleep(0.02)
 
@@ -965,14 +974,18 @@ class Soak:
             self.server.restart(immediate=True)
         self._connect()
 
+    def _start_dump(self) -> None:
+        self._dump = threading.Thread(target=self._check_dump)
+        self._dump.start()
+
     def _check_dump(self) -> None:
-        """Dump the database and restore it: no message is missing that was there from before the dump until after it.
+        """Dump the database and restore it: no message is missing that existed from before the dump until after it.
 
         A dump may ask to be repeated, as a compaction can come between its snapshot and its locks. A crash of the
         server ends it.
         """
         restarts = self.figures["restarts"]
-        sent, withdrawn = self._keys_of("confirmed"), self._keys_of("withdrawn")
+        sent, withdrawn = self._keys_of("confirmed") | self._unclaimed, self._keys_of("withdrawn")
         dump = self._run_tool("pg_dump", "--dbname", self.server.dsn)
         started = self._keys_of("start")
         failure, kept = dump.stderr, set()
@@ -1052,13 +1065,14 @@ class Soak:
             time.sleep(0.02)
 
     def _wait_until_drained(self) -> None:
-        """Wait until all queues are empty and the producers ended, or until drain_seconds pass without progress."""
+        """Wait until the consumers' queues are empty and producers ended, or drain_seconds pass without progress."""
         deadline, least = time.monotonic() + self.plan.drain_seconds, math.inf
         while time.monotonic() < deadline:
             self._supervise(calm=True)
             ((left,),) = self.connection.execute(
                 "select (select count(*) from pgqueue.messages) + (select count(*) from pgqueue.scheduled_messages)"
             ).fetchall()
+            left -= len(self._unclaimed)
             if not any(self._producers) and not left:
                 return
             if left < least:

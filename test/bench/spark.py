@@ -30,7 +30,8 @@ from pgqueue.embedded import EmbeddedServer
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "python")]
 import sparks
 import tools
-from spark_report import PARTS, plot, show
+from spark_long import archive, long, report, scale
+from spark_report import PARTS, SLOW, plot, show
 
 RESULTS = Path(__file__).parent / "results/spark.json"
 WARM_UP = 5  # rounds before the measurement, in which the JVM compiles
@@ -39,7 +40,10 @@ DOCUMENT = """
     to_json(named_struct('order_id', id, 'event', 'created', 'customer', concat('customer-', id % 1000),
         'total', round(id * 1.25, 2), 'note', 'to be delivered to the side door')) as payload
 """
-COLUMNS = "id, queue_name, payload, body, headers, message_id, attempt_count, max_attempts, enqueued_at, expires_at"
+JDBC_QUERY = """
+    (select id, queue_name, payload::text, body, headers::text, message_id::text, attempt_count, max_attempts,
+        enqueued_at, expires_at from pgqueue.messages) as messages
+"""
 SCHEMA = """
     id bigint, queue_name string, payload string, body binary, headers string, message_id string, attempt_count int,
     max_attempts int, enqueued_at timestamp, expires_at timestamp
@@ -155,8 +159,6 @@ def read(database: Database, options: argparse.Namespace, console: Console) -> d
     rows = options.read_rows
     database.fill(rows)
     ((low, high),) = database.connection.execute("select min(id), max(id) from pgqueue.messages").fetchall()
-    columns = COLUMNS.replace("payload", "payload::text").replace("headers", "headers::text")
-    query = f"(select {columns.replace('message_id', 'message_id::text')} from pgqueue.messages) as messages"
 
     def timed(load: Callable[[], Any]) -> float:
         start = time.monotonic()
@@ -169,7 +171,7 @@ def read(database: Database, options: argparse.Namespace, console: Console) -> d
         return database.spark.read.format("pgqueue").schema(SCHEMA).options(**options).load()
 
     def jdbc(**more: str) -> Any:
-        settings = database.jdbc | {"dbtable": query, "fetchsize": "10000"} | more
+        settings = database.jdbc | {"dbtable": JDBC_QUERY, "fetchsize": "10000"} | more
         return database.spark.read.format("jdbc").options(**settings).load()
 
     halves = {"partitionColumn": "id", "lowerBound": str(low), "upperBound": str(high), "numPartitions": "2"}
@@ -270,12 +272,13 @@ def jdbc_jar() -> Path:
 
 
 @contextmanager
-def started() -> Iterator[Database]:
+def started(cores: int) -> Iterator[Database]:
     """Start a durable server, and a Spark session with the JVM settings of production. Each part has a new server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {
+        "spark.master": f"local[{cores},4]",
         "spark.driver.memory": "2g",
         "spark.driver.extraJavaOptions": "",
         "spark.driver.extraClassPath": str(jdbc_jar()),
@@ -286,6 +289,7 @@ def started() -> Iterator[Database]:
             yield database
         finally:
             database.connection.close()
+            database.spark.stop()  # The next part may need other settings.
 
 
 def circumstances(database: Database) -> dict[str, Any]:
@@ -295,6 +299,8 @@ def circumstances(database: Database) -> dict[str, Any]:
     changed = output_of("git", "status", "--porcelain", "--", "sql", "extension", "python/src")
     ((version,),) = database.connection.execute("select split_part(version(), ' ', 2)").fetchall()
     settings = ", ".join(f"{name} = {value}" for name, value in SETTINGS.items())
+    conf = database.spark.conf
+    master = conf.get("spark.master").replace(",4]", "]")
     driver = next(jdbc_jar().parent.glob("postgresql-[0-9]*.jar")).stem.removeprefix("postgresql-")
     return {
         "commit": (output_of("git", "rev-parse", "--short", "HEAD") or "unknown")
@@ -304,7 +310,7 @@ def circumstances(database: Database) -> dict[str, Any]:
         "spark": pyspark.__version__,
         "jdbc": driver,
         "python": platform.python_version(),
-        "settings": f"{settings}, fsync and synchronous_commit on; local[2], JVM of 2 GB",
+        "settings": f"{settings}, fsync and synchronous_commit on; {master}, JVM of 2 GB",
         "machine": f"{os.cpu_count()} cores ({cpu()}), {platform.system()} {platform.release()}, TCP to the same",
         "load_before": round(os.getloadavg()[0], 2),
     }
@@ -313,28 +319,38 @@ def circumstances(database: Database) -> dict[str, Any]:
 def main() -> None:
     """Measure the parts on the command line, or print earlier figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"parts, of {PARTS}")
+    parts = PARTS + SLOW
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"parts, of {parts}")
+    parser.add_argument("--full", action="store_true", help=f"all parts, with {SLOW}: about an hour")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up (5)")
     parser.add_argument("--rows", type=int, default=300_000, help="rows written or copied in a round (300,000)")
     parser.add_argument("--read-rows", type=int, default=1_000_000, help="rows read in a round (1,000,000)")
     parser.add_argument("--backlog", type=int, default=400_000, help="messages of a stream (400,000)")
     parser.add_argument("--batch", type=int, default=20_000, help="messages of a micro-batch (20,000)")
+    parser.add_argument("--scale-rows", type=int, default=3_000_000, help="messages of part scale (3,000,000)")
+    parser.add_argument("--scale-batch", type=int, default=100_000, help="messages of its micro-batches (100,000)")
+    parser.add_argument("--scale-rounds", type=int, default=1, help="its rounds; reads take two turns in each (1)")
+    parser.add_argument("--archive-rows", type=int, default=1_000_000, help="messages to archive (1,000,000)")
+    parser.add_argument("--report-rows", type=int, default=10_000_000, help="messages of a report (10,000,000)")
+    parser.add_argument("--long-minutes", type=int, default=30, help="duration of part long (30)")
+    parser.add_argument("--long-rate", type=int, default=10_000, help="messages a second sent meanwhile (10,000)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
     parser.add_argument("--show", action="store_true", help="do not measure; print and draw the last figures")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if lacking := sparks.missing():
         raise SystemExit(lacking)
-    report: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
-    measures = {"sink": sink, "read": read, "stream": stream, "copy": copy}
-    for part in () if options.show else options.only:
-        with started() as database:
+    results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
+    quick = {"sink": sink, "read": read, "stream": stream, "copy": copy}
+    measures = quick | {"scale": scale, "archive": archive, "report": report, "long": long}
+    for part in () if options.show else options.only or (parts if options.full else PARTS):
+        with started(16 if part == "scale" else 2) as database:
             about = circumstances(database)
-            report[part] = {"circumstances": about, "figures": measures[part](database, options, console)}
+            results[part] = {"circumstances": about, "figures": measures[part](database, options, console)}
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
-    show(report, console)
-    if not plot(report, options.output.with_suffix(".png")):
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+    show(results, console)
+    if not plot(results, options.output.with_suffix(".png")):
         console.print("[dim]no plot: matplotlib is not installed, or a part was not measured")
 
 

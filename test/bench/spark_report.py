@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = ("sink", "read", "stream", "copy")
-# The minimum for each part: a multiple of the rate of JDBC, or messages per second.
-TARGETS = {"sink": 1.0, "read": 0.8, "stream": 20_000, "copy": 250_000}
+SLOW = ("scale", "archive", "report", "long")
+# The minimum for each part: a multiple of the rate of JDBC, messages per second, or messages per minute (archive).
+TARGETS = {"sink": 0.8, "read": 0.8, "stream": 40_000, "copy": 250_000, "archive": 1_000_000}
 # The minimum rate in the last third of a backlog, as a fraction of that in the first.
 STEADY = 0.9
 
@@ -70,6 +71,44 @@ def tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
             met = statistics.median(rates) >= TARGETS["copy"]
             rows.append([name, spread(rates), f"at least {TARGETS['copy']:,}: {'met' if met else 'missed'}"])
         yield f"enqueue_copy, {count:,} messages, one process", ["", "messages/s", "target"], rows
+    yield from slow_tables(report)
+
+
+def slow_tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield the same for the parts that take long."""
+    if "scale" in report:
+        figures = dict(report["scale"]["figures"])
+        title = f"By partitions, {figures.pop('rows'):,} messages; a micro-batch has {figures.pop('batch'):,}"
+        rows = []
+        for name, by_partitions in figures.items():
+            for partitions, one in by_partitions.items():
+                faster = statistics.median(one["rates"]) / statistics.median(by_partitions["1"]["rates"])
+                row = [name, partitions, spread(one["rates"]), f"{faster:.2f}"]
+                rows.append([*row, str(one["connections"]), str(one["worker_mb"])])
+        headings = ["", "partitions", "messages/s", "of one partition", "most connections", "MB of a worker"]
+        yield title, headings, rows
+    if "archive" in report:
+        figures = report["archive"]["figures"]
+        rate = statistics.median(figures["seconds"])
+        met = figures["rows"] / rate * 60 >= TARGETS["archive"]
+        minutes = f"{figures['rows'] / rate * 60:,.0f}"
+        row = [minutes, spread(figures["seconds"]), f"at least {TARGETS['archive']:,}: {'met' if met else 'missed'}"]
+        yield f"archive_to_parquet, {figures['rows']:,} messages", ["messages a minute", "seconds", "target"], [row]
+    if "report" in report:
+        figures = dict(report["report"]["figures"])
+        title = f"flow_report, one day of {figures.pop('rows'):,} messages"
+        rows = [["percentiles in PostgreSQL", f"{figures.pop('postgresql_seconds'):.0f}", "", "", ""]]
+        for name, one in figures.items():
+            error, memory = f"{one['error']:.1e}", f"{one['most_mb']:,}"
+            rows.append([f"report, {name}", f"{one['seconds']:.0f}", error, f"{one['page_mb']}", memory])
+        yield title, ["", "seconds", "difference", "MB of the page", "MB of all processes"], rows
+    if "long" in report:
+        figures = report["long"]["figures"]
+        minutes = figures["minutes"]
+        shown = [one for one in minutes if one["minute"] == 1 or one["minute"] % 5 == 0]
+        rows = [["" if value is None else f"{value:,}" for value in one.values()] for one in shown]
+        title = f"A stream while {figures['rate']:,} messages a second are sent"
+        yield f"{title}: {figures['sent']:,} sent, {figures['written']:,} written", [*minutes[0]], rows
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -81,7 +120,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    for part in (part for part in PARTS if part in report):
+    for part in (part for part in PARTS + SLOW if part in report):
         about = ", ".join(f"{name} {value}" for name, value in report[part]["circumstances"].items())
         console.print(f"{part}: {about}")
 
@@ -113,10 +152,43 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     axes[2].set(xlabel="tenth of the backlog", ylabel="thousand messages a second, to Parquet", ylim=(0, None))
     axes[2].set(xticks=range(1, 11))
     axes[2].legend(loc="lower right")
-    about = report["stream"]["circumstances"]
+    label(figure, report["stream"]["circumstances"])
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    if {"scale", "long"} <= report.keys():
+        plot_slow(report, path.with_stem(f"{path.stem}_long"))
+    return True
+
+
+def plot_slow(report: dict[str, Any], path: Path) -> None:
+    """Draw the rates by partitions, and the long stream minute by minute."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
+    for number, (name, found) in enumerate(
+        (name, found) for name, found in report["scale"]["figures"].items() if name not in ("rows", "batch")
+    ):
+        rates = [statistics.median(one["rates"]) / 1000 for one in found.values()]
+        style = {"linestyle": "--" if name.endswith("JDBC") else "-", "marker": "o"}
+        axes[0].plot([*found], rates, color=f"C{number // 2}", label=name, **style)
+    axes[0].set(xlabel="partitions", ylabel="thousand messages a second", ylim=(0, None))
+    axes[0].legend()
+    minutes = report["long"]["figures"]["minutes"]
+    at = [one["minute"] for one in minutes]
+    for place, names in ((1, ("batch_median", "batch_max", "oldest")), (2, ("total_mb", "worker_mb", "tables_mb"))):
+        for name in names:
+            axes[place].plot(at, [one[name] for one in minutes], label=name.replace("_mb", "").replace("_", ", "))
+        axes[place].set(xlabel="minute of the long stream", ylim=(0, None))
+        axes[place].legend()
+    axes[1].set_ylabel("seconds")
+    axes[2].set_ylabel("MB")
+    label(figure, report["long"]["circumstances"])
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def label(figure: Any, about: dict[str, Any]) -> None:
+    """Write below a figure how it was measured."""
     names = ("commit", "date", "postgresql", "spark", "jdbc", "python")
     versions = ", ".join(f"{name} {about[name]}" for name in names)
     figure.supxlabel(f"{versions}\n{about['settings']}\n{about['machine']}", fontsize=7, color="grey")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True

@@ -23,9 +23,9 @@ PATIENCE = 120
 @contextmanager
 def processes(number: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of that many client processes, all of them up before the first starts to work."""
-    with ProcessPoolExecutor(number, mp_context=CONTEXT) as pool:
-        barrier = [pool.submit(time.sleep, 0.2) for _ in range(number)]
-        for started in barrier:
+    barrier = CONTEXT.Barrier(number)
+    with ProcessPoolExecutor(number, mp_context=CONTEXT, initializer=barrier.wait) as pool:
+        for started in [pool.submit(int) for _ in range(number)]:
             started.result()
         yield pool
 

@@ -13,11 +13,11 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clients import PATIENCE, growing
+from clients import PATIENCE, growing, wait_for
 from typer.testing import CliRunner
 
 from pgqueue.cli import app
@@ -43,6 +43,24 @@ def environment(**variables: str | Path) -> dict[str, str]:
     """What this process has, but for databases and the looks of terminals, and more."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "COLUMNS", "NO_COLOR"))}
     return kept | {"TERM": "xterm"} | {name: str(value) for name, value in variables.items()}
+
+
+def keepers(home: Path) -> list[int]:
+    """The keeper processes of the private server on this data."""
+    ending = f"\0-m\0pgqueue.embedded\0{home}\0".encode()
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # the process has ended
+            if file.read_bytes().endswith(ending):
+                found.append(int(file.parent.name))
+    return found
+
+
+def stop_keepers(home: Path) -> None:
+    """Stop the private server on this data, which otherwise runs for some time after its last command."""
+    for keeper in keepers(home):
+        os.kill(keeper, signal.SIGTERM)
+    wait_for(lambda: not keepers(home))
 
 
 def in_process(dsn: str, *words: str, stdin: str | bytes | None = None) -> Done:

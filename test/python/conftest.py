@@ -8,17 +8,22 @@ import secrets
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil
 import psycopg
 import pytest
-from commands import Done, in_process
+from browsers import browser
+from clients import PATIENCE
+from commands import Done, in_process, stop_keepers
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from served import Site
-from sparks import jre, killed, role, spark
+from sparks import jre, killed, role, s3, spark
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -31,19 +36,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["jre", "killed", "role", "spark"]  # fixtures
+__all__ = ["browser", "jre", "killed", "role", "s3", "spark"]  # fixtures
 
 _numbers = count(1)
 
 
-# The groups that take longest come first, so that none of them ends alone.
+# The groups that take longest come first, by the start of their names, so that none of them ends alone.
+# Groups that compute (Spark) and groups that wait take turns, so that they run at the same time.
 FIRST = (
     "spark",
-    "test_spark_pipelines_flights",
-    "test_spark_cluster",
     "test_consumer_server_failures",
-    "test_http_page",
+    "test_spark_cluster",
     "test_late_commit",
+    "test_spark_pipelines_flights",
+    "test_http_page",
     "test_soak",
     "test_spark_processes",
     "test_http",
@@ -58,13 +64,28 @@ FIRST = (
 )
 
 
+# The files whose tests have a Spark session of their own. That of the archive shares `killed` with others.
+PIPELINES = ("test_spark_pipelines_cli", "test_spark_pipelines_flow", "test_spark_pipelines_replay")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Tests wait as long as they compute, so that a core can run two. Spark needs memory: 1.5 GB for each process."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return max(1, min(2 * len(os.sched_getaffinity(0)), 8, psutil.virtual_memory().total // (3 * 2**29)))
+
+
 def group(item: pytest.Item) -> str:
-    return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
+    """The tests of a group run in one process. Two Spark sessions share the tests that use one."""
+    if "spark" not in getattr(item, "fixturenames", ()):
+        return item.path.stem
+    return "spark-pipelines" if item.path.stem in PIPELINES else "spark"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Where tests run in several processes, the tests of a file share one, and those of one Spark session share one."""
+    """Where tests run in several processes, the tests of a group share one."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group(item)))
     yield
@@ -101,6 +122,28 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+def strays(run: str) -> list[psutil.Process]:
+    """The processes that tests of this run have started and that do not descend from this process any more."""
+    own = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
+            if process not in own and process.environ().get("RUN_OF_TESTS") == run:
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_strays() -> Iterator[None]:
+    """Fail if a private server, or another process that a test has left to itself, runs after the last test."""
+    run = secrets.token_hex(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RUN_OF_TESTS", run)  # processes pass it on
+        yield
+    _, left = psutil.wait_procs(strays(run), PATIENCE)
+    assert not left, [(one.environ().get("PYTEST_CURRENT_TEST"), one.cmdline()) for one in left]
 
 
 @pytest.fixture(scope="session")
@@ -230,6 +273,14 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     return queue
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A directory for the data of a private server, which is stopped at the end."""
+    tmp_path.chmod(0o755)
+    yield tmp_path / "home"
+    stop_keepers(tmp_path / "home")
 
 
 @pytest.fixture

@@ -97,6 +97,15 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
     assert not left, f"tasks are left: {left}"
 
 
+def waits_for_handlers(run: "Run") -> bool:
+    """Whether a stop has come to where it waits for handlers: only their end, or another stop, lets it go on."""
+    runtime = run.consumer._runtime
+    return runtime is not None and any(
+        getattr(happened, "func", None) is not None and happened.func.__name__ == "_is_over"
+        for happened in list(runtime._waiters.values())
+    )
+
+
 class Step:
     """One call of a handler or of a policy: its delivery, and its connection if it has one."""
 
@@ -371,6 +380,7 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
 FORMS = [Form(is_async, mode) for mode in MODES for is_async in (False, True)]
 TRANSACTIONAL = [form for form in FORMS if form.is_transactional]
 LEASES = [form for form in FORMS if form.mode != "receive"]
+RECEIVING = [form for form in FORMS if form.mode == "receive"]
 PLAIN = [form for form in FORMS if form.mode == "lease"]
 THREADS = [form for form in FORMS if not form.is_async]
 

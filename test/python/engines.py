@@ -50,7 +50,8 @@ class Engine:
     """A driver with a query on a checkpoint. `sink` collects the number and the rows of each batch."""
 
     def __init__(self, dsn: str, queue: str, checkpoint: Checkpoint, schema: str | None = None, **options: str) -> None:
-        source = PgQueueDataSource({"dsn": dsn, "queue": queue, "streamId": "s"} | options)
+        named = {} if "queuePattern" in options else {"queue": queue}
+        source = PgQueueDataSource({"dsn": dsn, "streamId": "s"} | named | options)
         self.reader: Any = source.streamReader(source.schema() if schema is None else struct(schema))
         # The workers have a copy that was pickled before the driver used its own.
         self.worker: Any = pickle.loads(pickle.dumps(self.reader))

@@ -41,7 +41,7 @@ class FaultyReads:
 
     def read(self, partition: Any) -> Iterator[Any]:
         yield from super().read(partition)  # type: ignore[misc]
-        meet(self._options.queue, "read")
+        meet(self._options.queue[0], "read")
 
 
 class FaultyWrites:

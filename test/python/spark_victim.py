@@ -33,11 +33,12 @@ class VictimReader(QueueStreamReader):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
         point = self._options.stream_id
-        if point == "after-the-commit" and start["seq"] == 1:
+        has_first = [at["seq"] for at in start["queues"].values()] == [1]
+        if point == "after-the-commit" and has_first:
             # Spark calls this once the first batch is in the commit log. The database does not know of it yet.
             die(point)
         end = super().latestOffset(start, limit)
-        if point == "after-the-claim" and start["seq"] == 1:
+        if point == "after-the-claim" and has_first:
             die(point)
         return end
 
@@ -74,6 +75,7 @@ def noted(home: Path, point: str) -> list[Any]:
 
 
 def main(dsn: str, archived: str, queues: list[str]) -> None:
+    from pyspark.errors import StreamingQueryException
     from sparks import session
 
     from pgqueue.spark.pipelines import archive
@@ -93,12 +95,17 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
         return sink
 
     for queue, point in zip(queues, POINTS, strict=True):
-        # One after the other: Spark gives up a worker that needs more than 10 s to start.
+        # One after the other: Spark gives up a worker that needs more than 10 s to start. The query starts again then.
         running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
         while not (home / f"{point}.reached").exists():
-            if running.awaitTermination(1):
-                sys.exit(f"{point} was not reached")
-    archive._Progress.write = lambda *_: die(ARCHIVE)  # type: ignore[method-assign]
+            try:
+                if running.awaitTermination(1):
+                    sys.exit(f"{point} was not reached")
+            except StreamingQueryException as error:
+                if "worker failed to connect back" not in str(error):
+                    raise
+                running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
+    archive.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]
     archive.archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[archived])
 
 

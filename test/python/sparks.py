@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
 import psutil
 import psycopg
@@ -19,6 +21,7 @@ from psycopg.conninfo import make_conninfo
 
 import pgqueue
 
+S3A = Path(__file__).parents[2] / ".cache/s3a"  # jars, of `make test-tools`
 PATIENCE = 300  # seconds to wait for conditions that are normally fast
 # Tasks have four attempts, as on a cluster; local[2] would give them one. The long socket timeout allows for slow
 # starts of workers on a busy machine.
@@ -31,6 +34,7 @@ SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "768m",
+    "spark.driver.extraClassPath": f"{S3A}/*",
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.catalogImplementation": "in-memory",
     "spark.sql.session.timeZone": "UTC",
@@ -81,6 +85,47 @@ def spark(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         spark = session(**{"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))})
         yield spark
         spark.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(spark: Any) -> Iterator[str]:
+    """An object store on this machine; returns the URL of a bucket."""
+    if not any(S3A.glob("hadoop-aws-*.jar")):
+        lacking = f"{S3A} has no hadoop-aws: make test-tools"
+        pytest.fail(lacking) if os.environ.get("CI") else pytest.skip(lacking)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    settings = {
+        "endpoint": url,
+        "access.key": "test",
+        "secret.key": "test",
+        "path.style.access": "true",
+        "aws.credentials.provider": "org.apache.hadoop.fs.s3a.SimpleAWSCredentialsProvider",
+        "change.detection.mode": "none",
+        # Defaults of Hadoop 3.5 with units, which the S3A of Hadoop 3.3 does not read.
+        "connection.establish.timeout": "30000",
+        "connection.timeout": "200000",
+        "connection.ttl": "300",
+        "multipart.purge.age": "86400",
+        "threads.keepalivetime": "60",
+    }
+    for name, value in settings.items():
+        spark._jsc.hadoopConfiguration().set(f"fs.s3a.{name}", value)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for(lambda: has_made_bucket(f"{url}/archive"), PATIENCE)
+            yield "s3a://archive"
+        finally:
+            server.kill()
+
+
+def has_made_bucket(url: str) -> bool:
+    """Make a bucket; False if the server has not started yet."""
+    with suppress(OSError):
+        return urlopen(Request(url, method="PUT"), timeout=PATIENCE).status == 200
+    return False
 
 
 def kill(pid: int) -> None:
@@ -142,16 +187,16 @@ def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 
 @pytest.fixture
-def role(database: str, name: str) -> Iterator[Callable[[str], str]]:
-    """A function that creates a role with one kind of access, and returns the dsn of the role."""
+def role(database: str, name: str) -> Iterator[Callable[..., str]]:
+    """A function that creates a role with one kind of access, to all queues or some, and returns its dsn."""
     made: list[sql.Identifier] = []
     with psycopg.connect(database, autocommit=True) as connection:
 
-        def make(access: str) -> str:
+        def make(access: str, queues: str | None = None) -> str:
             role = f"{name}-{access}-{secrets.token_hex(4)}"
             connection.execute(sql.SQL("create role {}").format(sql.Identifier(role)))
             made.append(sql.Identifier(role))
-            connection.execute("select pgqueue.grant_access(%s, %s)", [role, access])
+            connection.execute("select pgqueue.grant_access(%s, %s, %s)", [role, access, queues])
             return make_conninfo(database, options=f"-c role={role}")
 
         yield make

@@ -242,10 +242,12 @@ def test_the_client_and_the_consumer_ship_and_acknowledge(
             assert waiting == (0, 0)
 
 
-def test_the_command_line_works_on_the_private_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_works_on_the_private_server(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing exists there but what is pasted."""
     person = Pasting("", tmp_path, monkeypatch)
-    person.variables = {"PGQUEUE_HOME": str(tmp_path / "home")}
+    person.variables = {"PGQUEUE_HOME": str(home)}
     (block,) = (block for block in blocks("README.md", "sh") if "pgqueue send" in block.code)
     person.paste(block)
     # Two handlers print at the same time, and Python writes the end of a line separately.

@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(209);
+select plan(239);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -114,7 +114,7 @@ set local role pgqueue_test_own_admin;
 select throws_ok($$ select pgqueue.alter_schedule('access-foreign') $$, 'PQ011', 'schedule ''access-foreign'' does not exist', 'an admin of another queue may not alter a schedule');
 select is(pgqueue.drop_schedule('access-foreign'), false, 'an admin of another queue does not drop a schedule');
 select throws_ok(format('select pgqueue.%s()', v), '42501', null, v || ' needs admin access to all queues')
-from unnest(array['expose_contract', 'unexpose_contract', 'expose_subscriptions', 'unexpose_subscriptions']) v;
+from unnest(array['expose_contract', 'unexpose_contract', 'expose_subscriptions', 'unexpose_subscriptions', 'compact_queues', 'sweep_staged']) v;
 select throws_ok($$ select pgqueue.create_queue('access-own-2') $$, '42501', 'role pgqueue_test_own_admin may not create queue "access-own-2"', 'an admin of one queue may not create another');
 select throws_ok($$ select pgqueue.create_queue('access-foreign') $$, '42501', 'role pgqueue_test_own_admin may not create queue "access-foreign"', 'the error of create_queue does not tell whether the queue exists');
 set local role pgqueue_test_pattern_admin;
@@ -276,12 +276,96 @@ select is(has_schema_privilege('pgqueue_test_b', 'pgqueue', 'usage'), false, 'a 
 select lives_ok($$ select pgqueue.drop_queue('access-p-own'), pgqueue.create_queue('access-p-own') $$, 'a queue of a pattern is dropped and created again');
 select is(pg_temp.outcome('pgqueue_test_pattern_consumer', $$ select pgqueue.claim('access-p-own') $$), '0 rows', 'access by a pattern stays');
 
+-- The rights view of a queue has what its name and its patterns give, and nothing else.
+create function pg_temp.rights(queue_name text) returns text[] language sql as $$
+    select array(
+        select r.rolname || ' ' || p.access
+        from pg_class c cross join lateral aclexplode(c.relacl) a join pg_roles r on r.oid = a.grantee
+        join unnest('{producer,consumer,admin,reader,transport}'::text[]) as p (access) on pgqueue._privileges_of(array[p.access]) = a.privilege_type
+        where c.oid = to_regclass(pgqueue._rights_view(queue_name)) and a.grantee <> c.relowner order by 1)
+$$;
+create role pgqueue_test_x;
+create role pgqueue_test_y;
+select pgqueue.create_queue(n) is not null as made from unnest(array['rights-a', 'rights-b-1', 'rightsx']) n;
+select pgqueue.grant_access('pgqueue_test_x', 'consumer', 'rights-b-1');
+select is(pg_temp.rights('rights-b-1'), array['pgqueue_test_x consumer'], 'access to a queue is in its rights view');
+select pgqueue.grant_access('pgqueue_test_x', 'consumer', 'rights-*'), pgqueue.grant_access('pgqueue_test_x', 'producer', 'rights-b-*'), pgqueue.grant_access('pgqueue_test_y', 'consumer', 'rights-*');
+select is(pg_temp.rights('rights-b-1'), array['pgqueue_test_x consumer', 'pgqueue_test_x producer', 'pgqueue_test_y consumer'], 'access by patterns is in the rights view of a queue that exists');
+select is(pg_temp.rights('rights-a'), array['pgqueue_test_x consumer', 'pgqueue_test_y consumer'], 'a pattern gives rights to each queue that it matches');
+select is(pg_temp.rights('rightsx'), '{}', 'a pattern gives no rights to another queue');
+select pgqueue.create_queue('rights-b-2') is not null as made;
+select is(pg_temp.rights('rights-b-2'), array['pgqueue_test_x consumer', 'pgqueue_test_x producer', 'pgqueue_test_y consumer'], 'a new queue gets the rights of its patterns');
+select pgqueue.revoke_access('pgqueue_test_x', 'consumer', 'rights-*');
+select is(pg_temp.rights('rights-b-1'), array['pgqueue_test_x consumer', 'pgqueue_test_x producer', 'pgqueue_test_y consumer'], 'access to a queue by name stays if that by a pattern is revoked');
+select is(pg_temp.rights('rights-b-2'), array['pgqueue_test_x producer', 'pgqueue_test_y consumer'], 'access by a revoked pattern ends, and access by another stays');
+select is(pg_temp.outcome('pgqueue_test_x', $$ select pgqueue.claim('rights-b-2') $$), 'PQ001', 'a role does not claim by a pattern that was revoked');
+select pgqueue.revoke_access('pgqueue_test_x', 'consumer', 'rights-b-1'), pgqueue.revoke_access('pgqueue_test_x', 'producer', 'rights-b-*');
+select is(pg_temp.rights('rights-b-1'), array['pgqueue_test_y consumer'], 'revoking a name ends the rights of the role');
+select pgqueue.drop_queue('rights-a');
+select is(to_regclass(pgqueue._rights_view('rights-a')), null::regclass, 'a dropped queue has no rights view');
+select lives_ok(format('drop view %s', pgqueue._rights_view('rights-b-1')), 'a rights view may be missing');
+select is(pg_temp.outcome('pgqueue_test_y', $$ select pgqueue.claim('rights-b-1') $$), '0 rows', 'without a rights view the check finds the pattern');
+select is(pg_temp.outcome('pgqueue_test_x', $$ select pgqueue.claim('rights-b-1') $$), '42501', 'without a rights view no role gains access');
+alter role pgqueue_test_y rename to "pgqueue_test_Y z";
+alter default privileges in schema pgqueue grant select on tables to pgqueue_test_x;
+select pgqueue.revoke_access('pgqueue_test_Y z', 'consumer', 'rights-*');
+select is(pg_temp.rights('rights-b-2'), '{}', 'a renamed role loses its rights with its pattern');
+select pgqueue.create_queue('rights-c') is not null as made;
+select pgqueue.grant_access('pgqueue_test_Y z', 'consumer', 'rights-c');
+select is(pg_temp.rights('rights-c'), array['pgqueue_test_Y z consumer'], 'default privileges give no rights to a new queue');
+do $$ begin execute format('revoke update on %s from "pgqueue_test_Y z"', pgqueue._access_view('rights-c')); end; $$;
+select is(pg_temp.outcome('pgqueue_test_Y z', $$ select pgqueue.claim('rights-c') $$), '0 rows', 'the check of a verb is decided by the rights view alone');
+do $$ begin execute format('grant update on %s to "pgqueue_test_Y z"', pgqueue._access_view('rights-c')); end; $$;
+select is_empty($$ select * from pgqueue.list_access() where role_name = 'pgqueue_test_x' $$, 'default privileges give no access to a new queue');
+alter default privileges in schema pgqueue revoke select on tables from pgqueue_test_x;
+select throws_ok($$ set local role "pgqueue_test_Y z"; grant update on pgqueue.access_any to pgqueue_test_x $$, '42501', null, 'a role with access grants none');
+select throws_ok($$ set local role "pgqueue_test_Y z"; create event trigger pgqueue_test on ddl_command_end execute function pg_catalog.suppress_redundant_updates_trigger() $$, '42501', null, 'a role that is no superuser creates no event trigger');
+
+-- What plans and statistics tell a role about a queue of others.
+create function pg_temp.plan(statement text) returns text language plpgsql as $$
+declare
+    line text;
+    lines text := '';
+begin
+    for line in execute statement loop lines := lines || line; end loop;
+    return lines;
+exception when others then
+    return sqlstate || sqlerrm;
+end;
+$$;
+create temp table of_consumers as select v.verb, v.statement from verbs v where v.verb <> 'create_queue' and 'consumer' = any (v.allowed_to);
+grant select on of_consumers to public;
+set local role pgqueue_test_own_consumer;
+select is_empty($$ select v.verb, how from of_consumers v cross join unnest(array['explain', 'explain (verbose)', 'explain (analyze, verbose, timing off, summary off, buffers off)']) how
+    where pg_temp.plan(how || ' ' || format(v.statement, 'access-foreign'))
+            <> replace(pg_temp.plan(how || ' ' || format(v.statement, 'access-missing')), 'access-missing', 'access-foreign') $$,
+    'explain does not tell a foreign queue from a missing one');
+select matches(pg_temp.plan('explain (verbose) select * from pgqueue.browse(''access-foreign'')'), 'Function Scan', 'explain shows a plan of a call that would be refused');
+reset role;
+analyze pgqueue.queues, pgqueue.messages, pgqueue.schedules;
+set local role pgqueue_test_own_consumer;
+select is_empty($$ select tablename, attname from pg_stats where schemaname = 'pgqueue' $$, 'a role sees no statistics of the tables');
+select is_empty($$ select sequencename from pg_sequences where schemaname = 'pgqueue' and last_value is not null $$, 'a role sees no value of a register or counter');
+reset role;
+select isnt_empty($$ select attname from pg_stats where schemaname = 'pgqueue' $$, 'there are statistics to be seen');
+
 -- What was granted past grant_access.
 grant usage on schema pgqueue to pgqueue_test_b;
 grant execute on function pgqueue.drop_queue to pgqueue_test_b;
 grant select on pgqueue.messages to pgqueue_test_b;
+do $$ begin execute format('grant delete on %s to pgqueue_test_a', pgqueue._rights_view('rights-b-2')); end; $$;
+grant select on all tables in schema pgqueue to pgqueue_test_x;
+grant select on pgqueue.access_any to public;
+grant select (payload) on pgqueue.archived_messages to pgqueue_test_b;
+grant usage on domain pgqueue.queue_of_admin to pgqueue_test_b;
+grant create on schema pgqueue to pgqueue_test_b;
+grant execute on function pgqueue.grant_access to pgqueue_test_b;
+select ok(bool_or(detail ~ 'rights_'), 'doctor shows privileges on rights views that no access gives') from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_a';
+select ok(bool_or(detail ~ 'access_any'), 'doctor shows access of public') from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'role public';
+select set_eq($$ select access from pgqueue.list_access() where role_name = 'pgqueue_test_x' and queue_name is null $$, array['reader'], 'a grant on all tables in the schema is reader access');
+select ok(bool_or(detail ~ 'pgqueue.sweep_state' and detail !~ 'pgqueue.messages,'), 'doctor shows the tables of such a grant that a reader does not need') from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_x';
 select set_eq($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_b' $$,
-    array['role pgqueue_test_b has privileges that none of its access includes: function pgqueue.drop_queue, table pgqueue.messages'],
+    array['role pgqueue_test_b has privileges that none of its access includes: column payload of table pgqueue.archived_messages, function pgqueue.drop_queue, function pgqueue.grant_access, schema pgqueue, table pgqueue.messages, type pgqueue.queue_of_admin'],
     'doctor shows privileges that were granted by hand');
 select is_empty($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_(own|pattern|all)' $$, 'doctor shows nothing that grant_access granted');
 create function pg_temp.repair() returns void language plpgsql as $$

@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(166);
+select plan(168);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -141,6 +141,16 @@ select is((select pgqueue.ack('archive_none', c.id, c.claim_token) from pgqueue.
 select is((select count(*) from pgqueue.archived_messages where queue_name = 'archive_none'), 1::bigint, 'ack archives nothing after the archive is turned off');
 select lives_ok($$ select pgqueue.alter_queue('archive_none', archive_for => '0') $$, 'alter_queue can turn the archive off twice');
 select is((select count(*) from pgqueue.archive_promises), 1::bigint, 'turning the archive off twice records one promise');
+select pgqueue.create_queue('archive_behind', archive_for => '2 days') \g /dev/null
+select to_jsonb(c) as clock from pgqueue.archive_clock c \gset
+update pgqueue.archive_clock c set confirmed_at = pgqueue._now() + interval '40 days';
+select pgqueue.drop_queue('archive_behind') \g /dev/null
+select ok((select p.ends_at >= pgqueue._now() + interval '42 days' from pgqueue.archive_promises p where p.queue_name = 'archive_behind'), 'a queue that is dropped while the clock is behind keeps its archive for its whole time');
+delete from pgqueue.archive_clock;
+update pgqueue.archive_promises p set ends_at = pgqueue._now() where p.queue_name = 'archive_behind';
+select pgqueue._truncate_expired_day(pgqueue._now() + interval '1 year') \g /dev/null
+select is((select count(*) from pgqueue.archive_promises p where p.queue_name = 'archive_behind'), 1::bigint, 'no promise is deleted before a time is confirmed');
+insert into pgqueue.archive_clock select (jsonb_populate_record(null::pgqueue.archive_clock, :'clock'::jsonb)).*;
 
 -- Bounds of archive_for.
 select throws_ok(format('select pgqueue.create_queue(''archive_bad'', archive_for => %L)', v), '22023', null, format('create_queue refuses to archive for %s', v))

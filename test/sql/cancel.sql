@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(17);
+select plan(19);
 
 create function pg_temp.cancels(queue text, is_dedicated boolean) returns setof text language plpgsql as $$
 declare
@@ -35,6 +35,10 @@ select pg_temp.cancels('cancel_dedicated', true);
 select pgqueue.create_queue('cancel_other') is not null as made, pgqueue.enqueue('cancel_shared', '1') as number \gset
 select is(pgqueue.cancel('cancel_other', :number), false, 'cancel removes no message of another queue');
 select is(pgqueue.cancel('cancel_shared', :number), true, 'cancel removes the message of its own queue');
+select pgqueue.create_queue('cancel_group', group_limit => 1) is not null as made, pgqueue.enqueue('cancel_group', '1', group_key => 'a') as number \gset
+select c.claim_token as token from pgqueue.claim('cancel_group') c \gset
+select is(pgqueue.cancel('cancel_group', :number), false, 'cancel returns false for a message of a group that is claimed');
+select is(pgqueue.nack('cancel_group', :number, :'token', '1 h') and pgqueue.cancel('cancel_group', :number), true, 'cancel removes a message of a group that waits for its retry');
 select throws_ok($$ select pgqueue.cancel('cancel_shared', null) $$, '22023', 'invalid id: null', 'cancel refuses null as id');
 
 select * from finish();

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(96);
+select plan(100);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -81,9 +81,6 @@ drop publication compact_all;
 reset client_min_messages;
 
 -- The verbs.
-select throws_ok($$ select pgqueue.compact_queue('compact') $$, '25001', null, 'compact_queue refuses a transaction that has begun before');
-select throws_ok($$ select pgqueue.compact_queues() $$, '25001', null, 'compact_queues refuses a transaction that has begun before');
-create or replace function pgqueue._is_first_statement() returns boolean language sql volatile as $$ select true $$;
 select is_empty($$ select * from pgqueue.compact_queue('compact') $$, 'compact_queue leaves tables under 1 MB alone');
 select count(*) as sent_batch from pgqueue.enqueue_batch('compact_deep', array(select '1'::jsonb from generate_series(1, 6000))) \gset
 delete from pgqueue.messages m where m.queue_name = 'compact_deep' and m.id % 100 > 0;
@@ -92,8 +89,10 @@ select results_eq($$ select c.table_name collate "C", c.outcome collate "C", c.r
 
 -- What a sweep requests.
 create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
-as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, 99999999::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
+as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, coalesce(nullif(current_setting('test.bytes', true), ''), '67108863')::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
 create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select coalesce(nullif(current_setting('test.pinned', true), ''), '0')::bigint $$;
+create or replace function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text) language sql stable
+as $$ select nullif(current_setting('test.pinned_for', true), '')::interval, 'a test', '' $$;
 create function pg_temp.requests(overgrown text, pinned int, compaction text) returns bigint language plpgsql as $$
 begin
     perform set_config('test.overgrown', overgrown, true), set_config('test.pinned', pinned::text, true), set_config('pgqueue.compaction', compaction, true);
@@ -102,12 +101,20 @@ begin
     perform pgqueue.claim('compact');
     perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
     perform pgqueue.claim('compact');
-    return (select count(*) from pgqueue.compactions c where c.outcome is null);
+    return (select count(*) from pgqueue.compactions c where c.outcome is null and c.table_name is null);
 end;
 $$;
 select is(pg_temp.requests('yes', 50000, 'on'), 1::bigint, 'claims request a compaction at most once a second if a table is overgrown and the horizon is pinned');
 select is(pg_temp.requests('no', 50000, 'on'), 0::bigint, 'claims request no compaction if no table is overgrown');
 select is(pg_temp.requests('yes', 49999, 'on'), 0::bigint, 'claims request no compaction if the horizon is not pinned');
+select is(pg_temp.requests('yes', 0, 'on'), 1::bigint, 'claims request a compaction of a table of 64 MB if the horizon is pinned for more than five seconds')
+from set_config('test.bytes', '67108864', true) a, set_config('test.pinned_for', '6 s', true) b;
+select is(pg_temp.requests('yes', 0, 'on'), 0::bigint, 'claims request no compaction of a smaller table then') from set_config('test.bytes', '', true);
+select is(pg_temp.requests('yes', 0, 'on'), 0::bigint, 'claims request no compaction of a table of 64 MB if the horizon is pinned for less')
+from set_config('test.bytes', '67108864', true) a, set_config('test.pinned_for', '5 s', true) b;
+select is(pg_temp.requests('yes', n, 'on'), requested, format('claims make %s request for a table of 64 MB if the horizon is %s transactions old, and nobody knows for how long', requested, n))
+from (values (100, 1::bigint), (99, 0)) as v (n, requested), set_config('test.pinned_for', '', true) s;
+select set_config('test.bytes', '', true) as reset \gset
 select is(pg_temp.requests('yes', 50000, 'off'), 0::bigint, 'claims request no compaction if it is set to off');
 select is(pg_temp.requests('yes', 50000, ''), exists (select from pg_extension e where e.extname = 'pgqueue')::int::bigint, 'by default claims request compactions only if pgqueue is an extension');
 
@@ -117,7 +124,9 @@ select pg_relation_filenode('pgqueue.dead_messages') as file \gset
 set constraints pgqueue.compact_at_commit immediate;
 select is(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'set constraints carries out no request, because the transaction does not end');
 set constraints pgqueue.compact_at_commit deferred;
-select set_config('test.overgrown', 'yes', true) as set \gset
+select set_config('test.overgrown', 'yes', true), set_config('test.pinned', '0', true), pgqueue._compact_overgrown(now()) \g /dev/null
+select is(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'no table is compacted if the horizon is not pinned any more');
+select set_config('test.pinned', '50000', true) as set \gset
 select lives_ok($$ select pgqueue._compact_overgrown(now()) $$, 'a request is carried out');
 select isnt(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'the overgrown table has been rewritten');
 select results_eq($$ select c.table_name || ' ' || c.outcome from pgqueue.compactions c where c.outcome is not null $$, array['pgqueue.dead_messages compacted'], 'the outcome is recorded');
@@ -129,10 +138,10 @@ select is(pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_maintenance_
 delete from pgqueue.dead_messages d where d.id < 0;
 
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
-    'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and the next sweeps compact it', 'doctor reports a table that is nearly all dead')
+    'pgqueue.dead_messages occupies 64 MB for about 1 living rows, and the next sweeps compact it', 'doctor reports a table that is nearly all dead')
 from set_config('test.pinned', '50000', true) a, set_config('pgqueue.compaction', 'on', true) b;
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'uncompacted_table'),
-    'pgqueue.dead_messages occupies 95 MB for about 1 living rows, and automatic compaction is off', 'doctor says that automatic compaction is off')
+    'pgqueue.dead_messages occupies 64 MB for about 1 living rows, and automatic compaction is off', 'doctor says that automatic compaction is off')
 from set_config('pgqueue.compaction', 'off', true);
 select is((select f.detail from pgqueue.doctor() f where f.finding = 'compaction'),
     'the horizon is 50000 transactions old: vacuum does not help, and automatic compaction is off', 'doctor says that automatic compaction is off while the horizon is pinned');

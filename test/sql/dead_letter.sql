@@ -49,7 +49,7 @@ begin
         queue || ': a redriven message starts with no attempts, the max_attempts of the queue and no expiry');
     return next is((select array_agg(c.id) from pgqueue.claim(queue, 10) c), ids[2:2], queue || ': claim returns every redriven message once');
 
-    return next is(pgqueue.redrive(queue, ids => ids[4:4] || ids[1:1]), 1, queue || ': redrive of ids skips ids that are not dead letters');
+    return next is(pgqueue.redrive(queue, ids => ids[4:4] || ids[4:4] || ids[1:1]), 1, queue || ': redrive of ids skips ids that are not dead letters');
     select * into m from pgqueue.claim(queue);
     return next is((m.id, m.last_error)::text, (ids[4], 'poison'::text)::text, queue || ': a redriven message keeps its last_error');
     return next is((select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), ids[3:3], queue || ': redrive of ids leaves other dead letters');

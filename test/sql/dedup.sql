@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(102);
+select plan(111);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -141,6 +141,12 @@ begin
     return next is(pgqueue.enqueue(queue, '"again"', delay => '1 min', dedup_key => 'k', on_duplicate => 'replace'), second_id, queue || ': a message whose claim has ended is replaced');
     return next is((select row(s.id, s.payload, s.attempt_count)::text from pgqueue.scheduled_messages s where s.queue_name = queue), row(second_id, '"again"'::jsonb, 1)::text, queue || ': a replaced message moves to its due time, with its attempts');
     return next is((select s.enqueued_total from pgqueue.stats(queue) s), 2::bigint, queue || ': a replacement is not counted');
+    second_id := pgqueue.enqueue(queue, '"v1"', dedup_key => 'late');
+    select * into got from pgqueue.claim(queue, 10) c where c.id = second_id;
+    perform pg_temp.at('2030-01-01 12:01:00');
+    perform pgqueue.enqueue(queue, '"v2"', dedup_key => 'late', on_duplicate => 'replace');
+    return next is(pgqueue.ack(queue, second_id, got.claim_token), false, queue || ': a consumer whose claim has ended cannot acknowledge the content that has replaced it');
+    return next is((select m.payload from pgqueue.messages m where m.queue_name = queue and m.id = second_id), '"v2"', queue || ': the content that has replaced that of an ended claim stays');
     perform pg_temp.at('2030-01-01 12:00:00');
 end;
 $$;
@@ -161,6 +167,19 @@ select array_agg(distinct e) as ids from pgqueue.enqueue_batch('dedup-batch', '{
 select is((select array_agg(m.payload) from pgqueue.messages m where m.id = any (:'ids')), '{21}'::jsonb[], 'a batch with on_duplicate replace adds the last of the elements with a new key');
 select count(*) from pgqueue.claim('dedup-batch', 100) \g /dev/null
 select is((select count(distinct e) from pgqueue.enqueue_batch('dedup-batch', '{30,31}'::jsonb[], dedup_keys => '{z,z}', on_duplicate => 'replace') e), 1::bigint, 'elements that replace a claimed message add one message');
+
+select pgqueue.create_queue('dedup-turn') \g /dev/null
+select pg_temp.at('2030-01-01 12:54:00') \g /dev/null
+select pgqueue.enqueue('dedup-turn', '0', dedup_key => 'k') as holder_id \gset
+select pg_temp.at('2030-01-01 12:57:00') \g /dev/null
+select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-turn', '{1,2}'::jsonb[], dedup_keys => '{k,k}') e), array[:holder_id, :holder_id]::bigint[], 'all elements of a batch with a taken key get its id, also shortly before a period ends');
+select is((select array_agg(e) from pgqueue.enqueue_batch('dedup-turn', '{3,4}'::jsonb[], dedup_keys => '{k,k}', on_duplicate => 'replace') e), array[:holder_id, :holder_id]::bigint[], 'all elements of a batch that replaces a message get its id, also shortly before a period ends');
+select pg_temp.at('2030-01-01 12:00:00') \g /dev/null
+select pgqueue.create_queue('dedup-group', group_limit => 1, dedup_window => '0') \g /dev/null
+select pgqueue.enqueue('dedup-group', '"v1"', group_key => 'a', dedup_key => 'k') as waiting_id \gset
+select pgqueue.nack('dedup-group', c.id, c.claim_token, '1 h') from pgqueue.claim('dedup-group') c \g /dev/null
+select is(pgqueue.enqueue('dedup-group', '"v2"', group_key => 'a', dedup_key => 'k', on_duplicate => 'replace'), :waiting_id::bigint, 'a message of a group that waits for its retry is replaced');
+select is((select c.payload from pgqueue.claim('dedup-group') c), '"v2"', 'a message of a group that is replaced without a delay is ready');
 
 -- publish
 
@@ -207,6 +226,7 @@ select throws_ok($$ select pgqueue.enqueue_batch('dedup', '{1,2}', dedup_keys =>
 select throws_ok($$ select pgqueue.publish('nobody.there', '1', dedup_key => '') $$, '22023', null, 'publish refuses a bad key even if no queue is subscribed');
 select throws_ok($$ select pgqueue.cancel_by_key('dedup', null) $$, '22023', null, 'cancel_by_key refuses a null key');
 select throws_ok($$ select pgqueue.enqueue('dedup', null, dedup_key => 'k') $$, '22023', 'invalid payload: null', 'enqueue with a key refuses a message without payload and body');
+select throws_ok($$ select pgqueue.enqueue('dedup', to_jsonb(repeat('x', 300000)), dedup_key => 'invoice-9') $$, 'PQ003', null, 'enqueue with a key that is taken refuses a payload over the limit');
 
 -- Tables whose period has ended are truncated
 
@@ -218,16 +238,15 @@ select pg_temp.at('2030-01-01 12:59:00') \g /dev/null
 select pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k') as sliced_id \gset
 select is(pg_temp.recorded(), 2::bigint, 'a key whose window reaches into the next period is recorded in both');
 select pg_temp.at('2030-01-01 13:00:30') \g /dev/null
-select pgqueue._on_maintenance_due_dedup(pgqueue._now()) \g /dev/null
+select pgqueue._truncate_dedup_keys(pgqueue._now()) \g /dev/null
 select is(pg_temp.recorded(), 2::bigint, 'nothing is truncated in the first minute of a period');
 select pg_temp.at('2030-01-01 13:01:30') \g /dev/null
 create or replace function pgqueue._is_dump_running() returns boolean language sql volatile as $$ select true $$;
-select pgqueue._on_maintenance_due_dedup(pgqueue._now()) \g /dev/null
+select pgqueue._truncate_dedup_keys(pgqueue._now()) \g /dev/null
 select is(pg_temp.recorded(), 2::bigint, 'nothing is truncated while a dump runs');
 create or replace function pgqueue._is_dump_running() returns boolean language sql volatile as $$ select false $$;
-select setval(q.next_sweep_at, 1), setval('pgqueue.next_maintenance_at', 1) from pgqueue.queues q where q.name = 'dedup-sliced' \g /dev/null
-select count(*) from pgqueue.claim('dedup-sliced', 10) \g /dev/null
-select is(pg_temp.recorded(), 1::bigint, 'a sweep truncates the table of the period that has ended');
+select pgqueue._truncate_dedup_keys(pgqueue._now()) \g /dev/null
+select is(pg_temp.recorded(), 1::bigint, 'the table of the period that has ended is truncated');
 select is(pgqueue.enqueue('dedup-sliced', '1', dedup_key => 'k'), :sliced_id::bigint, 'a key that is recorded for the present period stays taken after the truncation');
 
 select * from finish();

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(161);
+select plan(171);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -18,6 +18,8 @@ as $$ select regexp_replace(string_agg(f.detail, '; '), 'since \S+ \S+,|first .*
 create function pg_temp.examines(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     m pgqueue.message;
+    later pgqueue.message;
+    started_at timestamptz;
     far bigint;
 begin
     perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 2, dedicated => has_table);
@@ -39,16 +41,32 @@ begin
     select * into m from pgqueue.claim(queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': a claim resolves the finding stuck_claims');
 
-    perform pgqueue.extend(queue, m.id, m.claim_token, '2 h');
+    started_at := pgqueue._now();
+    perform pgqueue.extend(queue, m.id, m.claim_token, '4 h');
     perform pg_temp.pass('1 h');
     return next ok(not pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor does not report a claim that has been extended for an hour');
     perform pg_temp.pass('1 s');
     return next ok(pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor reports a claim that has been extended for more than an hour');
-    perform pgqueue.ack(queue, m.id, m.claim_token);
-    perform pg_temp.pass('-01:00:01');
+    perform pgqueue.enqueue(queue, '2');
+    select * into later from pgqueue.claim(queue);
+    perform pgqueue.extend(queue, later.id, later.claim_token, '4 h');
+    perform pg_temp.pass('01:00:01');
+    return next ok(pg_temp.detail(queue) like 'messages are in flight, the first claimed and extended for 02:00:02: %', queue || ': doctor names the time of the longest claim');
+    perform pgqueue.ack(queue, later.id, later.claim_token);
+    perform pgqueue.alter_queue(queue, visibility_timeout => '00:12:01');
+    perform pg_temp.pass('8 s');
+    return next ok(not pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor does not report a claim that has been extended for ten visibility timeouts');
+    perform pg_temp.pass('1 s');
+    return next ok(pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor reports a claim that has been extended for more than ten visibility timeouts');
+    perform pgqueue.alter_queue(queue, visibility_timeout => '30 s');
+    perform pg_temp.pass('2 h 1 min');
+    return next ok(not pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor does not report an expired claim as a long one');
+    update pgqueue.messages set visible_at = pgqueue._now() + interval '1 min', attempt_count = attempt_count + 1 where id = m.id;
+    return next ok(not pg_temp.findings(queue) @> array['warning long_claims'], queue || ': doctor does not take the time of an earlier claim for that of a claim by plain SQL');
+    perform pgqueue.purge_queue(queue);
+    perform set_config('test.now', started_at::text, true);
 
     -- The clock was ahead by a day and is then corrected.
-    perform pgqueue.purge_queue(queue);
     perform pg_temp.pass('1 day');
     perform pgqueue.enqueue(queue, '"ahead"');
     perform pgqueue.claim(queue, 2);
@@ -144,7 +162,7 @@ begin
     perform pgqueue.enqueue(queue, '1');
     perform pgqueue.nack(queue, c.id, c.claim_token, '0') from pgqueue.claim(queue) c;
     perform pgqueue.claim(queue);
-    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, 5), int8range(6, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
     perform pg_temp.pass('91 s');
     return next ok(pg_temp.findings(queue) @> array['warning stuck_claims'], queue || ': doctor reports an expired claim of a message with an id in vacant_ids');
 end;

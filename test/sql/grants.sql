@@ -100,8 +100,6 @@ insert into verbs values
 ('revoke_access', 'select pgqueue.revoke_access(''pgqueue_test_producer'', ''producer'')', false, false, false),
 ('list_access', 'select pgqueue.list_access()', false, false, false);
 grant select on verbs to public;
--- compact_queue is refused behind another statement.
-create or replace function pgqueue._is_first_statement() returns boolean language sql volatile as $$ select true $$;
 select is((select array_agg(distinct p.proname::text order by p.proname::text) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'),
     (select array_agg(v.name order by v.name) from verbs v), 'the list contains every public function');
 

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(76);
+select plan(81);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -67,6 +67,15 @@ select is(pg_temp.claim('plain'), '1 3 4 5 6', 'claim returns all messages of a 
 select pg_temp.send('fifo', 'a1 a2 b1 a3 b2') \g /dev/null
 select is(pg_temp.claim('fifo'), 'a1 b1', 'a claim returns the first message of each group, by id');
 select is(pg_temp.claim('fifo'), null, 'while a message is in flight, the others of its group wait');
+select is((select s.ready_messages from pgqueue.stats('fifo') s), 3::bigint, 'stats counts messages that wait for others of their groups as ready');
+select is(
+    (
+        select count(*) from (
+            select m.visible_at <= pgqueue._now() as is_ready,
+                row_number() over (partition by m.headers ->> 'pgqueue.group' order by m.visible_at <= pgqueue._now(), m.id) as n
+            from pgqueue.messages m where m.queue_name = 'fifo' and m.headers ? 'pgqueue.group'
+        ) w where w.is_ready and w.n > 1
+    ), 3::bigint, 'a query of sql/README.md counts those that wait');
 select is(pgqueue.prepare_wait('fifo'), pgqueue._now() + interval '1 s', 'prepare_wait returns a time that is one second ahead while messages wait for others of their groups');
 select is(pg_temp.ack('fifo', 'a1'), true, 'a message of a group is acknowledged like others');
 select is(pg_temp.claim('fifo'), 'a2', 'claim returns the next message of a group after an acknowledgement');
@@ -181,11 +190,22 @@ select pgqueue.reject('held', c.id, c.token) from claims c where c.payload = 'a1
 select pgqueue.purge_dead_messages('held') \g /dev/null
 select is(pg_temp.claim('held'), 'a2', 'a group goes on after its dead letter is purged');
 select is((select count(*) from pgqueue.doctor() d where d.finding = 'held_group'), 0::bigint, 'doctor no longer reports the group');
+select pgqueue.purge_queue('held') \g /dev/null
+select pgqueue.enqueue_batch('held', array_agg(to_jsonb(g || n) order by n), group_keys => array_agg(g order by n))
+from generate_series(1, 2) as n, (select 'g' || s || '-' as g from generate_series(1, 200) as s) as groups \g /dev/null
+select pgqueue.reject('held', c.id, c.claim_token) from generate_series(1, 2) as n, lateral pgqueue.claim('held', 100 + 0 * n) c \g /dev/null
+select is(pgqueue.redrive('held'), 200, 'redrive returns the dead letters of many groups');
+select is((select count(distinct c.payload) filter (where c.payload #>> '{}' like '%-1') from generate_series(1, 200) as n, lateral pgqueue.claim('held', 1 + 0 * n) c), 200::bigint,
+    'all redriven dead letters are delivered before the later messages of their groups');
 
 -- Rooms
 
 select throws_ok($$ select pgqueue.expose_transport('held') $$, '22023', 'invalid queue_name: ''held''', 'expose_transport refuses a queue with group_limit');
-select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['fifo', 'pairs', 'held', 'plain']) as q $$, 'queues with groups are dropped like others');
+select pgqueue.create_queue('streamed', group_limit => 1) \g /dev/null
+select pgqueue.enqueue_batch('streamed', '{1,2,3}', group_keys => '{a,a,b}') \g /dev/null
+select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null, up_to_id => 9223372036854775807) c $$,
+    array[2], 'a batch of a stream with up_to_id has one message of each group, as group_limit says');
+select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'plain']) as q $$, 'queues with groups are dropped like others');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'a dropped queue leaves no index');
 
 select * from finish();

@@ -16,8 +16,8 @@ where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'S', 
 select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') is null $$, 'every function has a comment');
 select is_empty($$ select signature from functions where obj_description(oid, 'pg_proc') !~ '^.+\.$' $$, 'every comment on a function ends with a period');
 select is_empty($$ select signature from functions where proacl is null or exists (select from aclexplode(proacl) a where a.grantee = 0) $$, 'PUBLIC may execute no function');
-select is_empty($$ select signature from functions where lanname = 'plpgsql' and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] and proname <> '_may_or_raise' $$,
-    'every PL/pgSQL function pins its search_path, except the check of names, which qualifies all names');
+select is_empty($$ select signature from functions where lanname = 'plpgsql' and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
+    'every PL/pgSQL function pins its search_path');
 select is_empty($$ select signature from functions where prosecdef and not coalesce(proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'] $$,
     'every security definer function pins its search_path');
 select is_empty($$ select signature from functions where is_public and not prosecdef and proname <> 'channel' $$, 'every verb is security definer');
@@ -51,7 +51,7 @@ select results_eq(
     ('ack_batch', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('advance_transport', 'queue_name text', 0, 'bigint'),
     ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval', 17, 'pgqueue.queue'),
-    ('alter_schedule', 'name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, caller pgqueue.caller', 7, 'timestamp with time zone'),
+    ('alter_schedule', 'name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer, caller pgqueue.caller', 8, 'timestamp with time zone'),
     ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
     ('browse_archived_messages', 'queue_name text, max_messages integer, before_id bigint', 2, 'SETOF pgqueue.archived_message'),
     ('browse_dead_messages', 'queue_name text, max_messages integer, after_id bigint', 2, 'SETOF pgqueue.dead_message'),
@@ -61,9 +61,9 @@ select results_eq(
     ('claim', 'queue_name text, max_messages integer, visibility_timeout interval, claimed_by text', 3, 'SETOF pgqueue.message'),
     ('claim_any', 'queue_names text[], max_messages integer, visibility_timeout interval, claimed_by text, caller pgqueue.caller', 4, 'SETOF pgqueue.message'),
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
-    ('compact_queues', '', 0, 'SETOF pgqueue.compaction'),
+    ('compact_queues', 'caller pgqueue.caller', 1, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval, priorities boolean', 20, 'pgqueue.queue'),
-    ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean', 5, 'timestamp with time zone'),
+    ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer', 6, 'timestamp with time zone'),
     ('doctor', 'peek_delay interval, caller pgqueue.caller', 2, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', 'caller pgqueue.caller', 1, 'SETOF text'),
     ('drop_queue', 'queue_name text', 0, 'bigint'),
@@ -115,7 +115,7 @@ select results_eq(
     ('stream_skip', 'queue_name text, stream_name text, seq bigint, ids bigint[], error text, epoch bigint', 3, 'integer'),
     ('subscribe', 'topic text, queue_name text', 0, 'boolean'),
     ('sweep_queue', 'queue_name text, max_messages integer', 1, 'integer'),
-    ('sweep_staged', 'older_than interval, forget_after interval', 2, 'bigint'),
+    ('sweep_staged', 'older_than interval, forget_after interval, caller pgqueue.caller', 3, 'bigint'),
     ('unexpose_contract', 'schema_name text, caller pgqueue.caller', 2, 'boolean'),
     ('unexpose_subscriptions', 'schema_name text, table_name text, caller pgqueue.caller', 3, 'boolean'),
     ('unexpose_transport', 'queue_name text', 0, 'boolean'),

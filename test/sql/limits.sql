@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(79);
+select plan(81);
 
 -- Claims return the number of messages. They are kept for the calls that settle them.
 create temporary table claims (queue text, id bigint, token uuid);
@@ -164,6 +164,13 @@ select pgqueue.create_queue('exposed'), pgqueue.expose_transport('exposed') \g /
 select throws_ok($$ select pgqueue.alter_queue('exposed', rate_limit => 5) $$, '22023', 'invalid rate_limit: ''5''', 'alter_queue gives no rate_limit to a queue with the relation of a transport');
 select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['rated', 'unlimited', 'grouped', 'few', 'both', 'failed']) as q $$, 'queues with limits are dropped like others');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_rate_used_until$'), 0::bigint, 'a dropped queue leaves no register rate_used_until');
+
+-- Another claim takes the tokens between the look and the claim.
+select pgqueue.create_queue('raced', rate_limit => 10), pgqueue.enqueue('raced', '1') as raced \gset
+select setval(q.fresh_from_id, :raced + 1000), setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'raced' \g /dev/null
+create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int) returns int language sql volatile as $$ select 0 $$;
+select is((select count(*) from pgqueue.claim('raced')), 0::bigint, 'a claim that gets no token returns no message');
+select is((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = 'raced'), :raced + 1000::bigint, 'a claim that gets no token does not set fresh_from_id back for a message that a sweep has found');
 
 select * from finish();
 rollback;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(51);
+select plan(53);
 
 create function pg_temp.counts(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -66,10 +66,17 @@ begin
     perform pgqueue.nack(queue, c.id, c.claim_token, '1 s') from pgqueue.claim(queue) c;
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue);
-    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
+    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, 5), int8range(6, pg_sequence_last_value('pgqueue.message_id') + 1)) where w.queue_name = queue;
     return next is(pgqueue.peek(queue), 0, queue || ': peek does not count a requeued message while it is claimed');
     perform pg_temp.pass('31 s');
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts a requeued message whose claim has expired');
+    insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
+    select 6 + n, queue, '1', pgqueue._now() + case when n % 3 = 0 then interval '1 h' else interval '0' end, 0 from generate_series(1, 900) n;
+    insert into pgqueue.requeued_messages (queue_name, check_at, id) select queue, pgqueue._now(), 6 + n from generate_series(1, 900) n;
+    update pgqueue.messages m set visible_at = pgqueue._now() + interval '1 h' where m.queue_name = queue and m.id > 906;
+    return next is(pgqueue.peek(queue), 1, queue || ': peek returns 1 if those requeued messages that it has checked are hidden');
+    delete from pgqueue.messages m where m.queue_name = queue and m.id between 7 and 906;
+    update pgqueue.messages m set visible_at = pgqueue._now() where m.queue_name = queue;
     delete from pgqueue.sweep_state w where w.queue_name = queue;
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts the requeued message once if the row in sweep_state is missing');
 end;

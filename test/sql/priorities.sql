@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(48);
+select plan(52);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -67,6 +67,9 @@ select is(pg_temp.claim('plain'), '1 2 3 4 5', 'a queue without priorities ignor
 -- Order
 select pg_temp.send('jobs', 'a 0b 5c 9d 5e 9f g 1h') \g /dev/null
 select is(pg_temp.claim_each('jobs', 9), '9d 9f 5c 5e 1h a 0b g', 'claim returns higher priorities first, and those of one priority by id');
+select pg_temp.send('jobs', '9z'), pgqueue.pause_queue('jobs') \g /dev/null
+select is(pg_temp.claim('jobs'), null, 'claim returns no message of a queue with priorities while it is paused');
+select pgqueue.resume_queue('jobs'), pg_temp.claim('jobs') \g /dev/null
 select pg_temp.send('jobs', '1i 8j 8k 3l'), setseed(0.5) \g /dev/null
 select is(pg_temp.claim('jobs', 3), '8j 8k 3l', 'a claim of several messages takes those with the highest priority');
 select is((select payload #>> '{}' from pgqueue.receive('jobs')), '1i', 'receive finds the message that is left');
@@ -109,14 +112,23 @@ select is((select count(*) from pgqueue.messages where queue_name = 'jobs'), 1::
 select is((select string_agg(payload #>> '{}', ' ' order by id) from pgqueue.dead_messages where queue_name = 'jobs'), '1a 9b 5c', 'a message without attempts becomes a dead letter');
 
 -- A claim that ends far below those that other claims have passed
-select pgqueue.create_queue('far', priorities => true), pg_temp.send('far', '5a 0b') \g /dev/null
-select is(pg_temp.claim('far'), '5a 0b', 'two messages are claimed');
+select pgqueue.create_queue('far', priorities => true), pg_temp.send('far', '5a 0b 5e') \g /dev/null
+select is(pg_temp.claim('far'), '5a 0b 5e', 'three messages are claimed');
 select count(nextval('pgqueue.message_id')) from generate_series(1, 20000) \g /dev/null
 select pg_temp.send('far', '5c 0d') \g /dev/null
 select is(pg_temp.claim('far'), '5c 0d', 'claims pass them');
 select pgqueue.ack('far', c.id, c.token) from claims c where c.payload in ('5c', '0d') \g /dev/null
 select pg_temp.at('2030-01-01 12:05:00') \g /dev/null
-select is(pg_temp.claim_each('far', 3), '5a 0b', 'they are found when their claims have ended');
+select is(pg_temp.claim_each('far', 4), '5a 5e 0b', 'they are found in order when their claims have ended');
+
+-- Many claims that end at the same time
+select pgqueue.create_queue('many', priorities => true) \g /dev/null
+select pgqueue.enqueue_batch('many', array_agg(to_jsonb(n)), priorities => array_agg(n % 2 * 9)) from generate_series(1, 5000) as n \g /dev/null
+select is((select count(*) from pgqueue.claim('many', 5000)), 5000::bigint, '5,000 messages are in flight');
+select pg_temp.at('2030-01-01 12:06:00') \g /dev/null
+select is((select count(*) filter (where payload::int % 2 = 1) from pgqueue.claim('many', 2500)), 2500::bigint, 'a claim finds all those of the higher priority when their claims have ended');
+select is((select count(*) filter (where payload::int % 2 = 0) from pgqueue.claim('many', 5000)), 2500::bigint, 'the next claim finds all others');
+select pgqueue.drop_queue('many') \g /dev/null
 
 -- Shares
 select pgqueue.create_queue('shares', priorities => true) \g /dev/null

@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(125);
+select plan(131);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -116,6 +116,22 @@ select pgqueue.purge_queue('schedules') is not null as purged \gset
 select is((select pg_temp.utc(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'schedules'), '2030-01-18 07:15:00', 'a purge keeps the next tick');
 select is((select l.last_at from pgqueue.list_schedules() l), '2030-01-17 03:00+00', 'a message that is removed before its tick is no tick');
 delete from pgqueue.schedules where name = 'nightly';
+
+-- Priorities.
+create function pg_temp.headers() returns jsonb language sql as $$
+    select s.headers - 'pgqueue.scheduled_for' - 'pgqueue.schedule' from pgqueue.scheduled_messages s where s.queue_name = 'schedules' and s.headers ->> 'pgqueue.schedule' = 'urgent'
+$$;
+select pgqueue.create_schedule('urgent', 'schedules', '@daily', headers => '{"a": 1}', priority => 7) \g /dev/null
+select is(pg_temp.headers(), '{"a": 1, "pgqueue.priority": 7}', 'create_schedule gives its messages a priority');
+select pgqueue.alter_schedule('urgent', priority => 0) \g /dev/null
+select is(pg_temp.headers(), '{"a": 1, "pgqueue.priority": 0}', 'alter_schedule changes the priority and leaves the other headers');
+select pgqueue.run_schedule('urgent') as ran \gset
+select is((select m.headers -> 'pgqueue.priority' from pgqueue.messages m where m.id = :ran), '0', 'the message of run_schedule has the priority');
+select pgqueue.alter_schedule('urgent', headers => '{"b": 2}') \g /dev/null
+select is(pg_temp.headers(), '{"b": 2}', 'new headers without a priority remove it');
+select throws_ok($$ select pgqueue.create_schedule('bad', 'schedules', '@daily', priority => 10) $$, '22023', 'invalid priority: ''10''', 'create_schedule refuses a priority above 9');
+select throws_ok($$ select pgqueue.alter_schedule('urgent', priority => -1) $$, '22023', 'invalid priority: ''-1''', 'alter_schedule refuses a negative priority');
+select pgqueue.drop_schedule('urgent'), pgqueue.purge_queue('schedules') \g /dev/null
 select is(pgqueue.drop_schedule('nightly'), false, 'drop_schedule returns false if there is no such schedule');
 select is(pgqueue.create_schedule('nightly', 'schedules', '@daily'), '2030-01-18 00:00+00', 'create_schedule can use a name again');
 select is(pgqueue.drop_schedule('nightly'), true, 'drop_schedule returns true');

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(141);
+select plan(153);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -107,6 +107,15 @@ begin
         array(select row(d.n::text::jsonb, d.due)::text from (values (1, interval '1 h'), (2, '1 day'), (3, '1 h 0.000001 s'), (4, '1 h 0.000002 s'), (5, '1 day 0.000001 s')) d (n, due)),
         queue || ': delayed messages of one commit have distinct due times, because claims continue from a due time');
 
+    run := gen_random_uuid();
+    first := pgqueue.sink_stage(queue, run, 0, 1);
+    insert into pgqueue.staged_messages (token, row_number, payloads, headers, group_keys, priorities, delays) values
+    (first, 1, '{1,2,3,4}', array['{"a": 1, "pgqueue.group": "old"}', null, '{"b": 1}', null]::jsonb[], array['g', null, null, repeat('k', 255)], '{0,9,null,null}', '{1 h,1 h,1 h,1 h}');
+    perform pgqueue.sink_commit(run, array[first], '{4}');
+    return next is((select array_agg(x.headers order by x.id) from (select * from pgqueue.scheduled_messages x where x.queue_name = queue order by x.id desc limit 4) x),
+        array['{"a": 1, "pgqueue.group": "g", "pgqueue.priority": 0}', '{"pgqueue.priority": 9}', '{"b": 1}', jsonb_build_object('pgqueue.group', repeat('k', 255))]::jsonb[],
+        queue || ': group_keys and priorities become headers, and replace such headers');
+
     -- Messages at their upper limits.
     run := gen_random_uuid();
     first := pgqueue.sink_stage(queue, run, 0, 1);
@@ -133,6 +142,11 @@ begin
         ('bodies', 'array[''1'', convert_to(repeat(''x'', 101), ''utf8'')]', format('PQ003 row 3 of partition 3: body of 101 bytes is over the limit of 100 bytes of queue %L', queue), 'has a body over the limit'),
         ('payloads, headers', '''{1,1}'', array[null, ''[1]'']::jsonb[]', '22023 row 3 of partition 3: invalid headers: ''[1]''', 'has headers that are not an object'),
         ('payloads, headers', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65528))]', format('PQ003 row 3 of partition 3: headers of 65537 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers over the limit'),
+        ('payloads, headers, priorities', '''{1,1}'', array[null, jsonb_build_object(''a'', repeat(''x'', 65527))], ''{null,1}''', format('PQ003 row 3 of partition 3: headers of 65559 bytes is over the limit of 65536 bytes of queue %L', queue), 'has headers that are over the limit with the priority'),
+        ('payloads, group_keys', '''{1,1}'', array[''g'', '''']', '22023 row 3 of partition 3: invalid group_key: ''''', 'has an empty group_key'),
+        ('payloads, group_keys', '''{1,1}'', array[null, repeat(''k'', 256)]', format('22023 row 3 of partition 3: invalid group_key: %L', repeat('k', 200)), 'has a group_key over 255 characters'),
+        ('payloads, priorities', '''{1,1}'', ''{9,10}''', '22023 row 3 of partition 3: invalid priority: ''10''', 'has a priority over 9'),
+        ('payloads, priorities', '''{1}'', ''{null,0}''', '22023 row 3 of partition 3: invalid payload: null', 'has only a priority'),
         ('payloads, delays', '''{1,1}'', ''{0,-1 s}''', '22023 row 3 of partition 3: invalid delay: ''-00:00:01''', 'has a negative delay'),
         ('payloads, delays', '''{1,1}'', ''{0,11 years}''', '22023 row 3 of partition 3: invalid delay: ''11 years''', 'has a delay over 10 years'),
         ('payloads, delays', '''{1,1}'', ''{0,1 year -360 days -1 s}''', '22023 row 3 of partition 3: invalid delay: ''1 year -360 days -00:00:01''', 'has a delay that adds up to less than zero'),

@@ -167,6 +167,8 @@ alter_queue = Call(
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")
+# The same with the access of a consumer.
+find_queue = Call(QueueInfo, "get_queue", "queue_name pgqueue.queue_of_consumer")
 drop_idle_queues = Call(str, "drop_idle_queues")
 list_queues = Call(QueueInfo, "list_queues")
 pause_queue = Call(bool, "pause_queue", "queue_name text")
@@ -272,13 +274,13 @@ create_schedule: Call[datetime | None] = Call(
     datetime,
     "create_schedule",
     "name text, queue_name text, cron text",
-    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean",
+    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int",
 )
 alter_schedule: Call[datetime | None] = Call(
     datetime,
     "alter_schedule",
     "name text",
-    "cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean",
+    "cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int",
 )
 drop_schedule = Call(bool, "drop_schedule", "name text")
 run_schedule = Call(int, "run_schedule", "name text")
@@ -311,20 +313,20 @@ grant_access = Call(object, "grant_access", "role_name name, access text", "queu
 revoke_access = Call(object, "revoke_access", "role_name name, access text", "queue_name text")
 list_access = Call(Access, "list_access")
 
-# The longest wait in seconds, by the server's clock because the client's clock may differ; and a look at the queue
-# after `prepare_wait`, because a message that came before it notifies nobody.
+# The longest wait in seconds, by the server's clock because the client's clock may differ; and a look at each queue
+# after its `prepare_wait`, because a message that came before it notifies nobody.
 _PREPARE_WAIT = (
-    b"select pg_catalog.date_part('epoch', w.until - pg_catalog.clock_timestamp()),"
-    b" pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
-    b" from pgqueue.prepare_wait(queue_name => %s::text, timeout => %s::interval) as w(until)"
+    b"select min(pg_catalog.date_part('epoch', w.until - pg_catalog.clock_timestamp())),"
+    b" sum(pgqueue.peek(queue_name => u.name, max_records => %s::int))::int from unnest(%s::text[]) as u(name),"
+    b" pgqueue.prepare_wait(queue_name => u.name, timeout => %s::interval) as w(until)"
 )
 
 
-def prepare_wait_and_look(queue_name: str, max_records: int, timeout: timedelta) -> Bound[tuple[float, int]]:
-    """Bind a call of `prepare_wait` with a look after it: returns the seconds until a message is due, and how many are
+def prepare_wait_and_look(queue_names: list[str], max_records: int, timeout: timedelta) -> Bound[tuple[float, int]]:
+    """Bind calls of `prepare_wait` with a look after each: returns the seconds until a message is due, and how many are
     ready.
     """
-    return Bound(_PREPARE_WAIT, [queue_name, max_records, queue_name, timeout], tuple_row)
+    return Bound(_PREPARE_WAIT, [max_records, queue_names, timeout], tuple_row)
 
 
 # Statements of the consumer. Each of them may concern several claims: ids and tokens are parallel lists.
@@ -351,12 +353,20 @@ _FIND_MESSAGES = (
 )
 # The claim depends on a row that exists only if the peek has seen a message. Otherwise nothing is claimed.
 _PEEK_AND_CLAIM = (
-    b"with look as materialized (select pgqueue.peek(queue_name => %s::text, max_records => %s::int) as seen)"
+    b"with look as materialized (select {peek} as seen)"
     b" select l.seen, " + ", ".join([f"c.{field.name}" for field in fields(Message)]).encode() + b" from look as l"
     b" left join lateral (select c.* from pg_catalog.generate_series(1, least(l.seen, 1)) as g(one),"
-    b" pgqueue.claim(queue_name => %s::text, max_messages => least(l.seen, %s::int) * g.one,"
+    b" pgqueue.{claim}, max_messages => least(l.seen, %s::int) * g.one,"
     b" visibility_timeout => %s::interval, claimed_by => %s::text) as c) as c on true"
 )
+_PEEK_AND_CLAIM_ONE = _PEEK_AND_CLAIM.replace(
+    b"{peek}", b"pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
+).replace(b"{claim}", b"claim(queue_name => %s::text")
+_PEEK_AND_CLAIM_ANY = _PEEK_AND_CLAIM.replace(
+    b"{peek}",
+    b"(select sum(pgqueue.peek(queue_name => u.name, max_records => u.most))::int"
+    b" from (select unnest(%s::text[]), %s::int) as u(name, most))",
+).replace(b"{claim}", b"claim_any(queue_names => %s::text[]")
 
 COMMIT = b"commit"
 SET_CONSTRAINTS_IMMEDIATE = b"set constraints all immediate; "
@@ -449,11 +459,13 @@ def find_messages(
 
 
 def peek_and_claim(
-    queue_name: str, max_records: int, max_messages: int, visibility_timeout: timedelta, claimed_by: str
+    queue_names: list[str], max_records: int, max_messages: int, visibility_timeout: timedelta, claimed_by: str
 ) -> Bound[tuple[int, Message | None]]:
     """Count the ready messages, and claim some: each row has the count, and a message or None."""
-    values = [queue_name, max_records, queue_name, max_messages, visibility_timeout, claimed_by]
-    return Bound(_PEEK_AND_CLAIM, values, _counted_message)
+    one_or_all: Any = queue_names if len(queue_names) > 1 else queue_names[0]
+    text = _PEEK_AND_CLAIM_ANY if len(queue_names) > 1 else _PEEK_AND_CLAIM_ONE
+    values = [one_or_all, max_records, one_or_all, max_messages, visibility_timeout, claimed_by]
+    return Bound(text, values, _counted_message)
 
 
 def _counted_message(_cursor: Any) -> Callable[[Any], tuple[int, Message | None]]:
@@ -513,6 +525,11 @@ def ack_all_or_fail(queue_name: str, ids: list[int], token: UUID | None) -> byte
 
 
 _quoted = lru_cache(maxsize=256)(sql.quote)
+
+
+def channels(queue_names: list[str]) -> Bound[str]:
+    """The channels of queues."""
+    return Bound(b"select pgqueue.channel(n) from unnest(%s::text[]) as n", [queue_names], scalar_row)
 
 
 def notify(channel: str) -> Bound[object]:

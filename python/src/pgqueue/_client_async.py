@@ -188,13 +188,17 @@ class AsyncQueues(_Calls):
         time_zone: str | None = None,
         paused: bool | None = None,
         catch_up: bool | None = None,
+        priority: int | None = None,
     ) -> datetime | None:
         """Change the given settings of a schedule. Returns the time of the next tick; None if the schedule is paused.
 
-        The arguments are those of `AsyncQueue.create_schedule`. A tick that nobody has claimed yet is removed. Waits
+        The arguments are those of `AsyncQueue.create_schedule`. New `headers` without `pgqueue.priority` remove the
+        priority, unless `priority` is given, too. A tick that nobody has claimed yet is removed. Waits
         for a transaction that is claiming a tick. Raises `InvalidArgument`, `PayloadTooLarge`, `ScheduleNotFound`.
         """
-        return await self._one(_calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up))
+        return await self._one(
+            _calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up, priority)
+        )
 
     async def drop_schedule(self, name: str) -> bool:
         """Drop a schedule. False if there is none. A tick that nobody has claimed yet is removed."""
@@ -235,7 +239,8 @@ class AsyncQueues(_Calls):
         """Discard messages that were staged longer ago than `older_than` (1 day). Returns their number.
 
         Also removes commits older than `forget_after` (90 days) from the ledger, except the highest version of each
-        `app_id`. From then on a lower version that was removed is refused. Raises `InvalidArgument`.
+        `app_id`. From then on a lower version that was removed is refused. Needs admin access to all queues. Raises
+        `InvalidArgument`.
         """
         return await self._one(_calls.sweep_staged(older_than, forget_after))
 
@@ -243,8 +248,8 @@ class AsyncQueues(_Calls):
         """Maintain the archive: create partitions for the next days, and drop those that have expired. Returns the
         changes.
 
-        Claims do the same except for dropping, and receives do it except for emptying. Call it once a day, from a
-        scheduler, in a transaction of its own. It blocks no acknowledgement.
+        Claims and receives do the same except for dropping. Call it once a day, from a scheduler, in a transaction of
+        its own. It blocks no acknowledgement.
         """
         return await self._all(_calls.maintain_archive())
 
@@ -252,8 +257,8 @@ class AsyncQueues(_Calls):
         """Return the disk space of dead rows in all tables of 1 MB or more. Returns what was done with each.
 
         Claims do the same by themselves while a long transaction keeps vacuum from it. The tables are locked until the
-        transaction ends. Call it in a maintenance window, on a connection in autocommit mode: otherwise it raises
-        `psycopg.errors.ActiveSqlTransaction`.
+        transaction ends. Call it in a maintenance window, on a connection in autocommit mode. Needs admin access to all
+        queues. Raises `psycopg.errors.ActiveSqlTransaction` in a transaction that is not in read committed.
         """
         return await self._all(_calls.compact_queues())
 
@@ -529,6 +534,7 @@ class AsyncQueue(_Calls):
         time_zone: str | None = None,
         paused: bool | None = None,
         catch_up: bool | None = None,
+        priority: int | None = None,
     ) -> datetime | None:
         """Create a schedule: this queue gets one message at each tick. Returns the time of the first tick.
 
@@ -537,12 +543,13 @@ class AsyncQueue(_Calls):
         is a name such as `Europe/Paris`. While `paused` (false), the schedule has no ticks, and None is returned. Ticks
         that nobody claimed are made up for once, by one message; without `catch_up` (true) a message that is not
         finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
-        `pgqueue.scheduled_for`, the time of the tick.
+        `pgqueue.scheduled_for`, the time of the tick. In a queue with `priorities`, messages have the `priority` (0 to
+        9, the highest), which becomes one of the `headers` of the schedule.
 
         Raises `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, `ScheduleExists`.
         """
         return await self._one(
-            _calls.create_schedule(name, self.name, cron, payload, headers, time_zone, paused, catch_up)
+            _calls.create_schedule(name, self.name, cron, payload, headers, time_zone, paused, catch_up, priority)
         )
 
     async def list_schedules(self) -> list[Schedule]:

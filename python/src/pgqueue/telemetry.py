@@ -37,20 +37,21 @@ def inject(headers: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
     """Trace the handler of a consumer and count its events. Call it before the consumer starts. Returns the consumer.
 
-    The span `process <queue>` is a child of the span that sent the message. The span of a batch is linked to the spans
-    of all its messages. An exception of the handler is recorded in the span. The metrics are
-    `messaging.client.consumed.messages`, by outcome, and `messaging.process.duration`, in seconds.
+    The span `process <queue>` is a child of the span that sent the message. The span of a batch has the queue of its
+    first message, and is linked to the spans of all its messages. An exception of the handler is recorded in the span.
+    The metrics are `messaging.client.consumed.messages`, by outcome, and `messaging.process.duration`, in seconds.
     """
     if _is_installed:
-        consumer.handler = _traced(consumer.handler, consumer.queue_name)
+        consumer.handler = _traced(consumer.handler)
         consumer.observe = _measured(consumer.observe)
     return consumer
 
 
-def _traced(handler: Callable[[Any], Any], queue_name: str) -> Callable[[Any], Any]:
+def _traced(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
     tracer = trace.get_tracer("pgqueue")
 
     def span(argument: "Delivery | list[Delivery]") -> Any:
+        queue_name = (argument[0] if isinstance(argument, list) else argument).queue_name
         attributes: dict[str, Any] = {
             "messaging.system": "pgqueue",
             "messaging.operation.type": "process",

@@ -806,13 +806,13 @@ def test_a_full_disk_is_reported_once(database: str, orders: pgqueue.Queue) -> N
     assert (done.returncode, done.stderr) == (1, b"pgqueue: [Errno 28] No space left on device\n")
 
 
-def test_results_are_written_although_stderr_is_full(tmp_path: Path) -> None:
+def test_results_are_written_although_stderr_is_full(home: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*COMMAND, "create", "orders"],
             stdout=subprocess.PIPE,
             stderr=full,
-            env=environment(PGQUEUE_HOME=tmp_path / "home"),
+            env=environment(PGQUEUE_HOME=home),
             text=True,
         )
     assert (done.returncode, done.stdout[:14]) == (0, "queue orders: ")
@@ -1164,7 +1164,7 @@ def test_all_commands_are_registered() -> None:
         *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
         *("token", "token create", "token list", "token revoke"),
-        *("spark flow-report", "spark summarize-flights"),
+        *("spark flow-report", "spark summarize-flights", "spark compact-archive"),
         *("schedule", "schedule create", "schedule alter", "schedule list", "schedule run", "schedule drop"),
     }
 

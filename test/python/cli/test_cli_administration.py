@@ -298,7 +298,8 @@ def test_schedules_are_created_changed_listed_run_and_dropped(cli: Callable[...,
     assert cli("schedule", "alter", name, "--time-zone", "Europe/Paris", "--paused").out.count("paused") == 1
     (listed,) = orders.list_schedules()
     assert (listed.time_zone, listed.paused, listed.next_at) == ("Europe/Paris", True, None)
-    assert cli("schedule", "alter", name, "--resumed", "--no-catch-up").status == 0
+    assert cli("schedule", "alter", name, "--resumed", "--no-catch-up", "--priority", "7").status == 0
+    assert orders.list_schedules()[0].headers == {"a": "b", "pgqueue.priority": 7}
     shown = cli("schedule", "list", orders.name)
     assert "Europe/Paris" in shown.out
     assert "paused" not in shown.out

@@ -230,14 +230,13 @@ def test_dsn_prints_the_given_database(database: str) -> None:
     assert run("dsn", **libpq) == (0, "dbname='my shop' host=/nowhere\n", "")
 
 
-def test_dsn_connects_another_program_to_the_private_server(tmp_path: Path) -> None:
-    home = {"PGQUEUE_HOME": tmp_path / "home"}
-    assert run("create", "orders", **home).status == 0
-    with running("dsn", "--keep", directory=tmp_path, **home) as command:
+def test_dsn_connects_another_program_to_the_private_server(home: Path, tmp_path: Path) -> None:
+    assert run("create", "orders", PGQUEUE_HOME=home).status == 0
+    with running("dsn", "--keep", directory=tmp_path, PGQUEUE_HOME=home) as command:
         dsn = command.wait_for(lambda: command.out.strip())
         with psycopg.connect(dsn, autocommit=True) as connection:
             pgqueue.Queue(connection, "orders").enqueue({"order_id": 1001})
-            (claimed,) = run("claim", "orders", "--json", **home).records
+            (claimed,) = run("claim", "orders", "--json", PGQUEUE_HOME=home).records
             assert claimed["payload"] == {"order_id": 1001}
             assert command.process.poll() is None
         command.signal(signal.SIGTERM)
@@ -321,7 +320,8 @@ def test_names_of_queues_are_completed(empty_database: Callable[[], str], tmp_pa
             pgqueue.Queue(connection, name).create_queue()
     for words in ("pgqueue stats or", "pgqueue dead list or", "pgqueue spark flow-report x --queue or"):
         assert completions(words, PGQUEUE_DSN=dsn) == ["oranges", "orders"]
-    assert completions(f"pgqueue --dsn '{dsn}' send ", PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]
+    for words in (f"pgqueue --dsn '{dsn}' send ", f"pgqueue --dsn '{dsn}' dead list "):
+        assert completions(words, PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]
     # An unreachable database or a private server without data gives no names, and nothing is created.
     assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
     assert completions("pgqueue stats or", PGQUEUE_HOME=tmp_path / "home") == []

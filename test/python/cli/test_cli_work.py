@@ -179,6 +179,25 @@ def test_until_empty_waits_for_retries_and_not_for_long_delays(
     assert left(orders) == (0, 0, 1, 0)
 
 
+def test_further_queues_are_consumed_in_order_and_until_all_are_empty(
+    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue, shop: Path
+) -> None:
+    others = [pgqueue.Queue(connection, f"{orders.name}-{one}") for one in "bc"]
+    for queue in others:
+        queue.create_queue()
+        queue.enqueue(queue.name)
+    others[1].enqueue("later", delay=timedelta(hours=1))
+    orders.enqueue(orders.name)
+    also = [option for queue in others for option in ("--also", queue.name)]
+    done = work(orders, "note", "--until-empty", "--json", "--concurrency", "1", *also, dsn=database, cwd=shop)
+    lines = done.out.splitlines()
+    assert lines[:-1] == [f"got {queue.name}" for queue in (orders, *others)]
+    summary = json.loads(lines[-1])
+    assert (summary["queue_name"], summary["also"]) == (orders.name, [queue.name for queue in others])
+    assert summary["succeeded"] == 3
+    assert f"pgqueue: left for later: queue {others[1].name}: 1 scheduled\n" in done.err
+
+
 def test_until_empty_ends_on_a_paused_queue(database: str, orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue("kept")
     orders.pause_queue()

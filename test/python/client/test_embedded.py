@@ -13,41 +13,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from commands import COMMAND, environment, run, running
+from commands import COMMAND, environment, keepers, run, running, stop_keepers
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer, EmbeddedServerError, _locked, default_home, shared_server
 
 
-def keepers(home: Path) -> list[int]:
-    """The keeper processes of the server on this data."""
-    ending = f"\0-m\0pgqueue.embedded\0{home}\0".encode()
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # the process has ended
-            if file.read_bytes().endswith(ending):
-                found.append(int(file.parent.name))
-    return found
-
-
 def postmaster(home: Path) -> int:
     return int((home / "data/postmaster.pid").read_text().split()[0])
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A directory for the data, without a process that uses it at the end."""
-    tmp_path.chmod(0o755)
-    yield tmp_path / "home"
-    for keeper in keepers(tmp_path / "home"):
-        os.kill(keeper, signal.SIGTERM)
-    wait_for(lambda: not keepers(tmp_path / "home"))
 
 
 def test_commands_without_a_dsn_share_persistent_data(home: Path) -> None:
@@ -466,9 +445,7 @@ def test_the_shared_server_works_with_any_umask(short: Path, mask: int) -> None:
         assert stat.S_IMODE(home.stat().st_mode) == 0o755
         assert stat.S_IMODE(Path(postmaster_socket(home)).parent.stat().st_mode) == 0o700
     finally:
-        for keeper in keepers(home):
-            os.kill(keeper, signal.SIGTERM)
-        wait_for(lambda: not keepers(home))
+        stop_keepers(home)
 
 
 def postmaster_socket(home: Path) -> str:

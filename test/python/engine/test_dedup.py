@@ -128,3 +128,46 @@ def test_parallel_replacements_leave_one_message(database: str, connection: psyc
     assert {each for (each,) in scheduled} == ids  # the last replacement of each sender has a delay
     assert queue.cancel_by_key("only") is True
     assert queue.cancel_by_key("only") is False
+
+
+def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
+    empty_database: Callable[[], str],
+) -> None:
+    """The table of the last period is truncated when the transaction of the receive commits."""
+    dsn = empty_database()
+    # More than a minute after the start of every period.
+    middle = "select clock_timestamp() + (timestamptz '2030-01-15 12:30+00' - %L::timestamptz)"
+    with connect(dsn) as one, connect(dsn) as other:
+        one.execute("create extension pgqueue")
+        one.execute("select pgqueue.create_queue('a'), pgqueue.create_queue('b')")
+        one.execute(f"""
+            do $do$ begin execute format($f$
+                create or replace function pgqueue._now() returns timestamptz language sql volatile as $$ {middle} $$
+            $f$, clock_timestamp()); end $do$
+        """)
+        keys = """
+            insert into pgqueue.dedup_keys (slice, period, queue_id, dedup_key, id, enqueued_at)
+            select pgqueue._dedup_slice(0, p), p, 1, n::text, n, now()
+            from (select pgqueue._dedup_period(0, pgqueue._now()) - 1) as w (p), generate_series(1, 100) as n
+        """
+        one.execute(keys)
+        one.execute("select pg_stat_force_next_flush()")
+        due = "select setval('pgqueue.next_maintenance_at', 1), setval(q.next_sweep_at, 1) from pgqueue.queues q"
+        one.execute(due)
+        other.execute("set lock_timeout = '10 s'")
+        with one.transaction():
+            one.execute("select pgqueue.receive('a')")
+            assert one.execute("select count(*) from pgqueue.compactions").fetchone() == (1,)
+            other.execute(due)
+            assert other.execute("select pgqueue.claim('b')").fetchall() == []
+            assert other.execute("select count(*) from pgqueue.dedup_keys").fetchone() == (0,)
+            # The other session has truncated the table, and the commit of this one finds nothing to do.
+        assert one.execute("select count(*) from pgqueue.compactions").fetchone() == (0,)
+        # An open transaction that holds the lock of the table delays no claim either. The table is not truncated then.
+        one.execute(keys)
+        one.execute("select pg_stat_force_next_flush()")
+        with one.transaction():
+            one.execute("lock table pgqueue.dedup_keys in access exclusive mode")
+            other.execute(due)
+            assert other.execute("select pgqueue.claim('b')").fetchall() == []
+        assert one.execute("select count(*) from pgqueue.dedup_keys").fetchone() == (100,)

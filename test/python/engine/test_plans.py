@@ -100,6 +100,7 @@ def states(quiet_server: EmbeddedServer) -> Iterator[dict[str, str]]:
 
     def build(state: str) -> psycopg.Connection[Any]:
         maintenance.execute(f"create database {state}")
+        maintenance.execute(f"alter database {state} set pgqueue.compaction = off")  # The dead rows are to stay.
         connection = connect(dsns[state])
         connection.execute("create extension pgqueue")
         connection.execute("select pgqueue.create_queue('q', '12 h')")
@@ -112,6 +113,15 @@ def states(quiet_server: EmbeddedServer) -> Iterator[dict[str, str]]:
             fill(connection, "q", DEPTH)
             for _ in range(IN_FLIGHT // 10_000):
                 connection.execute("select count(*) from pgqueue.claim('q', 10000)")
+            connection.execute(
+                "select count(*) from pgqueue.enqueue_batch('q', array_fill('1'::jsonb, array[%s]), delay => '1 day')",
+                (IN_FLIGHT,),
+            )
+            connection.execute(
+                "insert into pgqueue.dead_messages"
+                " (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, reason)"
+                " select id, queue_name, enqueued_at, 5, 5, payload, 'rejected' from pgqueue.scheduled_messages"
+            )
 
         maintenance.execute("create database deep template never_analysed strategy file_copy")
         with connect(dsns["deep"]) as connection:

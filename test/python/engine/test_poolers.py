@@ -233,6 +233,37 @@ def test_a_batch_read_goes_through_a_pooler(bouncer: str, connection: Connection
     assert all(abs(datetime.now(UTC) - row["enqueued_at"]) < timedelta(seconds=PATIENCE) for row in found)
 
 
+def test_streams_and_writes_of_spark_go_through_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
+    pytest.importorskip("pyspark")
+    import pyarrow as pa
+    from engines import Checkpoint, Died, Engine, struct
+
+    from pgqueue.spark.source import PgQueueDataSource
+
+    names = [f"{name}-a", f"{name}-b"]
+    for each in names:
+        Queue(connection, each).create_queue()
+    source = PgQueueDataSource({"dsn": bouncer, "maxConnections": "2", "txnAppId": "test", "txnVersion": "1"})
+    writer: Any = source.writer(struct("queue_name string, payload string"), overwrite=False)
+    batch = pa.RecordBatch.from_pydict({"queue_name": names * 500, "payload": ["1"] * 1000})
+    # More tasks than places, and more than sessions of the pooler.
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        staged = list(threads.map(lambda n: writer.write(iter([batch.slice(n * 100, 100)])), range(10)))
+    for _ in range(2):
+        writer.commit(staged)  # the second time without effect
+    options = {"queuePattern": f"{name}-*", "maxConnections": "1", "heartbeatInterval": "0.1s"}
+    checkpoint = Checkpoint()
+    with Engine(bouncer, "", checkpoint, "id long", **options) as engine:
+        engine.reader.prepareForTriggerAvailableNow()
+        with pytest.raises(Died):
+            engine.begin().trigger(dies="after the sink")
+    with Engine(bouncer, "", checkpoint, "id long", **options) as engine:
+        found = [row["id"] for rows in [engine.begin().sink[0][1], *engine.drain()] for row in rows]
+        assert engine.reader.reportLatestOffset()["ready_messages"] == 0
+    assert (len(found), len(set(found))) == (1000, 1000)
+    assert all(is_empty(connection, each) for each in names)
+
+
 # The server
 
 

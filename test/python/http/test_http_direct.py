@@ -18,6 +18,7 @@ import pytest
 from clients import PATIENCE
 from served import ADMIN, SERVICE, Server, Site, configuration, locked, make_conninfo, new_name, serving, waiters
 
+from pgqueue.http import request_body
 from pgqueue.http.app import create_app
 from pgqueue.http.settings import Settings
 
@@ -575,7 +576,8 @@ def test_a_long_poll_ends_before_the_time_limit_of_its_request(site: Site, tmp_p
     with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
         name = new_name()
         web.create(name)
-        assert DirectQueue(web, name).claim(wait_seconds=20) == []
+        # A first claim that takes long leaves too little time for the poll, which is answered by 503 then.
+        web.until(lambda: DirectQueue(web, name).post("claim", {"wait_seconds": 20}).status_code == 200)
 
 
 def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -699,7 +701,7 @@ def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: Dire
 
 def test_messages_claimed_for_a_timed_out_request_are_released(site: Site, tmp_path: Path) -> None:
     name = new_name()
-    with serving(site.configuration(tmp_path, limits={"request_seconds": 1}), tmp_path) as web:
+    with serving(site.configuration(tmp_path, limits={"request_seconds": 5}), tmp_path) as web:
         web.create(name)
         queue = DirectQueue(web, name)
         (sent,) = queue.send(1)
@@ -730,6 +732,26 @@ def test_a_release_runs_after_the_end_of_its_request(empty_database: Callable[[]
             behind.rollback()
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/queues/{}/claim", "/v1/queues/claim_any"])
+async def test_messages_whose_response_exceeds_the_memory_are_released(
+    queue: DirectQueue, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    (sent,) = queue.send("é" * 100_000)
+    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", 200_000)
+    app = create_app(Settings.load(site.configuration(tmp_path)))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://x", auth=ADMIN) as client,
+    ):
+        body = {"queue_names": [queue.name]} if path.endswith("any") else {}
+        assert code(await client.post(path.format(queue.name), json=body), 503) == "overloaded"
+    # The server has waited for the release before it stopped.
+    (claimed,) = queue.claim()
+    assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
 def test_a_stopping_server_releases_undelivered_messages_first(

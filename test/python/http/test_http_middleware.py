@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from pgqueue._tasks import end_tasks
-from pgqueue.http import User, create_app, protocol
+from pgqueue.http import User, create_app, protocol, request_body
 from pgqueue.http.admission import Admission
 from pgqueue.http.audit import Audit
 from pgqueue.http.context import Context
@@ -36,12 +36,19 @@ SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
 
 
-async def serve(app: Any, answers: list[Message], answered: asyncio.Event, seconds: float = 0.2) -> None:
+async def serve(
+    app: Any,
+    answers: list[Message],
+    answered: asyncio.Event,
+    seconds: float = 0.2,
+    bodies: Bodies | None = None,
+    deliver: Send | None = None,
+) -> None:
     databases = Databases(SETTINGS)
     sampler = Sampler(SETTINGS, databases)
     metrics, admission = Metrics(sampler), Admission(SETTINGS, databases)
     context = Context(SETTINGS, databases, metrics, sampler, NotificationListeners(), admission)
-    edge = RequestMiddleware(app, admission, Audit(context), metrics, seconds, Bodies())
+    edge = RequestMiddleware(app, admission, Audit(context), metrics, seconds, bodies or Bodies())
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -52,7 +59,7 @@ async def serve(app: Any, answers: list[Message], answered: asyncio.Event, secon
         if message["type"] == "http.response.body":
             answered.set()
 
-    await edge(dict(SCOPE), receive, send)
+    await edge(dict(SCOPE), receive, deliver or send)
 
 
 async def answer(send: Send, status: int = 200) -> None:
@@ -108,6 +115,41 @@ async def test_an_error_after_the_response_started_is_raised() -> None:
     with pytest.raises(RecursionError):
         await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [200]
+
+
+async def test_a_large_response_counts_until_its_client_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit of the request does not end it. A response that exceeds the memory is refused."""
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", 300_000)
+    body, started, reading = bytes(range(250)) * 800, asyncio.Event(), asyncio.Event()
+    bodies = Bodies()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def slow(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            assert len(message["body"]) <= 64 * 1024
+            await reading.wait()
+        first.append(message)
+        started.set()
+
+    first: list[Message] = []
+    second: list[Message] = []
+    serving = asyncio.create_task(serve(app, first, asyncio.Event(), 0.1, bodies, slow))
+    async with asyncio.timeout(PATIENCE):
+        await started.wait()
+        await serve(app, second, asyncio.Event(), bodies=bodies)
+        assert statuses(second) == [503]
+        assert b'"overloaded"' in second[-1]["body"]
+        await asyncio.sleep(0.2)  # over its time limit
+        reading.set()
+        await serving
+        assert b"".join(each.get("body", b"") for each in first) == body
+        second.clear()
+        await serve(app, second, asyncio.Event(), bodies=bodies)
+        assert statuses(second) == [200]
 
 
 def statuses(answers: list[Message]) -> list[int]:
@@ -198,6 +240,70 @@ async def test_headers_over_the_size_limit_are_refused(begin: bytes, more: bytes
     async with talking() as (reader, writer):
         writer.write(begin + more * (protocol.HEADERS_LIMIT // len(more)))
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
+
+
+async def test_too_many_headers_are_refused() -> None:
+    """They take more memory than bytes. As many as are allowed are served."""
+    for number, status in ((protocol.HEADERS_MOST, b"200 "), (protocol.HEADERS_MOST + 1, b"431 ")):
+        async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
+            writer.write(b"GET / HTTP/1.1\r\n" + b"Connection: close\r\n" + b"x:\r\n" * (number - 1) + b"\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "counted"),
+    [(b"0\r\n", b"x: y\r\n", 6), (b"0\r\nx: ", b"y", 1), (b"1;x=", b"y", 1), (b"", b"1\r\nz\r\n", 4)],
+    ids=["all", "one", "extension", "chunks"],
+)
+async def test_endless_trailers_chunk_extensions_and_tiny_chunks_are_refused(
+    begin: bytes, more: bytes, counted: int
+) -> None:
+    """They cost much more than a body of the same size."""
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with talking(app) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
+        writer.write(more * ((protocol.HEADERS_LIMIT + 1024) // counted))
+        assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
+
+
+async def test_a_connection_with_tiny_chunks_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_PARSE_SECONDS", 0)
+    sizes = []
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            sizes.append(len(message["body"]))
+            more = message["more_body"]
+        await answer(send)
+
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        chunks = b"1\r\nz\r\n" * 10_000 + b"0\r\n\r\n"
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+    assert sum(sizes) == 10_000
+    assert max(sizes) <= 1024
+
+
+async def test_trailers_are_dropped() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(scope["headers"])
+        await answer(send)
+
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nz\r\n0\r\nx: y\r\n\r\n")
+            await reader.readuntil(END)
+    assert seen == [[(b"transfer-encoding", b"chunked")]] * 2
 
 
 async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +430,84 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
         await ended.wait()
 
 
+async def test_a_response_waits_for_a_client_that_does_not_read_yet() -> None:
+    """Otherwise the connection would keep the whole response after its memory is no longer counted."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": bytes(request_body.PART_BYTES), "more_body": True})
+        ended.set()
+
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await begun.wait()
+        assert not ended.is_set()
+        while not ended.is_set():
+            await reader.read(2**20)
+
+
+async def test_a_body_that_no_application_takes_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the server had stopped reading because it has much to parse."""
+    monkeypatch.setattr(protocol, "_PARSE_SECONDS", 0)
+    parse_on = protocol.LimitedHttpProtocol._parse_on
+
+    def parse_all(connection: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol, "_PARSE_SECONDS", PATIENCE)
+            parse_on(connection)
+
+    monkeypatch.setattr(protocol.LimitedHttpProtocol, "_parse_on", parse_all)
+    cycles: list[Any] = []
+
+    async def app(_scope: Scope, receive: Any, _send: Send) -> None:
+        cycles.append(receive.__self__)
+        await asyncio.Event().wait()
+
+    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 100000000\r\n\r\n" + bytes(20_000_000))
+        sending = asyncio.create_task(writer.drain())
+        # No event tells when the server stops reading.
+        while not (sending.done() or (cycles and cycles[0].flow.read_paused and not cycles[0].flow.is_full)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert not sending.done()
+        assert len(cycles[0].body) < 2_000_000
+        writer.transport.abort()
+        await asyncio.wait({sending})
+
+
+async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous_user(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client sends a request with a wrong password before it has the response to the administrator's."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise PoolTimeout
+
+    monkeypatch.setattr(Databases, "target", unreachable)
+    monkeypatch.setattr(Databases, "control", unreachable)
+    caplog.set_level("INFO", "pgqueue")
+    app = create_app(replace(SETTINGS, users={ADMIN[0]: User(hash_password(ADMIN[1]))}), "controller")
+    lines = (
+        "POST /v1/queues/q/redrive HTTP/1.1",
+        "Content-Type: application/json",
+        "Content-Length: 2",
+        "Authorization: Basic ",
+    )
+    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
+        for password in (ADMIN[1], "wrong"):
+            secret = base64.b64encode(f"{ADMIN[0]}:{password}".encode()).decode()
+            writer.write(("\r\n".join(lines) + f"{secret}\r\n\r\n{{}}").encode())
+        for status in (b" 503 ", b" 401 "):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert status in head.partition(b"\r\n")[0]
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+    assert [each.status for each in caplog.records if each.getMessage() == "audit"] == [503]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "begin",
     [b"\x16\x03\x01\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x2\r\n"],
@@ -370,6 +554,24 @@ async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
         await entered.wait()
         writer.close()
         await left.wait()
+
+
+async def test_a_client_that_disconnects_within_a_form_leaves_no_trace_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Everybody may send the form of the log-in, and a trace has more bytes than the request."""
+    ended = asyncio.Event()
+    serve_page = create_app(SETTINGS, "controller")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await serve_page(scope, receive, send)
+        ended.set()
+
+    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
+        writer.write(b"POST /login HTTP/1.1\r\nContent-Length: 10\r\n\r\nuser=")
+        writer.close()
+        await ended.wait()
+    assert caplog.records == []
 
 
 async def test_pipelined_requests_are_answered_one_after_the_other_in_order() -> None:

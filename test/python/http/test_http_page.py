@@ -4,7 +4,6 @@ import asyncio
 import html
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,9 @@ from urllib.parse import urlencode
 import httpx
 import psycopg
 import pytest
+from browsers import OTHER_HOST
 from clients import PATIENCE
-from playwright.sync_api import Browser, BrowserContext, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, expect
 from psycopg.conninfo import conninfo_to_dict
 from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving
 
@@ -27,35 +27,9 @@ from pgqueue.http.page_rendering import TEMPLATES, Row, pretty_json, sparkline
 from pgqueue.http.throughput import Throughput
 from pgqueue.message import QueueStats
 
-UNPACKED = Path(__file__).parents[3] / ".cache/chromium/chromium"
-LIBRARIES = [str(path) for path in UNPACKED.parent.glob("root/usr/lib/*-linux-gnu")]
 SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
 expect.set_options(timeout=1000 * PATIENCE)
-# Browsers treat a host that is not the loopback and has no TLS more strictly.
-OTHER_HOST = "queues.test"
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP {OTHER_HOST} 127.0.0.1"]
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
-
-
-def chromium() -> str | None:
-    """The Chromium of this machine, or the one that test/tools.py has unpacked."""
-    return shutil.which("chromium") or (str(UNPACKED) if UNPACKED.exists() else None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = chromium()
-    if path is None:
-        assert not os.environ.get("CI"), "chromium is missing: make test-tools fetches it"
-        pytest.skip("chromium is missing: make test-tools fetches it")
-    with pytest.MonkeyPatch.context() as environment:
-        # The Node of playwright needs libatomic, which came with Chromium if the machine lacks it.
-        environment.setenv("LD_LIBRARY_PATH", ":".join(LIBRARIES))
-        playwright = sync_playwright().start()
-    browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-    yield browser
-    browser.close()
-    playwright.stop()
 
 
 @pytest.fixture(scope="module")
@@ -852,6 +826,8 @@ def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, s
     answer = web.http.post(url("/queue/settings", at), data={"visibility_timeout": "0.5"})
     assert (answer.status_code, "invalid visibility_timeout" in answer.text) == (422, True)
     assert 'value="0.5"' in answer.text
+    answer = web.http.post(url("/queue/settings", at), data={"max_attempts": ""})
+    assert (answer.status_code, "is empty; it must have a value" in answer.text) == (422, True)
 
 
 def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import threading
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,19 +13,31 @@ import msgspec
 import psycopg
 import pytest
 from clients import PATIENCE
+from fastapi import Request
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from served import ADMIN
 
+from pgqueue._tasks import end_tasks
 from pgqueue.http import Service, Settings, User, create_app, request_body
 from pgqueue.http.databases import Databases
 from pgqueue.http.errors import ApiError
 from pgqueue.http.fast_bodies import read_fast
 from pgqueue.http.middleware import SMALL_BODY_LIMIT
 from pgqueue.http.models import Ack, AckBatch, Claim, DirectMessage, EnqueueDirect
+from pgqueue.http.page_requests import message_ids
 from pgqueue.http.passwords import hash_password
-from pgqueue.http.request_body import DEPTH_LIMIT, VALUES_LIMIT, json_size, read_json
+from pgqueue.http.request_body import (
+    DEPTH_LIMIT,
+    VALUES_LIMIT,
+    Bodies,
+    BodyMemory,
+    json_size,
+    read_json,
+    run_beside,
+)
+from pgqueue.http.rights import Caller, begin
 
 # As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
@@ -278,6 +291,53 @@ async def test_other_requests_are_answered_while_a_large_body_is_read(
     assert answered >= 20
 
 
+async def test_other_requests_are_answered_while_a_large_form_is_read(web: httpx.AsyncClient) -> None:
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    await refusal(web, DIRECT, "{}")  # the password is verified in a thread
+    large = asyncio.create_task(web.post("/logout", content="x=" + 400_000 * "%41", headers=headers))
+    answered = 0
+    while not large.done():
+        assert (await web.get("/healthz")).status_code == 200
+        answered += 1
+        await asyncio.sleep(0)
+    assert (await large).status_code == 303
+    assert answered >= 20
+
+
+def test_a_form_names_at_most_as_many_messages_as_a_request_of_the_api() -> None:
+    assert message_ids(["1," * 9_998 + "1", "7"]) == [1] * 9_999 + [7]
+    for field in (["1," * 10_000 + "1"], ["1"] * 10_001):
+        with pytest.raises(ApiError, match=r"id has 10001 messages; must be at most 10000 messages"):
+            message_ids(field)
+
+
+async def test_a_user_has_one_thread_for_bodies_at_a_time() -> None:
+    """It rests after each call. The bodies of another user are read meanwhile."""
+    released, running = threading.Event(), threading.Event()
+    body = "x" * 20_000
+    request = Request({"type": "http", "body_memory": BodyMemory(Bodies())})
+
+    def work() -> None:
+        running.set()
+        released.wait(PATIENCE)
+
+    async def read(user: str, function: Callable[[], None]) -> None:
+        begin(Caller(user))
+        await run_beside(request, body, function)
+
+    async with asyncio.timeout(PATIENCE):
+        first = asyncio.create_task(read("many", work))
+        await asyncio.to_thread(running.wait, PATIENCE)
+        second = asyncio.create_task(read("many", lambda: None))
+        await asyncio.create_task(read("one", lambda: None))
+        assert not second.done()
+        await end_tasks([first])  # its thread goes on
+        await asyncio.create_task(read("one", lambda: None))
+        assert not second.done()
+        released.set()
+        await second
+
+
 @pytest.mark.parametrize("kind", ["bytes", "values"])
 async def test_the_bodies_of_all_requests_share_a_limit_of_memory(
     web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -302,11 +362,53 @@ async def test_the_bodies_of_all_requests_share_a_limit_of_memory(
         answer = await web.post(DIRECT, content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["field"]) == (503, "overloaded", "body")
-    assert error["limit"] == f"{one * 3 // 2} bytes for all requests"
+    assert error["limit"] == f"{one * 3 // 2 * 4 // 5} bytes for requests of a user"
     assert answer.headers["Retry-After"] == "1"
     released.set()
     assert (await first)[1]["code"] == "database_unavailable"
     assert (await refusal(web, DIRECT, body))[1]["code"] == "database_unavailable"
+
+
+async def test_a_response_that_exceeds_the_memory_is_refused_on_every_route(
+    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", 10_000)
+    answer = await web.get("/openapi.json")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert answer.headers["Retry-After"] == "1"
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+async def test_the_queue_of_tasks_is_hidden_from_the_page(web: httpx.AsyncClient) -> None:
+    queue = SETTINGS.tasks.queue
+    place = {"service": "s", "database": "d", "name": queue}
+    for page in ("", "/consumers", "/settings", "/send", "/purge_queue", "/drop_queue"):
+        assert (await web.get(f"/queue{page}", params=place)).status_code == 404, page
+    assert (await web.post("/queue/drop_queue", params=place)).status_code == 404
+    answer = await web.post("/create", data={"database": "s/d", "name": queue})
+    assert answer.status_code == 422
+    assert "is reserved" in answer.text
+
+
+def test_one_user_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", 100)
+    bodies = Bodies()
+
+    def take(user: str, size: int) -> BodyMemory:
+        begin(Caller(user))
+        memory = BodyMemory(bodies)
+        memory.take(size)
+        return memory
+
+    many = take("many", 80)
+    with pytest.raises(ApiError, match="the bodies of requests of a user take more memory than the limit of 80 bytes"):
+        take("many", 1)
+    one = take("one", 20)
+    with pytest.raises(ApiError, match="the bodies of all requests take more memory than the limit of 100 bytes"):
+        take("one", 1)
+    many.release()
+    one.release()
+    take("many", 80)
 
 
 @pytest.mark.parametrize("path", ["/v1/queues/q/claim", "/managed-services/s/queues", MANAGED + "/x"])

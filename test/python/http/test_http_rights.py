@@ -244,6 +244,22 @@ def test_a_token_ends_when_it_expires_or_is_revoked(web: Server, site: Site, con
         web.until(lambda token=token: by_token(web, token, "/v1/queues").status_code == 401)  # type: ignore[misc]
     again = commands.run("token", "revoke", revoked, "--config", config, TEST_PASSWORD="password")
     assert again.status == 3
+    make_token(config, revoked, "--user", "the-producer")
+    assert commands.run("token", "create", revoked, "--config", config, TEST_PASSWORD="password").status == 1
+    with psycopg.connect(site.control) as connection:
+        role = connection.info.user
+        rows = connection.execute(
+            "select user_name, act, place, status from pgqueue_http.audit"
+            " where token_name = %s and address = 'command line' order by at",
+            [revoked],
+        ).fetchall()
+    assert rows == [
+        (role, "token create", "user admin", 201),
+        (role, "token revoke", "user admin", 200),
+        (role, "token revoke", "", 404),
+        (role, "token create", "user the-producer", 201),
+        (role, "token create", "user admin", 409),
+    ]
 
 
 async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,18 +441,22 @@ def test_administrative_acts_are_recorded(web: Server, site: Site, config: str) 
     by_token(web, token, "/v1/queues/order-1/redrive", "POST", json={})
     web.post("/v1/queues/order-1/purge_dead_messages", {}, auth=("the-producer", ADMIN[1]))
     web.post("/v1/queues/order-1/enqueue", {"messages": [{"payload": 1}]})  # is none
+    of_queue = {"service": SERVICE, "database": site.databases[0], "name": "order-1"}
+    form = {"payload": "1", "replaces": "1"}
+    web.http.post("/queue/send", params=of_queue, data=form, auth=("the-producer", ADMIN[1]))
 
     def rows() -> list[tuple[Any, ...]]:
         with psycopg.connect(site.control) as connection:
             return connection.execute(
                 "select user_name, token_name, act, place, status from pgqueue_http.audit"
-                " where token_name = %s or act = 'POST purge_dead_messages' and place = %s and user_name <> 'admin'",
+                " where token_name = %s or act <> 'POST redrive' and place = %s and user_name <> 'admin'",
                 [name, place],
             ).fetchall()
 
     expected = {
         ("admin", name, "POST redrive", place, 200),
         ("the-producer", None, "POST purge_dead_messages", place, 403),
+        ("the-producer", None, "POST send", place, 403),
     }
     web.until(lambda: expected <= set(rows()))
     lines = [json.loads(line) for line in web.command.err.splitlines() if '"pgqueue.audit"' in line]

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,36 @@ async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
     assert await authenticator.user(basic(name, "right"), address) == name
     assert len(hashed) - before <= 5
     assert name not in await asyncio.gather(*guessing, return_exceptions=True)
+
+
+def guess_from_many_addresses(authenticator: Authenticator, password: str) -> list[asyncio.Task[str | None]]:
+    addresses = [f"192.0.2.{number}" for number in range(100)]
+    return [asyncio.create_task(authenticator.user(basic("admin", password), each)) for each in addresses]
+
+
+async def test_guesses_for_a_user_from_many_addresses_delay_no_other_user(hashed: list[str]) -> None:
+    """No address has failed before."""
+    authenticator = Authenticator(HASHED_BEFORE)
+    guessing = guess_from_many_addresses(authenticator, "wrong")
+    await asyncio.sleep(0)  # the tasks start
+    assert await authenticator.user(basic("other", "right"), "198.51.100.1") == "other"
+    assert len(hashed) < 10
+    assert set(await asyncio.gather(*guessing)) == {None}
+
+
+async def test_guesses_from_addresses_that_have_failed_delay_no_other_client(hashed: list[str]) -> None:
+    authenticator = Authenticator(HASHED_BEFORE)
+    guess = partial(guess_from_many_addresses, authenticator)
+
+    assert set(await asyncio.gather(*guess("wrong"))) == {None}
+    guessing = [*guess("still wrong"), *guess("wrong again")]
+    await asyncio.sleep(0)  # the tasks start
+    before = len(hashed)
+    assert await authenticator.user(basic("admin", "right"), "198.51.100.1") == "admin"
+    assert len(hashed) - before < 10
+    # A client with a failure has its turn, too.
+    assert await authenticator.user(basic("other", "right"), "192.0.2.1") == "other"
+    assert set(await asyncio.gather(*guessing)) == {None}
 
 
 async def test_one_client_has_a_limited_number_of_passwords_verified(hashed: list[str]) -> None:

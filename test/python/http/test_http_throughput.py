@@ -1,21 +1,33 @@
 """The throughput of queues, what samples find, and the metrics of a server."""
 
 import asyncio
+import gc
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
+from fastapi import Request
 from served import Server, Site, new_name, serving
+from starlette.types import Message
 
 import pgqueue
-from pgqueue.http import notifications
+from pgqueue._tasks import end_tasks
+from pgqueue.http import direct_routes, notifications, sampling
+from pgqueue.http.admission import Admission
+from pgqueue.http.context import Context
 from pgqueue.http.databases import Databases
+from pgqueue.http.direct_routes import TargetQueue
+from pgqueue.http.metrics import Metrics
+from pgqueue.http.models import Claim
+from pgqueue.http.rights import Caller, begin
 from pgqueue.http.sampling import History, Sampler
-from pgqueue.http.settings import Service, Settings
+from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.http.throughput import Throughput, throughput_between
+from pgqueue.http.turns import Gate, Pace
 from pgqueue.message import QueueStats
 
 
@@ -101,7 +113,7 @@ async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql:
 
 
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
-    dsn: str, sql: psycopg.Connection[Any]
+    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = new_name()
     service = Service("one", dsn, (sql.info.dbname,))
@@ -116,6 +128,19 @@ async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_
         assert await sampler.sample(service, sql.info.dbname)
         letters = sql.execute("select count(*) from pgqueue.dead_messages where queue_name = %s", [name])
         assert letters.fetchone() == (number,)
+    # One call of sweep_queue moves a thousand of these.
+    sql.execute(
+        "insert into pgqueue.messages (queue_name, payload, max_attempts, attempt_count, visible_at)"
+        " select %s, '1', 1, 1, now() from generate_series(1, 10001)",
+        [name],
+    )
+    monkeypatch.setattr(sampling, "_MOST_SWEEPS", 6)
+    counted = "select count(*) from pgqueue.dead_messages where queue_name = %s"
+    assert await sampler.sample(service, sql.info.dbname)
+    (count,) = sql.execute(counted, [name]).fetchone() or (0,)
+    assert 2 < count < 10003
+    assert await sampler.sample(service, sql.info.dbname)  # which goes on
+    assert sql.execute(counted, [name]).fetchone() == (10003,)
     await databases.close()
 
 
@@ -152,6 +177,143 @@ async def test_a_listener_unlistens_channels_without_waiters(
         await always.notified.wait()
     await said()  # its connection is closed
     await listeners.close()
+
+
+async def test_a_request_that_ends_while_it_waits_leaves_no_task(dsn: str, sql: psycopg.Connection[Any]) -> None:
+    """asyncio complains about a task that is collected as garbage while it waits."""
+    name = new_name()
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    service = Service("one", dsn, (sql.info.dbname,))
+    settings = Settings("", {"one": service}, {})
+    databases, listeners = Databases(settings), notifications.NotificationListeners()
+    sampler = Sampler(settings, databases)
+    context = Context(
+        settings,
+        databases,
+        Metrics(sampler),
+        sampler,
+        listeners,
+        Admission(settings, databases),
+    )
+    target = TargetQueue(context, service, sql.info.dbname, name)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def waiting() -> int:
+        coroutines = [task.get_coro() for task in asyncio.all_tasks()]
+        return sum(getattr(each, "__qualname__", "") == "Event.wait" for each in coroutines)
+
+    async with target.queue():
+        others = waiting()  # of the pool of connections
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about["message"]))
+    requests = [
+        asyncio.create_task(direct_routes.claim(Request({"type": "http"}, receive), target, Claim(wait_seconds=20)))
+        for _ in range(3)
+    ]
+    async with asyncio.timeout(PATIENCE):
+        while waiting() < others + 2 * len(requests):  # noqa: ASYNC110 - nothing tells that the last one waits
+            await asyncio.sleep(0.01)
+    await end_tasks(requests)
+    del requests
+    gc.collect()
+    for _ in range(10):  # turns of the event loop, in which cancelled tasks end
+        await asyncio.sleep(0)
+    assert (complaints, waiting()) == ([], others)
+    await listeners.close()
+    await databases.close()
+
+
+async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
+    dsn: str, sql: psycopg.Connection[Any]
+) -> None:
+    service = Service("one", dsn, (sql.info.dbname,))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
+    served: list[str] = []
+
+    async def use(user: str) -> None:
+        begin(Caller(user))
+        async with databases.target(service, sql.info.dbname):
+            served.append(user)
+
+    async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname):
+        requests = [asyncio.create_task(use("many")) for _ in range(20)]
+        await asyncio.sleep(0)  # they wait
+        given_up = asyncio.create_task(use("one"))
+        requests.append(asyncio.create_task(use("one")))
+        await asyncio.sleep(0)
+        await end_tasks([given_up])
+    await asyncio.gather(*requests)
+    assert served.index("one") <= 2
+    assert len(served) == 21
+    async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname):
+        pass  # no place is lost
+    await databases.close()
+
+
+async def test_a_user_cannot_have_all_connections() -> None:
+    """Its requests may take long. The server itself can have all."""
+    gate = Gate(10)
+    assert [gate.try_pass("many") for _ in range(10)] == [True] * 8 + [False] * 2
+    waiting = [asyncio.create_task(gate.wait("many")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert [gate.try_pass(user) for user in ("one", "")] == [True, True]
+    assert not gate.try_pass("")
+    gate.leave("one")
+    assert gate.try_pass("other"), "a free place is not for the user that has too many"
+    await end_tasks(waiting[:1])
+    for user in ("", "other", "many"):
+        gate.leave(user)
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED)
+    assert [each.done() for each in waiting[1:]] == [True, False]
+    gate.leave("many")
+    await waiting[2]
+    for _ in range(8):
+        gate.leave("many")
+    assert [gate.try_pass("") for _ in range(11)] == [True] * 10 + [False]
+    assert Gate(1).try_pass("many")
+
+
+async def test_few_requests_begin_in_a_turn_of_the_event_loop() -> None:
+    """They begin in the order of their arrival, and the tasks of other requests go on between them."""
+    pace, began = Pace(), []
+
+    async def begin_request(number: int) -> None:
+        await pace.begin()
+        began.append(number)
+
+    async with asyncio.timeout(PATIENCE):
+        requests = [asyncio.create_task(begin_request(number)) for number in range(1000)]
+        given_up = asyncio.create_task(begin_request(1000))
+        seen = []
+        while len(began) < 1000:
+            await asyncio.sleep(0)
+            seen.append(len(began))
+            given_up.cancel()
+        await asyncio.gather(*requests)
+    assert began == list(range(1000))
+    assert max(later - before for before, later in pairwise([0, *seen])) <= 2 * 8
+    async with asyncio.timeout(PATIENCE):
+        await pace.begin()
+
+
+async def test_a_connection_is_replaced_after_a_time(
+    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the memory of its largest answer."""
+    monkeypatch.setattr("pgqueue.http.databases._MOST_SECONDS", 0.0)
+    service = Service("one", dsn, (sql.info.dbname,))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
+    pids = []
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(2):
+            async with databases.target(service, sql.info.dbname) as connection:
+                pids.append(connection.info.backend_pid)
+    assert len(set(pids)) == 2
+    await databases.close()
 
 
 # Metrics of a server

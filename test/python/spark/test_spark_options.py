@@ -25,7 +25,7 @@ def refused(use: str, **given: str) -> str:
 
 def test_omitted_options_have_their_defaults() -> None:
     options = parse(NEEDED[STREAM], STREAM)
-    assert (options.queue, options.stream_id) == ("q", "s")
+    assert (options.queue, options.stream_id) == (("q",), "s")
     assert options.max_messages_per_trigger == 10000
     assert options.lease_duration == timedelta(minutes=10)
     assert (options.fail_on_data_loss, options.on_ack, options.heartbeat_interval) == (True, None, None)

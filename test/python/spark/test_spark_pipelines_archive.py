@@ -8,17 +8,31 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
 pytest.importorskip("pyspark")
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql.types import StructType
 from spark_victim import ARCHIVE
 from sparks import Killed
 
 from pgqueue import Queue
-from pgqueue.spark.pipelines import ArchiveBusyError, StandbyError, archive, archive_to_parquet, read_archive
+from pgqueue.spark.options import OptionError
+from pgqueue.spark.pipelines import (
+    ArchiveBusyError,
+    StandbyError,
+    archive,
+    archive_to_parquet,
+    compact_archive,
+    read_archive,
+    replay,
+)
+from pgqueue.spark.pipelines.folder import Folder
 
 Connection = psycopg.Connection[Any]
 # maintain_archive moves these rows to the partitions of their days.
@@ -66,16 +80,10 @@ def in_archive(connection: Connection, queue: Queue) -> list[tuple[Any, ...]]:
     return connection.execute(query.encode(), [queue.name]).fetchall()
 
 
-def in_parquet(path: Path) -> list[tuple[Any, ...]]:
-    """Read the Parquet files without Spark."""
-    import pyarrow.dataset
-
-    files = [str(file) for file in path.glob("queue_name=*/day=*/*.parquet")]
-    if not files:
-        return []
-    table = pyarrow.dataset.dataset(files, partition_base_dir=str(path), partitioning="hive").to_table()
-    names = [column.partition("::")[0].strip() for column in COLUMNS.split(",")]
-    return sorted(tuple(row[name] for name in names) for row in table.to_pylist())
+def in_table(path: Path) -> list[tuple[Any, ...]]:
+    """Read the table with another implementation of Delta, without Spark."""
+    rows = deltalake.DeltaTable(path.as_uri()).to_pyarrow_table().to_pylist()
+    return sorted(tuple(row[column.partition("::")[0].strip()] for column in COLUMNS.split(",")) for row in rows)
 
 
 def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
@@ -87,22 +95,26 @@ def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
 def test_each_run_adds_only_new_messages(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
-    path = tmp_path / "ä %20 b [c] {d,e} *?"
+    # Spark uses this name of the directory. deltalake cannot: it decodes the name twice.
+    odd = tmp_path / "ä %20 b [c] {d,e} *?"
+    path = tmp_path / "table"
+    path.mkdir()
+    odd.symlink_to(path)
     work(queue, 5)
-    assert run(spark, database, queue, path) == 5
-    assert in_parquet(path) == in_archive(connection, queue)
-    assert len(in_parquet(path)) == 5
+    assert run(spark, database, queue, odd) == 5
+    assert in_table(path) == in_archive(connection, queue)
+    assert len(in_table(path)) == 5
     began = datetime.now(UTC)
-    assert run(spark, database, queue, path) == 0
+    assert run(spark, database, queue, odd) == 0
     work(queue, 3)
-    (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
+    (done,) = archive_to_parquet(spark, str(odd), dsn=database, queues=[queue.name])
     assert done.written == 3
     # It read only messages after the settled time.
     assert done.since is not None
     assert began < done.since < datetime.now(UTC)
-    assert in_parquet(path) == in_archive(connection, queue)
+    assert in_table(path) == in_archive(connection, queue)
     day = datetime.now(UTC).date()
-    assert [folder.name for folder in path.glob(f"queue_name={queue.name}/*")] == [f"day={day}"]
+    assert {folder.name for folder in path.glob(f"write=*/queue_name={queue.name}/*")} == {f"day={day}"}
 
 
 def test_all_columns_of_a_message_are_archived(
@@ -115,7 +127,7 @@ def test_all_columns_of_a_message_are_archived(
     queue.enqueue({"received": True})
     queue.receive()
     assert run(spark, database, queue, tmp_path) == 3
-    rows = in_parquet(tmp_path)
+    rows = in_table(tmp_path)
     assert rows == in_archive(connection, queue)
     assert rows[1][2] == b"\0\xff raw"
 
@@ -136,7 +148,7 @@ def test_a_late_commit_is_found_after_later_messages_were_written(
         other.commit()
     assert run(spark, database, queue, tmp_path) == 1
     assert run(spark, database, queue, tmp_path) == 0
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
 
 
 def test_messages_of_a_dropped_queue_are_written(
@@ -146,7 +158,7 @@ def test_messages_of_a_dropped_queue_are_written(
     queue.drop_queue()
     assert queue.name in archive.archived_queues(connection)
     assert run(spark, database, queue, tmp_path) == 2
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
 
 
 def test_settings_of_a_role_do_not_affect_a_run(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
@@ -163,7 +175,7 @@ def test_messages_without_a_day_partition_are_written_once(
     assert run(spark, database, queue, tmp_path) == 1
     connection.execute("select pgqueue.maintain_archive()")
     assert run(spark, database, queue, tmp_path) == 0
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -175,11 +187,11 @@ def test_days_end_at_midnight_in_utc(
         connection, queue, midnight - timedelta(microseconds=1), midnight, midnight + timedelta(hours=23, minutes=59)
     )
     assert run(spark, database, queue, tmp_path) == 3
-    assert {folder.name for folder in (tmp_path / f"queue_name={queue.name}").iterdir()} == {
+    assert {folder.name for folder in tmp_path.glob("write=*/queue_name=*/*")} == {
         "day=2026-03-28",
         "day=2026-03-29",
     }
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
     of_day = read_archive(spark, str(tmp_path), since=midnight, until=midnight + timedelta(days=1))
     assert of_day.count() == 2
     assert of_day.where("day = date'2026-03-29'").count() == 2
@@ -221,41 +233,147 @@ def test_queue_names_that_look_like_numbers_or_dates_are_kept(
 def test_files_left_by_a_crash_are_not_written_twice(
     spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
 ) -> None:
-    today = datetime.now(UTC)
-    finish(connection, queue, today - timedelta(days=2), today - timedelta(days=1))
+    work(queue, 2)
     run(spark, database, queue, tmp_path)
-    rows = in_parquet(tmp_path)
-    # A draft of a run that was killed before it published.
-    (first, second) = sorted(tmp_path.glob("queue_name=*/day=*/*.parquet"))
-    left = tmp_path / "_pgqueue/drafts/killed" / second.relative_to(tmp_path)
-    left.parent.mkdir(parents=True)
-    shutil.copy(second, left.with_name(f"part-00009-{second.name[11:]}"))
-    work(queue)
-    assert run(spark, database, queue, tmp_path) == 1
-    assert in_parquet(tmp_path)[:2] == rows
-    assert [*tmp_path.glob("_pgqueue/drafts/*")] == []
-    # A run that was killed while it published: one day is missing, and there is no progress file.
-    first.unlink()
+    # The files of a run that was killed before it committed, and a version that was cut off while it was written.
+    (written,) = tmp_path.glob("write=*")
+    shutil.copytree(written, tmp_path / "write=killed")
+    (first,) = tmp_path.glob("_delta_log/*.json")
+    cut = first.with_name(f"{1:020}.json")
+    cut.write_text(first.read_text()[:-5])
+    assert read_archive(spark, str(tmp_path)).count() == 2
+    # Also one that ends with a whole line: it removes the file, and lacks the line with the file in its place.
+    (path,) = (json.loads(line)["add"]["path"] for line in first.read_text().splitlines() if "add" in json.loads(line))
+    cut.write_text(json.dumps({"remove": {"path": path, "deletionTimestamp": 1, "dataChange": False}}) + "\n")
     (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
+    work(queue)
+    assert read_archive(spark, str(tmp_path)).count() == 2
     assert run(spark, database, queue, tmp_path) == 1
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
+    assert not (tmp_path / "write=killed").exists()
+    # A damaged version that is not the last one is not passed over.
+    first.write_text("{}")
+    first.with_name(f".{first.name}.crc").unlink()
+    with pytest.raises(OptionError, match=r"00000\.json is missing or damaged"):
+        run(spark, database, queue, tmp_path)
 
 
 def test_a_run_after_a_killed_one_writes_nothing_twice(
     spark: Any, killed: Killed, database: str, connection: Connection
 ) -> None:
     queue, path = Queue(connection, killed.archived), killed.home / ARCHIVE
-    assert len(in_parquet(path)) == 1000
+    assert len([*path.glob("write=*/queue_name=*/day=*/*.parquet")]) > 0
     work(queue, 10)
-    assert run(spark, database, queue, path) == 10
-    assert in_parquet(path) == in_archive(connection, queue)
+    assert run(spark, database, queue, path) == 1010
+    assert in_table(path) == in_archive(connection, queue)
+
+
+def test_compaction_keeps_the_messages_and_deletes_old_files(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        work(queue)
+        run(spark, database, queue, tmp_path)
+    told = in_table(tmp_path)
+    done = compact_archive(spark, str(tmp_path), dsn=database)
+    assert (done.files, done.into, done.deleted) == (3, 1, 0)
+    assert in_table(tmp_path) == told == in_archive(connection, queue)
+    # Readers of the earlier version still find its files.
+    assert deltalake.DeltaTable(tmp_path, version=2).to_pyarrow_table().num_rows == 3
+    # The next compaction is killed while it writes its checkpoint.
+    write = Folder.write
+
+    def cut(folder: Folder, name: str, data: bytes, *, new: bool = False) -> None:
+        write(folder, name, data[:-10] if name.endswith(".parquet") else data, new=new)
+        if name.endswith(".parquet"):
+            raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "write", cut)
+        with pytest.raises(InterruptedError):
+            compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0))
+    assert read_archive(spark, str(tmp_path)).count() == 3
+    done = compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0))
+    assert (done.files, done.into, done.deleted) == (0, 0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "write", cut)  # a compaction that has nothing to do replaces no checkpoint
+        assert compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0)).deleted == 0
+    work(queue)
+    run(spark, database, queue, tmp_path)
+    assert in_table(tmp_path) == in_archive(connection, queue)
+    assert len([*tmp_path.glob("write=*")]) == 2
+    log = sorted(file.name for file in tmp_path.glob("_delta_log/*.json"))
+    assert log == [f"{version:020}.json" for version in (4, 5, 6)]
+    # A checkpoint that was cut off is not used, and neither is a log without it.
+    checkpoint = max(tmp_path.glob("_delta_log/*.checkpoint.parquet"))
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
+    checkpoint.with_name(f".{checkpoint.name}.crc").unlink()
+    with pytest.raises(OptionError, match=r"00000\.json is missing or damaged"):
+        read_archive(spark, str(tmp_path))
+
+
+def test_a_column_of_a_later_version_is_kept_and_null_in_older_files(
+    spark: Any, database: str, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work(queue)
+    now = archive.ARCHIVED
+    # An earlier version had no column last_error.
+    before = StructType([one for one in now if one.name != "last_error"])
+    monkeypatch.setattr(archive, "ARCHIVED", before)
+    assert run(spark, database, queue, tmp_path) == 1
+    compact_archive(spark, str(tmp_path), dsn=database)  # writes a checkpoint
+    work(queue)
+    monkeypatch.setattr(archive, "ARCHIVED", now)
+    assert run(spark, database, queue, tmp_path) == 1
+    # Also for a reader and a writer of the earlier version.
+    work(queue)
+    monkeypatch.setattr(archive, "ARCHIVED", before)
+    assert run(spark, database, queue, tmp_path) == 1
+    compact_archive(spark, str(tmp_path), dsn=database)
+    assert {*read_archive(spark, str(tmp_path)).columns} == {*now.names}
+    assert [row[12] for row in in_table(tmp_path)] == [None] * 3
+    monkeypatch.setattr(archive, "ARCHIVED", StructType().add("payload", "long"))
+    with pytest.raises(OptionError, match=r"column payload is string in .*, and bigint in this version"):
+        read_archive(spark, str(tmp_path))
+
+
+def test_an_unreadable_file_fails_a_compaction_although_the_session_ignores_it(
+    spark: Any, database: str, queue: Queue, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        work(queue)
+        run(spark, database, queue, tmp_path)
+    file = next(tmp_path.glob("write=*/*/*/*.parquet"))
+    file.write_bytes(b"not Parquet")
+    file.with_name(f".{file.name}.crc").unlink()
+    spark.conf.set("spark.sql.files.ignoreCorruptFiles", "true")
+    try:
+        with pytest.raises((PySparkException, Py4JJavaError), match="not a Parquet file"):
+            compact_archive(spark, str(tmp_path), dsn=database)
+    finally:
+        spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
+
+
+def test_an_object_store_holds_the_archive(
+    spark: Any, s3: str, database: str, connection: Connection, queue: Queue
+) -> None:
+    # S3A has no rename: it copies each object and deletes the original.
+    path = f"{s3}/ä b"
+    for _ in range(2):
+        work(queue, 3)
+        (done,) = archive_to_parquet(spark, path, dsn=database, queues=[queue.name])
+        assert done.written == 3
+    assert compact_archive(spark, path, dsn=database, keep=timedelta(0)).deleted == 2
+    kept = [row["id"] for row in read_archive(spark, path).orderBy("id").collect()]
+    assert kept == [row[0] for row in in_archive(connection, queue)]
+    assert replay(spark, path, queue.name, f"id = {kept[0]}", dsn=database).sent == 1
 
 
 def test_a_second_run_on_the_same_path_is_refused(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     with (
         psycopg.connect(database, autocommit=True) as other,
         archive._locked(other, f"file:{tmp_path}"),
-        pytest.raises(ArchiveBusyError, match=f"another archive_to_parquet writes to file:{tmp_path}"),
+        pytest.raises(ArchiveBusyError, match=f"another run writes to file:{tmp_path}"),
     ):
         run(spark, database, queue, tmp_path)
 
@@ -270,7 +388,7 @@ def test_the_lock_is_released_at_the_end_of_the_run(
             assert kept.execute("select true").fetchone() == (True,)
 
 
-@pytest.mark.parametrize("how", ["cut", "lent"])
+@pytest.mark.parametrize("how", ["cut", "lent", "unnoticed"])
 def test_a_run_that_lost_its_lock_publishes_nothing(
     spark: Any,
     database: str,
@@ -281,24 +399,27 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
     how: str,
 ) -> None:
     work(queue, 5)
-    connect, moments = archive.connect, archive.utc_parquet_timestamps
+    connect, write = archive.connect, archive.Table.write
     held: list[Connection] = []
 
-    def overtaken(spark: Any) -> Any:
-        """Complete another run after the first one has read Parquet and before it writes."""
-        monkeypatch.setattr(archive, "utc_parquet_timestamps", moments)
+    def overtaken(table: Any, rows: Any) -> Any:
+        """Complete another run after the first one has read the table and before it writes."""
+        monkeypatch.setattr(archive.Table, "write", write)
         if how == "cut":
             connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
         else:  # as with a pooler that uses another connection for each statement
             held[0].execute("select pg_advisory_unlock_all()")
         assert run(spark, database, queue, tmp_path) == 5
-        return moments(spark)
+        if how == "unnoticed":
+            monkeypatch.setattr(archive, "_IS_LOCKED", "select true")
+        return write(table, rows)
 
     monkeypatch.setattr(archive, "connect", lambda *given, **more: held.append(connect(*given, **more)) or held[-1])
-    monkeypatch.setattr(archive, "utc_parquet_timestamps", overtaken)
-    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=r"the lock on .* is lost|terminating"):
+    monkeypatch.setattr(archive.Table, "write", overtaken)
+    said = {"cut": "terminating", "lent": "the lock on .* is lost", "unnoticed": "another run writes"}
+    with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=said[how]):
         run(spark, database, queue, tmp_path)
-    assert in_parquet(tmp_path) == in_archive(connection, queue)
+    assert in_table(tmp_path) == in_archive(connection, queue)
 
 
 def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
@@ -308,7 +429,7 @@ def test_a_standby_is_refused(spark: Any, database: str, connection: Connection,
         f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
     )
     standby = make_conninfo(database, options=f"-c search_path={queue.name},pg_catalog")
-    with pytest.raises(StandbyError, match="needs the primary"):
+    with pytest.raises(StandbyError, match="need the primary"):
         run(spark, standby, queue, tmp_path / "parquet")
     assert not (tmp_path / "parquet").exists()
 
@@ -368,9 +489,9 @@ def test_a_progress_file_with_a_wrong_checksum_is_ignored(
 )
 def test_an_invalid_progress_file_is_ignored(text: str | None) -> None:
     class Folder:
-        def read(self, name: str) -> str | None:
+        def read(self, name: str) -> bytes | None:
             assert name == "_pgqueue/q.json"
-            return text
+            return text and text.encode()
 
     assert archive._Progress.read(Folder(), "q", "db") == archive._Progress("db")
 

@@ -2,8 +2,10 @@
 
 import importlib.util
 import logging
+import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from pyspark import SparkContext
 from pyspark.errors import AnalysisException
 
 from pgqueue import Queue
@@ -22,7 +25,7 @@ from pgqueue.cli import app
 from pgqueue.cli import spark as commands_of_spark
 from pgqueue.demo import spark as demo
 from pgqueue.spark import pipelines
-from pgqueue.spark.pipelines import local_session
+from pgqueue.spark.pipelines import local_session, session
 
 FILE = str(Path(__file__))
 
@@ -71,7 +74,7 @@ def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queu
 
 @pytest.mark.usefixtures("spark")
 def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tmp_path: Path) -> None:
-    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--no-plots")
+    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name)
     assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
     assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
 
@@ -86,7 +89,7 @@ def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tm
         (("redrive-where", "nobody", "--where", "true"), 1, "'nobody' does not exist"),
         (("summarize-flights", "PATH", "--queue", "nobody"), 1, "'nobody' does not exist"),
         (("archive-to-parquet", "/proc/nowhere", "--queue", "QUEUE"), 1, "file:/proc/nowhere cannot be made"),
-        (("flow-report", "PATH", "--queue", "QUEUE", "--parquet", FILE), 1, "pgqueue: Encountered error while reading"),
+        (("flow-report", "PATH", "--queue", "QUEUE", "--parquet", FILE), 1, "has no archive; archive_to_parquet"),
         (("replay", "PATH", "QUEUE", "--since", "yesterday"), 2, "'yesterday' is not a timestamp"),
         (("replay", "PATH", "QUEUE", "--since", "0001-01-01T00:00+14:00"), 2, "is not a timestamp"),
     ],
@@ -116,7 +119,7 @@ def test_each_command_has_the_name_of_a_pipeline() -> None:
     found = {str(command.name).replace("-", "_") for command in group.typer_instance.registered_commands}
     found -= {"streams", "drop_stream"}
     assert found <= set(pipelines.__all__)
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 @pytest.mark.usefixtures("spark")
@@ -145,6 +148,27 @@ def test_the_demo_computes_the_same_sums_as_postgresql(
     # Including the message that completes the last hours.
     assert f"report     {tmp_path / 'out/report/flow.html'}" in said.out
     assert "3,001" in (tmp_path / "out/report/flow.html").read_text()
+
+
+def test_only_a_local_session_has_a_fixed_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NotLaunched(Exception):
+        pass
+
+    seen = []
+    for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
+        monkeypatch.setenv(name, "python-of-the-cluster")
+
+    def launch(conf: Any, log: Any) -> Any:  # noqa: ARG001 - as of _launch
+        seen.append((conf.get("spark.driver.host"), os.environ["PYSPARK_PYTHON"]))
+        raise NotLaunched
+
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
+    monkeypatch.setattr(session, "_launch", launch)
+    for master in ("spark://host:7077", "local[2]"):
+        with pytest.raises(NotLaunched), local_session(master):
+            pass
+    # A cluster has to reach the driver, and has its own Python.
+    assert seen == [(None, "python-of-the-cluster"), ("127.0.0.1", sys.executable)]
 
 
 # An error that the user's code catches stays an error of PySpark, within and after local_session. PySpark logs it again

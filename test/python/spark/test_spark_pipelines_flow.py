@@ -1,7 +1,5 @@
 """The metrics and the report of message flow: compared with PostgreSQL, in UTC, and as a self-contained page."""
 
-import html.parser
-import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -24,10 +22,9 @@ from pgqueue.spark.pipelines import (
     flow_report,
     read_dead_letters,
     read_finished,
+    report,
     report_page,
-    svg_charts,
 )
-from pgqueue.spark.pipelines.png_charts import draw
 from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Flow, Measure, render
 from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
@@ -170,7 +167,6 @@ def test_a_report_counts_messages_in_both_archive_and_parquet_once(
         since=(MIDNIGHT - timedelta(hours=1)).replace(tzinfo=None),
         until=MIDNIGHT,
         window=timedelta(hours=1),
-        plots=True,
     )
     # 3,600 s, one each 2.71828 s.
     (total,) = report.flow.totals
@@ -179,9 +175,6 @@ def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     assert window.window_start == MIDNIGHT - timedelta(hours=1)
     assert [letters.error for letters in report.flow.letters] == ["ValueError: <b>flight <n></b> & <text>"]
     assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
-    (picture,) = report.pictures
-    assert picture.name == "flow.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_more_than_10_000_windows_are_refused(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
@@ -201,126 +194,93 @@ def test_a_window_must_be_longer_than_zero(
         dead_letter_report(letters, window)
 
 
-class Page(html.parser.HTMLParser):
-    """Collects the addresses that a page requests, and its unclosed tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.asked += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        self.tags.append(tag)
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def measure(queue: str, start: datetime | None, finished: int = 10, wait: float | None = 0.5) -> Measure:
     return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
 
 
-def test_the_page_makes_no_requests_and_escapes_messages() -> None:
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
+    browser: Any, tmp_path: Path, scheme: str, width: int
+) -> None:
     queue = "<script>alert(1)</script>"
     hour = timedelta(hours=1)
     windows = [measure(queue, MIDNIGHT), measure(queue, MIDNIGHT + 3 * hour, 0, None)]
-    letters = [DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT)]
-    text = render(Flow(hour, [measure(queue, None)], windows, letters, MIDNIGHT, "Read from <archive>"))
-    found = Page(text)
-    assert found.open == []
-    assert found.asked == []
-    assert not {"script", "img", "link", "iframe", "object"} & set(found.tags)
-    assert not re.search(r"url\(|@import|https?://", text)
-    # Control characters are replaced, and characters that reverse text only affect their own cell.
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+    letters = [
+        DeadLetterGroup(queue, "rejected", "</td><img src=//evil.example/x>\x1b[2J\x9b \u202e", 3, MIDNIGHT),
+        DeadLetterGroup(queue, "rejected", "b", 20, MIDNIGHT),
+    ]
+    totals = [measure(queue, None), measure("none", None, 0, None), measure("most", None, 1000, 0.0021)]
+    text = render(Flow(hour, totals, windows, letters, MIDNIGHT, "Read from <archive>"))
+    # Control characters are replaced.
     assert "�[2J� \u202e</td>" in text
-    assert "td.text { unicode-bidi: isolate;" in text
-    assert "prefers-color-scheme: dark" in text
-    assert 'name="viewport"' in text
-    # Empty windows between others are included.
-    assert text.count("2026-07-01 0") >= 4
-    assert text.count('<rect class="hint"') == 4 * 4
+    (tmp_path / "flow.html").write_text(text)
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    asked: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text))
+    page.goto((tmp_path / "flow.html").as_uri())
+    for number in range(4):
+        page.locator(".chart").nth(number).scroll_into_view_if_needed()
+        page.locator(".chart").nth(number).locator(".main-svg").first.wait_for()
+    assert (asked, errors) == ([(tmp_path / "flow.html").as_uri()], [])
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    ink = page.evaluate("getComputedStyle(document.querySelector('.chart .xtick text')).fill")
+    assert ink == {"light": "rgb(82, 81, 78)", "dark": "rgb(195, 194, 183)"}[scheme]
+    # Empty windows between others are included, and interrupt the lines.
+    (waits,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(2, 3).map(one => one.data[0].y)")
+    assert waits == [0.5, None, None, None]
+    first = page.locator("table").first
+    columns = {
+        "wait p50": ["none", "most", queue],
+        "finished": ["none", queue, "most"],
+        "queue": [queue, "most", "none"],
+    }
+    for heading, ascending in columns.items():
+        for order in (ascending[::-1], ascending):
+            first.get_by_role("button", name=heading, exact=True).click()
+            names = first.locator("tbody td:first-child").all_inner_texts()
+            assert names == order
+    page.close()
 
 
-def test_charts_have_room_for_labels_and_accept_negative_durations() -> None:
-    assert [svg_charts.share(5.0), svg_charts.share(12.3456), svg_charts.seconds(2e8), svg_charts.count(999.6)] == [
-        "500 %",
-        "1,235 %",
-        "2,315 d",
-        "1,000",
+def test_a_report_without_plotly_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"needs plotly: pip install 'pgqueue\[plots\]'"):
+        flow_report(None, tmp_path, ["q"])
+
+
+def test_units_of_durations() -> None:
+    told = [report_page.seconds(value) for value in (2e8, 7200.0, 90.0, 0.02, 2e-6, 0.0, -1.0, None)]
+    assert told == ["2,315 d", "2 h", "90 s", "20 ms", "2 µs", "0 s", "0 s", ""]
+    assert [report_page.share(5.0), report_page.share(0.0123456)] == ["500 %", "1.23 %"]
+
+
+def test_axes_of_durations_are_logarithmic_only_for_wide_ranges() -> None:
+    wide = report_page._time_axis({"p50": [0.001, None], "p99": [7.0]})
+    assert (wide["type"], wide["ticktext"][:3]) == ("log", ["1 ms", "10 ms", "100 ms"])
+    assert report_page._time_axis({"p50": [0.5], "p99": [3.0]})["ticktext"] == [
+        "0 s",
+        "1 s",
+        "2 s",
+        "3 s",
+        "4 s",
+        "5 s",
     ]
-    # The font size is 11 pixels, and a digit is less than 0.64 of that wide in any font.
-    labels = [
-        show(10.0**power) for show in (svg_charts.count, svg_charts.share, svg_charts.seconds) for power in range(-6, 3)
-    ]
-    assert max(map(len, labels)) * 11 * 0.64 + 5 <= svg_charts.LEFT
+    # Clocks can differ.
+    assert "type" not in report_page._time_axis({"p50": [-5.0], "p99": [1000.0]})
+    assert report_page._time_axis({"p50": [None], "p99": [0.0]}) == {}
+
+
+def test_only_the_busiest_queues_have_charts() -> None:
     hour = timedelta(hours=1)
-    late = svg_charts.Series("p50", "low", [-5.0, 1.0])
-    (points,) = re.findall(
-        'points="([^"]*)"', svg_charts.lines([MIDNIGHT, MIDNIGHT + hour], hour, [late], svg_charts.seconds)
-    )
-    base = svg_charts.HEIGHT - svg_charts.BOTTOM
-    assert [float(point.split(",")[1]) for point in points.split()] == [base, svg_charts.TOP]
-
-
-def test_png_charts_have_no_object_for_each_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # With an object for each, 10,000 windows would take a minute. Finding the best place for a legend is also slow.
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    hour = timedelta(hours=1)
-    windows = [measure("q", MIDNIGHT + number * hour) for number in range(100)]
-    draw(Flow(hour, [measure("q", None)], windows, [], MIDNIGHT, "Read"), tmp_path)
-    (figure,) = drawn
-    assert [len(axes.patches) + len(axes.lines) for axes in figure.axes] == [2, 2, 3, 3]
-    assert all(axes.get_legend().get_bbox_to_anchor().y0 == axes.bbox.y1 for axes in figure.axes)
-
-
-def test_png_charts_start_at_zero_and_show_the_whole_queue_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    dates = pytest.importorskip("matplotlib.dates")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    hour = timedelta(hours=1)
-    # One window; only dead letters; a negative wait, as clocks can differ.
-    for finished, wait, lowest in ((10, 0.5, 0), (0, None, 0), (10, -2.0, -2)):
-        draw(
-            Flow(
-                hour, [measure("q" * 128, None)], [measure("q" * 128, MIDNIGHT, finished, wait)], [], MIDNIGHT, "Read"
-            ),
-            tmp_path,
-        )
-        figure = drawn.pop()
-        assert [axes.get_xlim() for axes in figure.axes] == [tuple(dates.date2num([MIDNIGHT, MIDNIGHT + hour]))] * 4
-        assert [axes.get_ylim()[0] for axes in figure.axes] == [0, 0, lowest, 0]
-        title = figure.get_suptitle()
-        assert (title.replace("\n", ""), max(map(len, title.splitlines()))) == ("q" * 128, 90)
-
-
-def test_only_the_busiest_queues_have_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hour = timedelta(hours=1)
-    names = [f"q{number}" for number in range(1000)]
+    names = [f"q{number}" for number in range(110)]
     totals = [measure(name, None, finished) for finished, name in enumerate(names)]
-    flow = Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read")
-    text = render(flow)
+    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read"))
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
-    assert "The 100 busiest of 1,000 queues have charts." in text
-    figures = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(figures.Figure, "savefig", lambda *_, **__: None)
-    monkeypatch.setattr(report_page, "_MAX_CHARTED", 2)
-    assert [picture.stem for picture in draw(flow, tmp_path)] == names[-2:]
+    assert "The 100 busiest of 110 queues have charts." in text
 
 
 def test_a_page_without_messages_says_so() -> None:

@@ -260,6 +260,27 @@ def test_a_replay_is_sent_once(spark: Any, database: str, connection: Connection
     assert len(target.claim(100)) == 4
 
 
+def test_a_replay_sends_messages_of_the_given_queues_and_time(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+) -> None:
+    other, target = (Queue(connection, f"{queue.name}-{suffix}") for suffix in ("other", "again"))
+    other.create_queue(archive_for=timedelta(days=1))
+    target.create_queue()
+    moments = []
+    for n in range(3):
+        for each in (queue, other):
+            each.enqueue([each.name, n])
+            (message,) = each.claim()
+            each.ack(message.id, message.claim_token)
+        moments.extend(connection.execute("select clock_timestamp()").fetchall())
+    path = str(tmp_path)
+    archive_to_parquet(spark, path, dsn=database, queues=[queue.name, other.name])
+    (since,), (until,), _ = moments
+    done = replay(spark, path, target.name, dsn=database, queues=[other.name], since=since, until=until)
+    assert done.chosen == 1
+    assert [message.payload for message in target.claim(10)] == [[other.name, 1]]
+
+
 def test_concurrent_replays_send_once(spark: Any, database: str, queue: Queue, parquet: str) -> None:
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(replay, spark, parquet, queue.name, "id > 0", dsn=database) for _ in range(2)]
@@ -293,11 +314,13 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
         replay(spark, parquet, "nobodys-queue", dsn=database)
     with pytest.raises(PredicateError):
         replay(spark, parquet, queue.name, "payload = ", dsn=database)
+    with pytest.raises(OptionError, match=r"^dsn is not a connection string"):
+        replay(spark, parquet, queue.name, dsn='["service=a", "service=b"]')
     with pytest.raises(PySparkException, match="cannot be cast"):
         replay(spark, parquet, queue.name, "cast(payload as int) = 1", dsn=database)
     # A misspelt path is not created, and its version is not recorded.
     nowhere = Path(parquet, "nowhere")
-    with pytest.raises(PySparkException, match="Path does not exist"):
+    with pytest.raises(OptionError, match="has no archive"):
         replay(spark, str(nowhere), queue.name, dsn=database, app_id=queue.name)
     assert not nowhere.exists()
     assert queue.peek() == 0

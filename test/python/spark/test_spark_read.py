@@ -3,7 +3,8 @@
 import datetime
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from clients import wait_for
 from engines import struct
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ from pgqueue.spark import copy_to_arrow, register
 from pgqueue.spark.columns import source_schema
 from pgqueue.spark.copy_to_arrow import read_batches
 from pgqueue.spark.options import OptionError
-from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader
+from pgqueue.spark.snapshot import IdRange, PushdownSnapshotReader, ReadPart
 from pgqueue.spark.source import PgQueueDataSource
 
 Rows = list[dict[str, Any]]
@@ -319,7 +321,8 @@ def test_partitions_are_id_ranges_that_cover_each_message_once(
     ranges = reader.partitions()
     assert len(ranges) <= partitions
     assert ids(read(reader)) == sent
-    assert all(before.last + 1 == after.first for before, after in pairwise(ranges))
+    read_ids = [one for part in ranges for one in part.ranges]
+    assert all(before.last + 1 == after.first for before, after in pairwise(read_ids))
 
 
 def test_messages_sent_after_planning_are_not_read(orders: pgqueue.Queue, database: str, name: str) -> None:
@@ -386,7 +389,9 @@ def test_partitions_divide_only_the_selected_time_range(
     sent = orders.enqueue_batch(list(range(100)))
     connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01' where id < %s", [sent[90]])
     reader = reader_of(database, name, "id long", since="2026-01-02", numPartitions="5")
-    assert [(part.first, part.last) for part in reader.partitions()] == [(n, n + 1) for n in sent[90::2]]
+    assert [(one.first, one.last) for part in reader.partitions() for one in part.ranges] == [
+        (n, n + 1) for n in sent[90::2]
+    ]
     assert ids(read(reader)) == sent[90:]
 
 
@@ -463,6 +468,53 @@ def test_a_schema_that_does_not_match_the_source_is_refused(
     with pytest.raises(OptionError) as raised:
         reader_of(database, name, schema)
     assert message in str(raised.value)
+
+
+@pytest.fixture
+def compacting(empty_database: Callable[[], str]) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+    """A database with a ready message and a dead letter, and a connection for `COMPACT`."""
+    database = empty_database()
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("set lock_timeout = '20 ms'")
+        queue = pgqueue.Queue(connection, "q")
+        queue.create_queue()
+        queue.enqueue(1)
+        (message,) = queue.claim()
+        assert queue.reject(message.id, message.claim_token)
+        queue.enqueue(2)
+        yield database, connection
+
+
+COMPACT = "select outcome from pgqueue._compact_table('pgqueue.dead_messages', 'pgqueue.dead_messages')"
+
+
+def test_no_compaction_begins_while_a_read_runs(compacting: tuple[str, psycopg.Connection[Any]]) -> None:
+    """It would empty a table that the read has not reached, and its snapshot does not show what is inserted again."""
+    database, connection = compacting
+    reader = reader_of(database, "q", "payload string", source="all", numPartitions="1")
+    (partition,) = reader.partitions()
+    batches = reader.read(partition)
+    rows = next(batches).num_rows
+    assert connection.execute(COMPACT).fetchone() == ("busy",)
+    assert rows + sum(batch.num_rows for batch in batches) == 2
+    assert connection.execute(COMPACT).fetchone() == ("compacted",)
+
+
+def test_a_read_that_begins_during_a_compaction_returns_every_message(
+    compacting: tuple[str, psycopg.Connection[Any]],
+) -> None:
+    database, connection = compacting
+    reader = reader_of(database, "q", "payload string", source="all", numPartitions="1")
+    (partition,) = reader.partitions()
+    waiting = "select count(*) from pg_locks where not granted and relation = 'pgqueue.dead_messages'::regclass"
+    waiting += " and database = (select oid from pg_database where datname = current_database())"
+    with ThreadPoolExecutor() as pool:
+        with connection.transaction():
+            assert connection.execute(COMPACT).fetchone() == ("compacted",)
+            reading = pool.submit(lambda: sum(batch.num_rows for batch in reader.read(partition)))
+            wait_for(lambda: connection.execute(waiting).fetchone() == (1,))
+        assert reading.result() == 2
 
 
 def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tuple[Rows, list[Any]]:
@@ -617,5 +669,7 @@ def test_a_partition_needs_only_its_id_range(orders: pgqueue.Queue, database: st
     sent = orders.enqueue_batch([1, 2, 3])
     fresh = reader_of(database, name, "id long")
     at = datetime.datetime.now(datetime.UTC) + HOUR
-    found = [row["id"] for batch in fresh.read(IdRange(sent[1], sent[2], at)) for row in batch.to_pylist()]
+    found = [
+        row["id"] for batch in fresh.read(ReadPart([IdRange(sent[1], sent[2], at, name)])) for row in batch.to_pylist()
+    ]
     assert found == sent[1:]

@@ -63,9 +63,9 @@ def test_the_python_examples_run(
     # Spark plans in a process with the environment of its start. The pipelines resolve the variable in this process.
     monkeypatch.setenv("PGQUEUE_DSN", database)
     first, *others = (
-        block.replace("/srv/", f"{tmp_path}/").replace(
-            '.format("pgqueue")', f'.format("pgqueue").option("dsn", {database!r})'
-        )
+        block.replace("/srv/", f"{tmp_path}/")
+        .replace('.format("pgqueue")', f'.format("pgqueue").option("dsn", {database!r})')
+        .replace('["service=shard0", "service=shard1"]', f"[{database!r}]")
         for block in blocks("python")
     )
     names: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def test_the_table_has_all_options() -> None:
 def test_the_table_has_only_pipelines_that_exist() -> None:
     table = re.split(r"^##+ Pipelines$", CHAPTER, flags=re.MULTILINE)[1].partition("```sh")[0]
     named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
-    assert len(named) == 6
+    assert len(named) == 8
     assert set(named) <= set(pipelines.__all__)
 
 
@@ -123,7 +123,7 @@ def test_the_table_of_contents_lists_all_chapters() -> None:
 
 
 @pytest.mark.usefixtures("jre")
-def test_the_quick_start_runs_as_one_script(tmp_path: Path) -> None:
+def test_the_quick_start_runs_as_one_script(home: Path, tmp_path: Path) -> None:
     """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port.
 
     The `python3` of PATH lacks the package.
@@ -148,7 +148,7 @@ def test_the_quick_start_runs_as_one_script(tmp_path: Path) -> None:
     python3.write_text("#!/bin/sh\nexit 3\n")
     python3.chmod(0o755)
     variables = commands.environment(
-        PGQUEUE_HOME=tmp_path / "home",
+        PGQUEUE_HOME=home,
         SPARK_CONF_DIR=tmp_path / "conf",
         PATH=os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
     )

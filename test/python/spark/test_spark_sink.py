@@ -26,7 +26,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
-from pgqueue.spark import register
+from pgqueue.spark import connections, register
 from pgqueue.spark import sink as sink_module
 from pgqueue.spark.options import WRITE, OptionError, parse
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter, Staged
@@ -138,19 +138,22 @@ def test_all_columns_of_a_message_are_written(sink: Sink) -> None:
         message_id=t.StringType(),
         delay=t.DayTimeIntervalType(),
         expires_in=t.DayTimeIntervalType(),
+        group_key=t.StringType(),
+        priority=t.ByteType(),
     )
     name = uuid4()
     sink.send(
         batch(
             kinds,
-            ("1", None, [("a", "b\t\\")], str(name), None, timedelta(hours=1)),
-            (None, b"\x00\\\xff", None, None, timedelta(0), None),
-            ("null", None, [], None, timedelta(days=2, microseconds=1), timedelta(days=3600)),
+            ("1", None, [("a", "b\t\\")], str(name), None, timedelta(hours=1), "é\t", 9),
+            (None, b"\x00\\\xff", None, None, timedelta(0), None, None, None),
+            ("null", None, [], None, timedelta(days=2, microseconds=1), timedelta(days=3600), None, 0),
         ),
         kinds=kinds,
     )
     first, second = sink.queue.receive(10)
-    assert (first.payload, first.headers, first.message_id) == (1, {"a": "b\t\\"}, name)
+    key = {"pgqueue.group": "é\t", "pgqueue.priority": 9}
+    assert (first.payload, first.headers, first.message_id) == (1, {"a": "b\t\\"} | key, name)
     assert first.expires_at is not None
     assert first.expires_at - first.enqueued_at == timedelta(hours=1)
     assert (second.payload, second.body, second.headers, second.expires_at) == (None, b"\x00\\\xff", None, None)
@@ -159,7 +162,7 @@ def test_all_columns_of_a_message_are_written(sink: Sink) -> None:
         " where queue_name = %s",
         (sink.name,),
     ).fetchall()
-    assert scheduled == (None, {}, timedelta(days=2, microseconds=1), timedelta(days=3600))
+    assert scheduled == (None, {"pgqueue.priority": 0}, timedelta(days=2, microseconds=1), timedelta(days=3600))
 
 
 def test_only_the_rows_of_a_sliced_batch_are_sent(sink: Sink) -> None:
@@ -345,6 +348,12 @@ def test_an_invalid_message_id_is_refused_with_its_row(sink: Sink) -> None:
     good, bad = batch(kinds, ("1", str(uuid4()))), batch(kinds, ("2", None), ("3", "x"))
     with pytest.raises(pgqueue.InvalidArgument, match=r'row 3 of partition 0: invalid message_id: .*uuid: "x"'):
         sink.write(sink.writer(kinds), good, bad)
+
+
+def test_an_invalid_group_key_is_refused_with_its_row(sink: Sink) -> None:
+    kinds = schema(payload=t.StringType(), group_key=t.StringType())
+    with pytest.raises(pgqueue.InvalidArgument, match="row 2 of partition 0: invalid group_key: invalid byte sequence"):
+        sink.write(sink.writer(kinds), batch(kinds, ("1", "a"), ("2", "\0"), ("3", None)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -666,6 +675,39 @@ def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(
     assert [record for record in caplog.messages if "committed" in record] == []
 
 
+def test_a_wait_for_a_place_does_not_count_as_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses a connection, later has no place for a while, and then refuses one again."""
+
+    class Server(SimpleNamespace):
+        def execute(self, *_: object) -> Any:
+            return SimpleNamespace(fetchone=lambda: (self.has_place,))
+
+        def close(self) -> None: ...
+
+    def answers() -> Iterator[Any]:
+        yield psycopg.OperationalError("too many connections")
+        yield Server(has_place=False)
+        yield psycopg.OperationalError("too many connections")
+        yield Server(has_place=True)
+
+    def connect(_: str) -> Any:
+        answer = next(coming)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 100
+
+    now, coming = 0.0, answers()
+    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    options = SimpleNamespace(retry_timeout=timedelta(seconds=120), max_connections=1)
+    task = SimpleNamespace(options=options, places=connections.Places(1), conninfo="")
+    assert sink_module._Writer._connect_task(task).has_place  # type: ignore[arg-type, attr-defined]
+
+
 def test_a_commit_retries_no_longer_than_retry_timeout(sink: Sink) -> None:
     writer = sink.writer(retryTimeout="0.2s")
     staged = sink.write(writer, payloads("1"))
@@ -718,6 +760,8 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         ),
         (schema(payload=t.StringType(), headers=t.ArrayType(t.StringType())), {}, "column headers is array<string>"),
         (schema(payload=t.StringType(), message_id=t.BinaryType()), {}, "column message_id is binary"),
+        (schema(payload=t.StringType(), group_key=t.IntegerType()), {}, "column group_key is int, and must be a str"),
+        (schema(payload=t.StringType(), priority=t.LongType()), {}, "column priority is bigint, and must be an int"),
         (schema(payload=t.StringType(), body=t.StringType()), {}, "column body is string, and must be binary"),
         (schema(payload=t.BinaryType(), body=t.BinaryType()), {}, "leave out one of them"),
         (schema(payload=t.StringType(), header=t.StringType()), {}, "unknown column header .*did you mean headers"),

@@ -288,5 +288,5 @@ def test_a_query_continues_after_its_driver_was_killed(
     second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])
     if point != "after-the-commit":
         # The new driver uses the reservation of the dead one.
-        assert second["token"] == str(stream.claim_token)
+        assert second["queues"][f"killed-{point}"]["token"] == str(stream.claim_token)
     assert left(pgqueue.Queue(connection, f"killed-{point}")) == 0

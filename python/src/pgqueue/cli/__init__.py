@@ -161,6 +161,7 @@ app.add_typer(
 command(_spark, example="spark archive-to-parquet /data/archive --queue orders", name="archive-to-parquet")(
     spark.archive_to_parquet
 )
+command(_spark, example="spark compact-archive /data/archive", name="compact-archive")(spark.compact_archive)
 command(_spark, example='spark replay /data/archive orders --where "attempt_count > 1"')(spark.replay)
 command(_spark, example="spark dead-letter-report --queue orders --window 1d", name="dead-letter-report")(
     spark.dead_letter_report

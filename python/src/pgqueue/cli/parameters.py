@@ -102,7 +102,7 @@ _CONNECT_SECONDS = 2  # after which the shell gets no names
 
 def complete_queue(context: typer.Context, incomplete: str) -> list[str]:
     """The names of queues, for the completion of the shell; none if the database cannot be read."""
-    dsn = context.params.get("dsn") or (context.parent.params.get("dsn") if context.parent else None)
+    dsn = context.params.get("dsn") or context.find_root().params.get("dsn")
     with suppress(Exception), ExitStack() as stack:
         dsn = dsn if dsn is not None else given_server()
         if dsn is None and (default_home() / "data").exists():

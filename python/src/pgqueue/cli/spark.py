@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "archive_to_parquet",
+    "compact_archive",
     "dead_letter_report",
     "drop_stream",
     "flow_report",
@@ -59,7 +60,7 @@ Version = Annotated[int, typer.Option(min=0, metavar="N", help="Each version tak
 
 
 def archive_to_parquet(session: Session, path: Path_, queue: OnlyQueues = None, master: Master = "local[*]") -> None:
-    """Write finished messages to Parquet, each once.
+    """Write finished messages to a Delta table, each once.
 
     Writes one part for each queue and UTC day, and only what is not there yet: run it repeatedly, and again after a
     crash. --queue may be repeated; the default is all queues in the archive, dropped ones included.
@@ -79,6 +80,26 @@ def archive_to_parquet(session: Session, path: Path_, queue: OnlyQueues = None, 
     )
 
 
+def compact_archive(
+    session: Session,
+    path: Path_,
+    keep: Annotated[
+        timedelta, duration_option(help="How long old files are kept for those that still read them.")
+    ] = timedelta(days=7),
+    master: Master = "local[*]",
+) -> None:
+    """Merge the small files of an archive.
+
+    PATH is that of archive-to-parquet. Readers see the same messages before, during and after it.
+    """
+    with _spark(session, master, "compact") as (spark, dsn, _):
+        from ..spark import pipelines
+
+        done = pipelines.compact_archive(spark, path, dsn=dsn, keep=keep)
+    text = f"{counted(done.files, 'file')} became {done.into}, {counted(done.deleted, 'old file')} deleted"
+    session.say(text, **asdict(done))
+
+
 def replay(
     session: Session,
     path: Path_,
@@ -93,7 +114,7 @@ def replay(
     version: Version = 1,
     master: Master = "local[*]",
 ) -> None:
-    """Send finished messages again, from Parquet.
+    """Send finished messages again, from the archive.
 
     PATH is that of archive-to-parquet; QUEUE is where the messages are sent to. The same replay takes effect once,
     however often it is called; --version 2 repeats it.
@@ -197,9 +218,6 @@ def flow_report(
     since: Since = None,
     until: Until = None,
     window: Annotated[timedelta | None, duration_option(help="The length of a window (chosen from the data).")] = None,
-    plots: Annotated[
-        bool, typer.Option("--plots/--no-plots", help="Write PNGs, too, if matplotlib is installed.")
-    ] = True,
     master: Master = "local[*]",
 ) -> None:
     """Write a report on the flow of messages.
@@ -219,12 +237,11 @@ def flow_report(
             since=since,
             until=until,
             window=window,
-            plots=None if plots else False,
         )
     if session.json:
         session.lines(report.flow.totals)
     else:
-        session.say("\n".join(map(str, [report.page, *report.pictures])))
+        session.say(str(report.page))
 
 
 def summarize_flights(
@@ -337,6 +354,8 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         raise Failure(str(error), status=Status.USAGE) from None
     except SparkFailure as error:
         raise Failure(str(error), "; ".join(getattr(error, "__notes__", [])) or None) from None
+    except ImportError as error:  # of an extra
+        raise Failure(str(error)) from None
     except (OptionError, ArchiveBusyError, StandbyError) as error:
         raise Failure(str(error)) from None
     finally:

@@ -20,7 +20,7 @@ from .._signals import stop_signals
 from .._tasks import is_async
 from ..client import Queue
 from .logging_output import Level, log_to
-from .parameters import QueueName, duration_option
+from .parameters import AlsoQueues, QueueName, duration_option
 from .session import Failure, Session
 from .work_monitor import WorkMonitor
 
@@ -48,6 +48,7 @@ def work(
             show_default=False,
         ),
     ],
+    also: AlsoQueues = None,
     mode: Annotated[
         Mode,
         typer.Option(help="Claim and acknowledge (lease), or delete in the transaction of the handler (receive)."),
@@ -132,7 +133,8 @@ def work(
 ) -> None:
     """Consume a queue with a handler, until stopped.
 
-    SIGTERM, SIGINT and Ctrl-C stop it.
+    SIGTERM, SIGINT and Ctrl-C stop it. With --also it consumes several queues: messages of the first go before those
+    of the next.
 
     When the handler returns, the message is acknowledged. When it raises, the message is delivered again after the
     backoff of the queue, or as --immediate-retries, --delayed-retries and --retry-delay say, until its attempts are
@@ -144,6 +146,7 @@ def work(
     """
     function = _load(handler)
     settings = {
+        "also": also,
         "mode": mode.value,
         "transactional": transactional,
         "concurrency": concurrency,
@@ -160,14 +163,15 @@ def work(
     }
     retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
     make_consumer = _consumer_factory(queue, function, settings, retries)
-    make_consumer("")  # refuses a bad value before anything runs
+    queues = make_consumer("").queue_names  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
         with connect(conninfo) as connection:
-            if Queue(connection, queue).get_queue().paused_at is not None:
-                session.note(f"queue {queue} is paused: it delivers nothing until pgqueue resume")
+            for name in queues:
+                if Queue(connection, name).get_queue().paused_at is not None:
+                    session.note(f"queue {name} is paused: it delivers nothing until pgqueue resume")
         consumer = make_consumer(conninfo)
-        monitor = WorkMonitor(session, conninfo, queue, consumer, look_ahead if until_empty else None)
+        monitor = WorkMonitor(session, conninfo, queues, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
             asyncio.run(_run_async(session, cast("AsyncConsumer", consumer), monitor))
         else:

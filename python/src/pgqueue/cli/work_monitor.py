@@ -34,29 +34,29 @@ _SECONDS_UNTIL_DUE: Final = "select date_part('epoch', pgqueue.next_due_at(queue
 
 
 class WorkMonitor:
-    """Watches a consumer and its queue, from a thread and with a connection of its own."""
+    """Watches a consumer and its queues, from a thread and with a connection of its own."""
 
     def __init__(
         self,
         session: Session,
         conninfo: str,
-        queue_name: str,
+        queue_names: list[str],
         consumer: "Consumer | AsyncConsumer",
         look_ahead: timedelta | None,
     ) -> None:
-        """Prepare a monitor. With `look_ahead` it stops the consumer when the queue is empty, also of messages due by
+        """Prepare a monitor. With `look_ahead` it stops the consumer when the queues are empty, also of messages due by
         then.
         """
         self.signals = 0
         self._session = session
         self._conninfo = conninfo
-        self._queue_name = queue_name
+        self._queue_names = queue_names
         self._consumer = consumer
         self._look_ahead = look_ahead
         self._is_live = session.err.is_interactive and not session.quiet
         self._stopped = threading.Event()
         self._connection: psycopg.Connection[Any] | None = None
-        self._depth: QueueStats | None = None
+        self._depths: list[QueueStats] = []
         self._done: deque[tuple[float, int]] = deque()
 
     @contextmanager
@@ -96,8 +96,6 @@ class WorkMonitor:
             looked_at = time.monotonic()
             try:
                 is_empty = self._is_drained() and checks_empty
-            except QueueNotFound:
-                is_empty = checks_empty  # the queue was dropped
             except psycopg.Error:
                 self._close_connection()
                 is_empty = False
@@ -117,14 +115,22 @@ class WorkMonitor:
         return not (stats.running or stats.prefetched)
 
     def _is_drained(self) -> bool:
-        """Read the depth. Returns whether no message is left, or all that are left are due after `look_ahead`.
+        """Read the depths. Returns whether no message is left, or all that are left are due after `look_ahead`.
 
         A paused queue is drained when no message is in flight.
         """
         if self._connection is None:
             self._connection = connect(self._conninfo)
-        queue = Queue(self._connection, self._queue_name)
-        self._depth = depth = queue.stats()
+        depths, is_drained = [], True
+        for name in self._queue_names:
+            with suppress(QueueNotFound):  # it was dropped
+                queue = Queue(self._connection, name)
+                depths.append(queue.stats())
+                is_drained = self._is_queue_drained(queue, depths[-1]) and is_drained
+        self._depths = depths or self._depths
+        return is_drained
+
+    def _is_queue_drained(self, queue: Queue, depth: QueueStats) -> bool:
         if self._look_ahead is None or depth.inflight_messages:
             return False
         if depth.paused:
@@ -132,11 +138,11 @@ class WorkMonitor:
         if depth.ready_messages or queue.peek(1):
             return False
         # Only the server's clock is used, because the client's clock may differ.
-        [(seconds,)] = self._connection.execute(_SECONDS_UNTIL_DUE, [self._queue_name]).fetchall()
+        [(seconds,)] = queue.connection.execute(_SECONDS_UNTIL_DUE, [queue.name]).fetchall()
         return seconds is None or seconds > self._look_ahead.total_seconds()
 
     def _status_line(self) -> Text:
-        stats, depth, now = self._consumer.stats, self._depth, time.monotonic()
+        stats, depths, now = self._consumer.stats, self._depths, time.monotonic()
         done = stats.succeeded
         self._done.append((now, done))
         while now - self._done[0][0] > _RATE_SECONDS:
@@ -144,20 +150,17 @@ class WorkMonitor:
         since, before = self._done[0]
         rate = (done - before) / (now - since) if now > since else 0.0
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(f"{self._queue_name}", style="bold")
+        line.append(", ".join(self._queue_names), style="bold")
         if stats.circuit != "closed":
             line.append("  database unavailable", style="bold red")
         elif self.signals:
             line.append("  stopping", style="bold yellow")
         line.append(f"  {rate:,.0f}/s", style="green")
-        if depth is not None:
-            for name, figure in (
-                ("ready", depth.ready_messages),
-                ("in flight", depth.inflight_messages),
-                ("dead", depth.dead_messages),
-            ):
-                estimated = "~" if f"{name.replace(' ', '')}_messages" in depth.estimates else ""
-                line.append(f"  {name} {estimated}{figure:,}")
+        if depths:
+            for name in ("ready", "in flight", "dead"):
+                column = f"{name.replace(' ', '')}_messages"
+                estimated = "~" if any(column in depth.estimates for depth in depths) else ""
+                line.append(f"  {name} {estimated}{sum(getattr(depth, column) for depth in depths):,}")
         line.append(f"  running {stats.running}  done {done:,}")
         for what, figure in (("failed", stats.failed), ("hang", stats.overdue + stats.abandoned)):
             if figure:
@@ -165,17 +168,19 @@ class WorkMonitor:
         return line
 
     def _print_summary(self, took: timedelta) -> None:
-        stats, depth = self._consumer.stats, self._depth
+        stats = self._consumer.stats
         if self._session.json:
-            self._session.lines([{"queue_name": self._queue_name} | asdict(stats)])
+            first, *also = self._queue_names
+            self._session.lines([{"queue_name": first, "also": also} | asdict(stats)])
         else:
             summary = counted(stats.succeeded, "message done", "messages done")
             for what, figure in (("failed", stats.failed), ("dead", stats.dead), ("lost", stats.lost)):
                 summary += f", {figure:,} {what}" if figure else ""
             how = "by force " if self.signals > 1 else ""
             self._session.note(f"stopped {how}after {format_duration(took)}: {summary}")
-        if self._look_ahead is not None and depth is not None:
+        for depth in self._depths if self._look_ahead is not None else ():
             ready = f"{depth.ready_messages:,} ready, as the queue is paused" if depth.paused else ""
             scheduled = f"{depth.scheduled_messages:,} scheduled" if depth.scheduled_messages else ""
             if left := ", ".join(filter(None, (scheduled, ready))):
-                self._session.note(f"left for later: {left}")
+                name = f"queue {depth.queue_name}: " if len(self._queue_names) > 1 else ""
+                self._session.note(f"left for later: {name}{left}")

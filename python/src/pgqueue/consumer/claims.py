@@ -23,8 +23,8 @@ from psycopg.errors import LockNotAvailable
 from .. import _calls
 from .._calls import Bound, LostAck
 from .._wording import counted
-from ..errors import is_trouble
-from .delivery import ClaimedMessage, Result, State
+from ..errors import QueueNotFound, is_trouble
+from .delivery import ClaimedMessage, Result, State, by_queue, claims_of
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
 
@@ -62,8 +62,9 @@ class Claims:
         self._flushing = asyncio.Lock()
         self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
+        self.queue_names = settings.queue_names  # those that exist, in the order of preference
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
-        self.has_limit = False  # whether messages of the queue can wait for one that is settled
+        self.has_limit = False  # whether messages of a queue can wait for one that is settled
         self.has_freed_place = False
 
     # Claiming
@@ -73,9 +74,9 @@ class Claims:
 
         Returns how many were seen, and the rows. Raises `psycopg.Error`.
         """
-        name, by = self._settings.queue_name, self._settings.claimed_by or ""
         with self._portion_of(wanted) as wanted:
-            call = _calls.peek_and_claim(name, most, wanted, self.visibility_timeout, by)
+            terms = (wanted, self.visibility_timeout, self._settings.claimed_by or "")
+            call = _calls.peek_and_claim(self.queue_names, most, *terms)
             found = await self._runtime.run(call, "peek")
         rows = [message for _, message in found if message is not None]
         if rows:
@@ -90,12 +91,14 @@ class Claims:
         with self._portion_of(wanted) as wanted:
             terms = (wanted, self.visibility_timeout, self._settings.claimed_by or "")
             # Acknowledgements in doubt may need a search afterwards. A claim must not wait for it.
-            if more and self._acks and not self._in_doubt and not self._flushing.locked():
+            if more and self._acks and not (self._in_doubt or self._flushing.locked() or self._settings.also):
                 async with self._flushing:
                     rows = await self._exchange(terms) if self._acks else None
                 if rows is not None:
                     return rows
-            return await self._runtime.run(_calls.claim(self._settings.queue_name, *terms), "claim")
+            names = self.queue_names
+            call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
+            return await self._runtime.run(call, "claim")
 
     @contextmanager
     def _portion_of(self, wanted: int) -> Iterator[int]:
@@ -165,13 +168,15 @@ class Claims:
         messages = [message for message in messages if message.state is not State.COMMITTING]
         if not messages:
             return True
-        ids, tokens = [message.id for message in messages], [message.token for message in messages]
         now = time.monotonic()
-        call = _calls.extend_claims(self._settings.queue_name, ids, tokens, self.visibility_timeout)
-        rows = await self._run(call, is_locked)
+        call = _calls.extend_claims(*claims_of(messages), self.visibility_timeout)
+        try:
+            rows = await self._run(call, is_locked)
+        except QueueNotFound:  # It was dropped with its messages.
+            rows = []
         if rows is None:
             return False
-        self._runtime.event("extended", len(rows))
+        self._runtime.event("extended", len(rows), queue_name=messages[0].queue_name)
         kept = set(rows)
         for message in messages:
             if message.id in kept:
@@ -205,20 +210,23 @@ class Claims:
     ) -> list[ClaimedMessage]:
         """Do work for all messages except the locked ones, which are returned. Halving the portions finds them.
 
-        `work` gets messages, and whether to use the short lock timeout; it returns False if one of them is locked.
+        `work` gets messages of one queue, and whether to use the short lock timeout; it returns False if one is locked.
         """
-        fresh = [message for message in messages if not message.is_locked]
-        portions = [portion for portion in ([message for message in messages if message.is_locked], fresh) if portion]
+        portions = [
+            (portion, is_locked)
+            for is_locked in (True, False)
+            for portion in by_queue(message for message in messages if message.is_locked is is_locked)
+        ]
         deadline = time.monotonic() + min(_SEARCH_SECONDS, self.visibility_timeout.total_seconds() / 6)
         left: list[ClaimedMessage] = []
         while portions:
-            portion = portions.pop()
-            if await work(portion, portion is not fresh):
+            portion, is_locked = portions.pop()
+            if await work(portion, is_locked):
                 for message in portion:
                     message.is_locked = False
             elif len(portion) > 1 and time.monotonic() < deadline:
                 middle = len(portion) // 2
-                portions += (portion[middle:], portion[:middle])
+                portions += ((portion[middle:], True), (portion[:middle], True))
             else:
                 left += portion
                 if len(portion) == 1:
@@ -231,6 +239,7 @@ class Claims:
             self._runtime.log(
                 logging.WARNING,
                 f"message {message.id} is locked by a transaction: it is neither extended nor settled before that ends",
+                queue=message.queue_name,
                 message_id=message.id,
             )
 
@@ -304,6 +313,11 @@ class Claims:
         """Whether all settlements were sent and answered."""
         return not self._has_due() and not self._postponed and not self._flushing.locked()
 
+    @property
+    def unsent_settlements(self) -> int:
+        """How many settlements, other than acknowledgements, have not been answered, nor met a locked message."""
+        return len(self._settlements)
+
     def _has_due(self) -> bool:
         return bool(self._acks or self._settlements)
 
@@ -311,7 +325,8 @@ class Claims:
         """Send settlements, endlessly. Raises `psycopg.Error`: what was not settled is kept then."""
         while True:
             await self._runtime.wait_until(self._has_due)
-            await self._runtime.wait_until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
+            if self._acks:
+                await self._runtime.wait_until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
             await self.flush()
 
     async def flush(self) -> None:
@@ -343,10 +358,9 @@ class Claims:
 
     async def _acknowledge_part(self, done: list[Result], is_locked: bool) -> bool:
         """Acknowledge all of these messages; False, and none was acknowledged, if one is locked."""
-        ids, tokens = [result.message.id for result in done], [result.message.token for result in done]
         counts: list[Any] | None = None
         try:
-            counts = await self._run(_calls.ack_claims(self._settings.queue_name, ids, tokens), is_locked)
+            counts = await self._run(_calls.ack_claims(*claims_of([result.message for result in done])), is_locked)
             lost = await self._lost_of(done, dict(counts or ()))
         except BaseException as error:
             if counts is None and isinstance(error, psycopg.Error) and not is_trouble(error):
@@ -376,16 +390,17 @@ class Claims:
                 was_tried = self._in_doubt.get(message.id) is message and now < message.claimed_until
                 (doubtful if count or was_tried else lost).add(message)
         # A crash of the server may have undone the claim, because claims do not wait for the disk.
-        present = await self._still_present({message.id for message in doubtful}) if doubtful else ()
+        queue_name = done[0].message.queue_name
+        present = await self._still_present(queue_name, {message.id for message in doubtful}) if doubtful else ()
         return lost | {message for message in doubtful if message.id in present}
 
-    async def _still_present(self, ids: set[int]) -> set[int]:
+    async def _still_present(self, queue_name: str, ids: set[int]) -> set[int]:
         """The messages that are in the queue, so that they were not acknowledged."""
         found: set[int] = set()
         for state in ("ready", "inflight", "scheduled"):  # in the order in which a message passes through them
             after: int | None = min(ids) - 1
             while after is not None and after < max(ids):
-                call = _calls.find_messages(self._settings.queue_name, list(ids), state, after, _PAGE)
+                call = _calls.find_messages(queue_name, list(ids), state, after, _PAGE)
                 ((after, seen),) = await self._runtime.run(call, "settle")
                 found.update(seen or ())
         return found
@@ -416,6 +431,7 @@ class Claims:
                 self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
                 if result is not None:
                     self.forget(result.message)
+                self._runtime.signal()
                 continue
             self._settlements.popleft()
             if rows is None:
@@ -424,22 +440,23 @@ class Claims:
                     self._note_lock(result.message)
             elif result is not None:
                 self._answered(result, rows[0])
+            self._runtime.signal()  # A call may start.
 
-    async def release(self, messages: list[ClaimedMessage]) -> tuple[int, list[ClaimedMessage]]:
-        """Give messages back as they were before the claim; returns how many were claimed, and the locked ones."""
-        count = 0
+    async def release(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
+        """Give messages back as they were before the claim; returns the locked ones."""
         for message in messages:
             self._held.discard(message)
             if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
                 message.try_become(State.RELEASED)
 
         async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
-            nonlocal count
-            ids, tokens = [message.id for message in part], [message.token for message in part]
-            rows = await self._run(_calls.release_claims(self._settings.queue_name, ids, tokens), is_locked)
-            count += sum(rows or ())
+            try:
+                rows = await self._run(_calls.release_claims(*claims_of(part)), is_locked)
+            except QueueNotFound:  # It was dropped with its messages.
+                rows = []
+            if rows and sum(rows):
+                self._runtime.event("released", sum(rows), queue_name=part[0].queue_name)
             return rows is not None
 
         left = [message for message in messages if not message.is_lost]
-        locked = await self._run_in_portions(sorted(left, key=lambda message: message.id), release)
-        return count, locked
+        return await self._run_in_portions(sorted(left, key=lambda message: message.id), release)

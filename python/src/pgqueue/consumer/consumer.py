@@ -168,7 +168,7 @@ class _Base(Settings):
 
 
 class Consumer(_Base):
-    """Gives the messages of a queue to a plain function, in threads.
+    """Gives the messages of a queue, or of several, to a plain function, in threads.
 
     `handler` is called with a `Delivery`, or with a list of up to `batch_size` of them. When it returns, they are
     acknowledged. An exception is a failed attempt: `Retry` and `Reject` tell what follows. For other exceptions
@@ -176,7 +176,7 @@ class Consumer(_Base):
 
     Args:
         conninfo: the connection string, or a function that returns a new connection.
-        queue_name: the queue.
+        queue_name: the queue, or the first of several.
         handler: the function.
         mode: `lease` claims messages for `visibility_timeout`, extended while the handler runs; `receive` takes them in
             a transaction, `delivery.connection`, in which the handler works.
@@ -203,6 +203,10 @@ class Consumer(_Base):
         grace_period: how long a stop lets handlers run before it cancels them.
         claimed_by: the name in `claimed_by` of messages; by default host, process and queue.
         observe: called with every `Event`, on the event loop of the consumer. It must be fast.
+        also: up to 99 further queues, in lease mode: claims take messages of an earlier queue first, and of a later one
+            only while the earlier ones have none ready. `delivery.queue_name` is the queue of a message. A claim lasts
+            for the shortest visibility timeout of the queues. One that is dropped while the consumer runs, and created
+            again, does not stop the others.
 
     Raises:
         ValueError: for a value out of its bounds.

@@ -4,12 +4,13 @@ import asyncio
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Literal, NamedTuple, NoReturn
+from uuid import UUID
 
 import psycopg
 
@@ -55,11 +56,12 @@ class IllegalTransition(RuntimeError):
 class ClaimedMessage:
     """A message that the consumer has claimed or received, and its state."""
 
-    __slots__ = ("call", "claimed_until", "id", "is_locked", "message", "renew_at", "state", "token")
+    __slots__ = ("call", "claimed_until", "id", "is_locked", "message", "queue_name", "renew_at", "state", "token")
 
     def __init__(self, message: Message) -> None:
         self.message = message
         self.id = message.id
+        self.queue_name = message.queue_name
         self.token = message.claim_token  # None for a received message
         self.call: HandlerCall | None = None  # the call of the handler that has it
         self.is_locked = False  # another transaction has locked the row
@@ -102,6 +104,19 @@ class ClaimedMessage:
         if as_copy:
             message = replace(message, payload=_copy_of(message.payload), headers=_copy_of(message.headers))
         return Delivery(self, message, connection)
+
+
+def by_queue(messages: Iterable[ClaimedMessage]) -> list[list[ClaimedMessage]]:
+    """The messages of each queue."""
+    parts: dict[str, list[ClaimedMessage]] = {}
+    for message in messages:
+        parts.setdefault(message.queue_name, []).append(message)
+    return list(parts.values())
+
+
+def claims_of(messages: list[ClaimedMessage]) -> tuple[str, list[int], list[UUID | None]]:
+    """The queue of messages of one queue, their ids and the tokens of their claims."""
+    return messages[0].queue_name, [message.id for message in messages], [message.token for message in messages]
 
 
 def _copy_of(value: Any) -> Any:
@@ -301,7 +316,8 @@ class Result(NamedTuple):
 class Event:
     """Something that happened in a consumer, told after the commit.
 
-    `count` is the number of messages concerned. `seconds` is how long the handler ran (succeeded, retried, dead).
+    `queue_name` is the queue of the messages concerned, or the first queue of the consumer for `empty` and `circuit`.
+    `count` is the number of these messages. `seconds` is how long the handler ran (succeeded, retried, dead).
     `message_id` is the `id` of the message and `attempt` its attempt if one message is concerned, else None.
     `detail` is the state of a circuit (closed, armed, open), or the type of the exception of a failure.
     """

@@ -19,7 +19,7 @@ from .._tasks import in_thread, within
 from .._wording import counted
 from ..errors import is_conflict, is_trouble
 from .claims import Claims
-from .delivery import ClaimedMessage, HandlerCall, Result, State
+from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue
 from .policy import Reject, Retry
 from .runtime import Runtime
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
@@ -72,7 +72,12 @@ class HandlerCalls:
     @property
     def free(self) -> int:
         """How many calls may start now."""
-        return self._runtime.limit - len(self.running)
+        free = self._runtime.limit - len(self.running)
+        if self._settings.mode == "receive":
+            # A message whose transaction was rolled back can be received again before its failure is recorded: its
+            # attempts would not be counted, and a handler that hangs would hang once more.
+            free -= self.claims.unsent_settlements
+        return free
 
     def add(self, rows: list[Any], claimed_at: float) -> None:
         """Give claimed messages to the handler, when it is free. They were claimed not before `claimed_at`."""
@@ -86,7 +91,8 @@ class HandlerCalls:
             self.claims.add(messages, claimed_at)
             self.waiting.extend(messages)
             self.start_next()
-            self._runtime.event("claimed", len(messages))
+            for part in by_queue(messages):
+                self._runtime.event("claimed", len(part), queue_name=part[0].queue_name)
 
     async def receive(self, messages: int, expected_by_peek: bool) -> ReceiveRound:
         """Receive messages until one receive finds nothing, and handle each in its transaction."""
@@ -139,6 +145,7 @@ class HandlerCalls:
                     logging.WARNING,
                     f"messages live for {message.expires_at - message.enqueued_at} only, less than the peek_delay"
                     f" of {self._settings.peek_delay}: they may expire unseen",
+                    queue=message.queue_name,
                     message_id=message.id,
                 )
                 break
@@ -212,6 +219,7 @@ class HandlerCalls:
                 logging.WARNING,
                 f"the handler of message {message.id} has run for {seconds:.0f} s, and there is no handler_timeout;"
                 f" {stats.overdue} of {self._settings.slots} handlers run for that long",
+                queue=message.queue_name,
                 message_id=message.id,
             )
 
@@ -230,7 +238,8 @@ class HandlerCalls:
     def _give_up(self, call: HandlerCall, error: TimeoutError) -> None:
         if call not in self.running or self._runtime.is_forced:
             return
-        if any(message.state is State.COMMITTING for message in call.messages):
+        # In receive mode, the messages that the handler has got before these also wait for the commit.
+        if any(message.state is State.COMMITTING for message in call.in_hand):
             # The handler has returned just in time.
             asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._give_up, call, error)
             return
@@ -341,7 +350,7 @@ class HandlerCalls:
     def _send_failure(self, message: ClaimedMessage, error: BaseException, seconds: float | None) -> None:
         """Settle a message without a policy."""
         state, statement, next_step = settlement(self._settings, message, error)
-        fallback = _calls.nack(self._settings.queue_name, message.id, message.token, None, None, None)
+        fallback = _calls.nack(message.queue_name, message.id, message.token, None, None, None)
         self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
 
     async def _with_session(self, call: HandlerCall, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -468,15 +477,13 @@ class HandlerCalls:
         deadline = time.monotonic() + _END_SECONDS
         while messages:
             try:
-                count, locked = await within(max(0.1, deadline - time.monotonic()), self.claims.release(messages))
+                locked = await within(max(0.1, deadline - time.monotonic()), self.claims.release(messages))
             except (psycopg.Error, OSError) as error:
                 if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
                     await asyncio.sleep(0.1)
                     continue
                 self._warn_not_released(messages, str(error).strip() or "no answer from the server")
                 return []
-            if count:
-                self._runtime.event("released", count)
             if locked and not once_more:
                 self._warn_not_released(locked, "other transactions have locked them")
             return locked

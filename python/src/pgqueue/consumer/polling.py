@@ -17,7 +17,7 @@ from psycopg import AsyncConnection
 from .. import _calls
 from .._tasks import end_tasks, within
 from .._wording import counted
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, QueueNotFound
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
@@ -31,7 +31,8 @@ _QUIET = 0.02  # without a notification, after which a consumer asks when the ne
 _TRUST = 0.1  # after an empty look, in which notifications suffice; then the consumer looks again
 _PROBE_SECONDS = 5.0
 _LONGEST_PAUSE = 30.0
-_INFO_SECONDS = 60.0  # between two readings of the settings of the queue
+_INFO_SECONDS = 60.0  # between two readings of the settings of the queues
+_MISSING_SECONDS = 5.0  # the same while one of them does not exist
 _END_SECONDS = 5.0  # for the last statements
 _LEAST_DEADLINE = 10.0  # for any statement
 
@@ -189,11 +190,10 @@ class NotificationListener:
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
 
     async def _prepare(self, connection: AsyncConnection[Any]) -> bool:
-        """Listen to the channel of the queue; returns whether a notification arrives."""
-        (channel,) = await self._runtime.run(_calls.channel(self._runtime.settings.queue_name), "peek")
+        """Listen to the channels of the queues; returns whether a notification arrives."""
         probe = f"pgqueue_probe_{uuid.uuid4().hex}"
-        for name in (channel, probe):
-            await connection.execute(_calls.listen(name))
+        for channel in [probe, *await self._runtime.run(_calls.channels(self._runtime.settings.queue_names), "peek")]:
+            await connection.execute(_calls.listen(channel))
         await self._runtime.run(_calls.notify(probe), "peek")
         has_arrived = False
         async with aclosing(connection.notifies(timeout=_PROBE_SECONDS, stop_after=1)) as notifications:
@@ -247,7 +247,8 @@ class Poller:
         self._claims = self._calls.claims
         self._schedule = PollSchedule(settings.peek_delay.total_seconds(), claim_every=_CLAIM_EVERY[settings.mode])
         self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
-        self._info_at = 0.0
+        self._info_due_at = 0.0  # when to read the settings of the queues again
+        self._misses_queue = False  # whether a queue did not exist then
 
     async def run(self, found: "Future[None]") -> None:
         """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`.
@@ -257,7 +258,7 @@ class Poller:
         runtime = self._runtime
         tasks: list[asyncio.Task[None]] = []
         try:
-            await self._find_queue()
+            await self._find_queues()
             if runtime.is_stopping:
                 return
             if self._settings.listen and runtime.connections.proxied:
@@ -313,9 +314,9 @@ class Poller:
     # Looking. A look returns how many messages to take and whether a peek has found them, or (0, False) after a wait.
     # In lease mode a look claims at once; then it returns how many more messages there are.
 
-    async def _find_queue(self) -> None:
-        """Read the settings of the queue for the first time. A stop ends this: a server can be slow to answer."""
-        looking = asyncio.create_task(self._look_at_queue(is_first=True))
+    async def _find_queues(self) -> None:
+        """Read the settings of the queues for the first time. A stop ends this: a server can be slow to answer."""
+        looking = asyncio.create_task(self._look_at_queues(is_first=True))
         looking.add_done_callback(lambda _: self._runtime.signal())
         try:
             await self._runtime.wait_until(lambda: looking.done() or self._runtime.is_stopping)
@@ -331,42 +332,69 @@ class Poller:
         runtime = self._runtime
         take = self._claim if self._settings.mode == "lease" else self._receive
         credit, expected_by_peek = 0, False  # how many messages to take before the next look
-        while not runtime.is_stopping:
-            free_slots = self._claimable_count()
-            if free_slots <= 0:
-                await runtime.wait_until(lambda: runtime.is_stopping or self._claimable_count() > 0)
-            elif credit <= 0:
-                credit, expected_by_peek = await self._look(free_slots)
-            else:
-                credit, expected_by_peek = await take(free_slots, credit, expected_by_peek)
+        try:
+            while not runtime.is_stopping:
+                free_slots = self._claimable_count()
+                if free_slots <= 0:
+                    await runtime.wait_until(lambda: runtime.is_stopping or self._claimable_count() > 0)
+                elif credit <= 0:
+                    credit, expected_by_peek = await self._look(free_slots)
+                else:
+                    credit, expected_by_peek = await take(free_slots, credit, expected_by_peek)
+        except QueueNotFound:
+            self._info_due_at = 0.0  # to find the queues that exist
+            raise
 
-    async def _look_at_queue(self, is_first: bool = False) -> None:
-        settings, runtime = self._settings, self._runtime
-        call = _calls.get_queue(settings.queue_name)
-        info: Any
-        (info,) = await runtime.execute_shared(runtime.claiming, call) if is_first else await runtime.run(call, "peek")
-        if is_first and settings.mode == "receive" and info.max_in_flight is not None:
+    async def _look_at_queues(self, is_first: bool = False) -> None:
+        settings, runtime, claims = self._settings, self._runtime, self._claims
+        found: list[Any] = []
+        for name in settings.queue_names:
+            call = _calls.find_queue(name)
+            look = runtime.execute_shared(runtime.claiming, call) if is_first else runtime.run(call, "peek")
+            try:
+                found += await look
+            except QueueNotFound as error:
+                if is_first:
+                    raise
+                missing = error
+        if not found:
+            if settings.also:
+                runtime.failed("queue", missing)
+            raise missing
+        runtime.succeeded("queue")
+        names = [info.name for info in found]
+        if names != claims.queue_names:
+            for name in set(names) ^ set(claims.queue_names):
+                text = "is there again" if name in names else "does not exist any more: the consumer serves the others"
+                runtime.log(logging.INFO if name in names else logging.WARNING, f"the queue {text}", queue=name)
+            claims.queue_names = names
+            self._schedule.notifications_off()
+            self._saw_all = False
+        if is_first and settings.mode == "receive" and found[0].max_in_flight is not None:
             # A claim would keep all others waiting until its handler has finished.
             raise InvalidArgument(
-                f"invalid mode: 'receive'; must be 'lease' for queue {info.name!r}, which has max_in_flight"
+                f"invalid mode: 'receive'; must be 'lease' for queue {names[0]!r}, which has max_in_flight"
             )
-        self._info_at = time.monotonic()
-        self._claims.has_limit = info.group_limit is not None or info.max_in_flight is not None
-        self._claims.visibility_timeout = visibility_timeout = settings.visibility_timeout or info.visibility_timeout
+        self._misses_queue = len(names) < len(settings.queue_names)
+        self._info_due_at = time.monotonic() + (_MISSING_SECONDS if self._misses_queue else _INFO_SECONDS)
+        claims.has_limit = any(info.group_limit is not None or info.max_in_flight is not None for info in found)
+        visibility_timeout = settings.visibility_timeout or min(info.visibility_timeout for info in found)
+        claims.visibility_timeout = visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
         deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
         if is_first and settings.peek_delay.total_seconds() > 10:
             text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
             runtime.log(logging.WARNING, text)
-        if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
-            total = settings.retries.total
-            text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
-            runtime.log(logging.WARNING, text)
+        for info in found:
+            if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
+                total = settings.retries.total
+                text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
+                runtime.log(logging.WARNING, text, queue=info.name)
 
     async def _look(self, free_slots: int) -> tuple[int, bool]:
-        if time.monotonic() - self._info_at > _INFO_SECONDS:
-            await self._look_at_queue()
+        if time.monotonic() > self._info_due_at:
+            await self._look_at_queues()
         schedule, is_listening = self._schedule, self._runtime.stats.listening
         if self._claims.has_freed_place:
             self._claims.has_freed_place = False
@@ -400,7 +428,7 @@ class Poller:
             stats.peeks += 1
             most = self._most(free_slots)
             wait = timedelta(seconds=_WAIT_SECONDS)
-            call = _calls.prepare_wait_and_look(self._settings.queue_name, most, wait)
+            call = _calls.prepare_wait_and_look(self._claims.queue_names, most, wait)
             [(seconds, count)] = await self._runtime.run(call, "peek")
             self._saw_all = count < most
             schedule.notifications_on(seconds, is_empty=not count)
@@ -408,7 +436,8 @@ class Poller:
                 schedule.changed()
             if count:
                 return count, True
-        await self._runtime.wait_until(self._is_called, schedule.next_look_at)
+        at = min(schedule.next_look_at, self._info_due_at) if self._misses_queue else schedule.next_look_at
+        await self._runtime.wait_until(self._is_called, at)
         return 0, False
 
     def _is_called(self) -> bool:

@@ -14,7 +14,7 @@ from psycopg.errors import LockNotAvailable
 
 from .. import _calls
 from .._calls import Bound
-from ..errors import is_conflict, is_trouble, is_unreachable
+from ..errors import QueueNotFound, is_conflict, is_trouble, is_unreachable
 from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .policy import cause_of, text_of
@@ -179,8 +179,13 @@ class Runtime:
         self._tell_circuit()
 
     def failed(self, kind: str, error: BaseException) -> None:
-        """Note that a kind of work failed, for the circuit breaker. Conflicts with other transactions do not count."""
+        """Note that a kind of work failed, for the circuit breaker.
+
+        Conflicts with other transactions do not count, and of several queues one that does not exist only if none does.
+        """
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
+            return
+        if self.settings.also and isinstance(error, QueueNotFound) and kind != "queue":
             return
         if kind != "work" and is_trouble(error):
             kind = "connection"
@@ -227,7 +232,7 @@ class Runtime:
         """Log a text about the queue; `extra` adds attributes to the record."""
         if not logger.isEnabledFor(level):
             return
-        name = extra["queue"] = self.settings.queue_name
+        name = extra.setdefault("queue", self.settings.queue_name)
         try:
             logger.log(level, "%s: %s", name, text, exc_info=error, extra=extra)
         except (Exception, SystemExit) as fault:
@@ -247,7 +252,8 @@ class Runtime:
         if kind in _COUNTED:
             setattr(self.stats, kind, getattr(self.stats, kind) + count)
         if self.settings.observe is not None:
-            self._call(self.settings.observe, Event(kind, self.settings.queue_name, count, **more))
+            name = more.pop("queue_name", self.settings.queue_name)
+            self._call(self.settings.observe, Event(kind, name, count, **more))
 
     def report_receive(self, count: int, expected_by_peek: bool) -> None:
         """Count a claim that returned `count` messages; `expected_by_peek` says whether a peek had found some."""
@@ -286,13 +292,14 @@ class Runtime:
         self._tell("dead", row, error)
 
     def _log_message(self, level: int, text: str, message: Any, error: BaseException | None = None) -> None:
-        self.log(level, text, error, message_id=message.id, attempt=message.attempt_count)
+        self.log(level, text, error, queue=message.queue_name, message_id=message.id, attempt=message.attempt_count)
 
     def _tell(
         self, kind: EventKind, message: Any, error: BaseException | None = None, seconds: float | None = None
     ) -> None:
         detail = None if error is None else type(error).__name__
-        self.event(kind, seconds=seconds, message_id=message.id, attempt=message.attempt_count, detail=detail)
+        ids = {"queue_name": message.queue_name, "message_id": message.id, "attempt": message.attempt_count}
+        self.event(kind, seconds=seconds, detail=detail, **ids)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-from .._calls import as_duration
+from .._calls import as_duration, many
 from .._tasks import is_async, unwrapped
 from .delivery import Event, Failure
 from .policy import Decision, Retries, clean
@@ -19,6 +19,7 @@ from .policy import Decision, Retries, clean
 Mode = Literal["lease", "receive"]
 
 MOST_MESSAGES = 10_000  # of one claim or peek
+_MOST_QUEUES = 100  # of one claim
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
@@ -72,6 +73,7 @@ class Settings:
     handler_timeout: timedelta | None = None
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
+    also: Sequence[str] = ()
     slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
@@ -115,9 +117,20 @@ class Settings:
                 raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
         if self.handler_timeout is not None and as_duration("handler_timeout", self.handler_timeout) <= timedelta(0):
             raise ValueError(f"invalid handler_timeout: {self.handler_timeout}; must be above 0")
+        self.also = tuple(many("also", self.also))
+        if self.also and self.mode == "receive":
+            raise ValueError(f"invalid also: {self.also!r:.200}; must be empty in mode 'receive', for one queue only")
+        if len(set(self.queue_names)) < len(self.queue_names) or len(self.also) >= _MOST_QUEUES:
+            text = f"must be up to {_MOST_QUEUES - 1} names of other queues than {self.queue_name!r}, each once"
+            raise ValueError(f"invalid also: {self.also!r:.200}; {text}")
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
+
+    @property
+    def queue_names(self) -> list[str]:
+        """The queues, in the order of preference."""
+        return [self.queue_name, *self.also]
 
     @property
     def in_transaction(self) -> bool:

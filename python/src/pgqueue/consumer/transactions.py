@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 from weakref import WeakSet
@@ -18,7 +19,7 @@ from ..errors import QueueNotFound, is_conflict, is_trouble
 from ..message import Message, UnreadableJson
 from . import policy
 from .connections import begin_statement, is_busy, is_outside_transaction
-from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State
+from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State, by_queue, claims_of
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
 from .settings import Settings
@@ -41,7 +42,7 @@ def settlement(
     """The outcome of a failed attempt, by the answer of a policy or without one, the statement that settles it, and
     what follows.
     """
-    message, name, by = claimed.message, settings.queue_name, settings.claimed_by or ""
+    message, name, by = claimed.message, claimed.queue_name, settings.claimed_by or ""
     decision = policy.decide(error, answer, message.attempt_count, settings.retries)
     if isinstance(decision, Handled):
         return State.ACKED, _calls.ack(name, claimed.id, claimed.token), "the policy has handled it"
@@ -61,7 +62,7 @@ def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseExcep
     """The statement that counts an attempt whose transaction was rolled back, and what follows."""
     decision = policy.decide(error, None, claimed.message.attempt_count, settings.retries)
     statement = _calls.record_failure(
-        settings.queue_name,
+        claimed.queue_name,
         claimed.id,
         claimed.message.attempt_count,
         decision.after if isinstance(decision, Retry) else None,
@@ -186,9 +187,13 @@ class Transactions:
         call.take(messages)
         for row, reason in call.unreadable:
             await session.execute(rejection(row, reason))
+        if not rows:  # A claim that finds nothing can lock a group, from which the next claim would take nothing.
+            await session.command(_calls.COMMIT)
         if call.received is not None:  # After a conflict the call receives once more.
             received, call.received = call.received, None
             self._workers.call_soon(received, len(rows))
+        if not rows:
+            return Attempt("done")
         results: list[Result] = []
         if messages and not call.is_cancelled:
             if call.unreadable:
@@ -319,7 +324,6 @@ class Transactions:
         self, messages: list[ClaimedMessage], deliveries: list[Delivery], seconds: float, end: bytes, session: Session
     ) -> list[Result]:
         """Acknowledge the messages, or settle them as they are marked, and execute `end`. Raises `_ClaimLost`."""
-        name = self._settings.queue_name
         results: list[Result] = []
         statements: dict[int, Bound[Any]] = {}
         for message, delivery in zip(messages, deliveries, strict=True):
@@ -330,24 +334,27 @@ class Transactions:
         if statements or len({message.token for message in messages}) > 1:
             # One by one, by id: heartbeats lock messages in this order.
             for message in sorted(messages, key=lambda message: message.id):
-                kept = await session.execute(statements.get(message.id) or _calls.ack(name, message.id, message.token))
+                acknowledge = _calls.ack(message.queue_name, message.id, message.token)
+                kept = await session.execute(statements.get(message.id, acknowledge))
                 if not kept[0]:
                     raise _ClaimLost
             await session.command(end)
             return results
         # All in one command, which fails before `end` if one of the messages is not claimed any more.
-        acknowledge = _calls.ack_all_or_fail(name, [message.id for message in messages], messages[0].token)
+        ids = [message.id for message in messages]
         try:
-            await session.command(acknowledge + end)
+            await session.command(_calls.ack_all_or_fail(messages[0].queue_name, ids, messages[0].token) + end)
         except DivisionByZero as error:
             raise _ClaimLost("the message was not there any more to be acknowledged") from error
         return results
 
     async def extend(self, messages: list[ClaimedMessage], session: Session) -> list[ClaimedMessage]:
         """Extend claims; returns the messages whose claims are lost."""
-        ids, tokens = [message.id for message in messages], [message.token for message in messages]
-        timeout = self._settings.visibility_timeout
-        kept = set(await session.execute(_calls.extend_claims(self._settings.queue_name, ids, tokens, timeout)))
+        kept: set[int] = set()
+        for part in by_queue(messages):
+            with suppress(QueueNotFound):  # It was dropped with its messages.
+                call = _calls.extend_claims(*claims_of(part), self._settings.visibility_timeout)
+                kept.update(await session.execute(call))
         return [message for message in messages if message.id not in kept]
 
 

@@ -1,8 +1,8 @@
 """`python -m pgqueue.demo.spark`: the flights that left New York in 2013, streamed through Spark.
 
 A producer sends them in order of departure. A streaming query sums them by carrier and hour, and writes the sums to
-Parquet and to a queue of summaries, exactly once. Then the finished messages are written to Parquet, and a report on
-message flow is made. At the end the sums of Spark are compared with those of PostgreSQL.
+Parquet and to a queue of summaries, exactly once. Then the finished messages are written to a Delta table, and a report
+on message flow is made. At the end the sums of Spark are compared with those of PostgreSQL.
 """
 
 import argparse
@@ -108,8 +108,13 @@ def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: 
         console.print(
             f"{len(records):,} flights in {took:.1f} s, {len(records) / took:,.0f} a second, including sending"
         )
-        with console.status("writing finished messages to Parquet, and the report"):
+        began = time.monotonic()
+        with console.status("writing finished messages to a Delta table"):
             (archived,) = archive_to_parquet(spark, str(out / "archive"), dsn=dsn, queues=[QUEUE])
+        took = time.monotonic() - began
+        rate = archived.written / took
+        console.print(f"{archived.written:,} messages archived in {took:.1f} s, {rate:,.0f} a second")
+        with console.status("making the report"):
             report = flow_report(spark, out / "report", [QUEUE], dsn=dsn, path=str(out / "archive"))
             found = {
                 "PostgreSQL": [*connection.execute(SUMS_OF_POSTGRES.encode())],
@@ -224,7 +229,7 @@ def check_results(
         "the queue has the same sums for each carrier and hour": sorted(found["queue"]) == expected,
         "every message is finished, and none is a dead letter": waiting == 0,
         # Including the message that completes the last hours.
-        "every finished message is in Parquet, once": written == kept == sent + 1,
+        "every finished message is in the Delta table, once": written == kept == sent + 1,
     }
     failed = [check for check, holds in checks.items() if not holds]
     for check in failed:
@@ -232,7 +237,7 @@ def check_results(
     if not failed:
         console.print(
             f"[bold green]All {len(expected):,} sums equal those of PostgreSQL[/], and all {sent:,} flights, and the"
-            " message that completes the last hours, are in Parquet once."
+            " message that completes the last hours, are in the Delta table once."
         )
     return not failed
 

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.staticfiles import StaticFiles
 from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from . import direct_routes, managed_routes, operations_routes, page_routes
@@ -145,7 +146,11 @@ def _handle_errors(app: FastAPI) -> None:
             logger.log(level, "%s %s: %s", request.method, answer.code, type(error).__name__, exc_info=trace)
         return respond(request, answer)
 
+    async def disconnected(_request: Request, _error: Any) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
     app.add_exception_handler(ApiError, api)
+    app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, status)
     for kind in (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError):

@@ -11,7 +11,7 @@ from fastapi import Depends, Header, Request, Response
 
 from .admission import Admission
 from .databases import Databases
-from .errors import database_not_found, service_not_found
+from .errors import ApiError, database_not_found, service_not_found
 from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
@@ -25,6 +25,7 @@ __all__ = [
     "Context",
     "CurrentContext",
     "IdempotencyKey",
+    "check_not_reserved",
     "context_of",
     "error_responses",
     "find_database",
@@ -104,7 +105,7 @@ async def _idempotency_key(
         return None
     method, path, query = request.method.encode(), request.scope["path"].encode(), request.scope["query_string"]
     body = await request.body()
-    what = await run_beside(body, fingerprint, method, path, query, body)
+    what = await run_beside(request, body, fingerprint, method, path, query, body)
     return EffectKey(f"user:{current().name}", idempotency_key, what)
 
 
@@ -122,6 +123,12 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def is_queue_name(text: str) -> bool:
     """Whether the text is a valid name of a queue."""
     return _NAME.fullmatch(text) is not None
+
+
+def check_not_reserved(context: Context, name: str) -> None:
+    """Raise `ApiError` 422 if a new queue would have the name of the queue of tasks, which is hidden from users."""
+    if name == context.settings.tasks.queue:
+        raise ApiError(422, "invalid", f"name {name} is reserved", "name", name, "any other name")
 
 
 def find_service(context: Context, id: str | None) -> Service:

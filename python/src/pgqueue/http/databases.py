@@ -19,8 +19,10 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
 from .migrations import CONTROL, TARGET, install, migrate
+from .rights import current_or_none
 from .serialization import RawJson, TimestampLoader
 from .settings import Limits, Service, Settings
+from .turns import Gate
 
 __all__ = ["Connection", "Databases"]
 
@@ -28,6 +30,7 @@ Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
 
 _RETRY_SECONDS = 1.0  # the pool's retries after a failed connection; a later request starts them again
+_MOST_SECONDS = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
 _MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
@@ -36,7 +39,7 @@ class _Pool:
     """The connections to a database, the gate before them, and whether the last attempt to connect failed."""
 
     connections: AsyncConnectionPool[Connection]
-    gate: asyncio.Semaphore
+    gate: Gate
     is_failing: bool = False
 
 
@@ -55,7 +58,7 @@ class _Lease:
     is rolled back. So a block that goes on after such an error needs a transaction of its own around the statement.
     """
 
-    __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool")
+    __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool", "_user")
 
     def __init__(
         self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits, conninfo: Callable[[], str] | None
@@ -66,10 +69,10 @@ class _Lease:
 
     async def __aenter__(self) -> Connection:
         self._pool = await self._open()
-        if self._pool.gate.locked():
+        caller = current_or_none()
+        self._user = caller.name if caller else ""
+        if not self._pool.gate.try_pass(self._user):
             await self._wait_at_gate()
-        else:
-            await self._pool.gate.acquire()  # returns at once
         try:
             self._connection = await self._connect()
             if is_proxied(self._connection):
@@ -79,7 +82,7 @@ class _Lease:
                     await self._pool.connections.putconn(self._connection)
                     raise
         except BaseException:
-            self._pool.gate.release()
+            self._pool.gate.leave(self._user)
             raise
         return self._connection
 
@@ -87,7 +90,7 @@ class _Lease:
         seconds = self._limits.connect_seconds if self._pool.is_failing else self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
-                await self._pool.gate.acquire()
+                await self._pool.gate.wait(self._user)
         except TimeoutError:
             raise PoolTimeout("too many requests wait for this database") from None
 
@@ -128,7 +131,7 @@ class _Lease:
             finally:
                 await self._pool.connections.putconn(self._connection)
         finally:
-            self._pool.gate.release()
+            self._pool.gate.leave(self._user)
 
     async def _end_transaction(self, error: BaseException | None) -> None:
         status = self._connection.pgconn.transaction_status
@@ -253,6 +256,7 @@ class Databases:
                     kwargs={"autocommit": True},
                     min_size=1,
                     max_size=size,
+                    max_lifetime=_MOST_SECONDS,
                     open=False,
                     configure=self._configure,
                     check=_check,
@@ -260,7 +264,7 @@ class Databases:
                     name="control" if place is None else "/".join(place),
                 )
                 await connections.open(wait=False)
-                self._pools[place] = _Pool(connections, asyncio.Semaphore(size))
+                self._pools[place] = _Pool(connections, Gate(size))
             return self._pools[place]
 
     async def _configure(self, connection: Connection) -> None:

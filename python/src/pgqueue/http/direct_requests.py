@@ -13,8 +13,6 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from .direct_routes import router, target_of
@@ -77,10 +75,7 @@ class DirectRequests:
     async def _respond(self, scope: Scope, request: JsonRequest) -> Response:
         verb: _Verb = scope["direct_verb"]
         require(f"POST {verb.route.path}")
-        try:
-            text = await request.text()
-        except ClientDisconnect:
-            raise HTTPException(400, "the client disconnected") from None
+        text = await request.text()
         body: Any = read_fast(verb.function.__name__, text) if text else None
         value = await request.json() if text and body is None else None
         query = {}

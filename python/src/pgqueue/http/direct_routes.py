@@ -57,7 +57,7 @@ from .models import (
     QueueSettings,
     Redrive,
 )
-from .request_body import JsonRequest, JsonRoute, run_beside
+from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside
 from .rights import current
 from .serialization import to_json
 from .settings import Service
@@ -227,7 +227,7 @@ async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: Enq
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     text = await request.text()
     if isinstance(body, EnqueueDirect) and not is_small(text):  # else the text was found to be small
-        await run_beside(text, check_sizes, body.messages)
+        await run_beside(request, text, check_sizes, body.messages)
 
     async def effect(queue: AsyncQueue) -> Answer:
         ids = await enqueue_messages(queue.connection, target.name, text, body.messages)
@@ -243,8 +243,8 @@ async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: Enq
 async def claim(request: Request, target: KeyedTargetDependency, body: Claim) -> Response:
     """Claim up to 100 messages. Waits up to 20 seconds for the first; the list is empty if there was none.
 
-    If the client disconnects meanwhile, its messages are released: they are ready again, and the attempt is not
-    counted.
+    If the client disconnects meanwhile, or the response does not fit into the server's memory, the messages are
+    released: they are ready again, and the attempt is not counted.
     """
     return await _respond_to_claim(_ClaimOperation(target, body, request), [target])
 
@@ -291,8 +291,12 @@ class _ClaimOperation:
         claiming = asyncio.create_task(self._claim())
         try:
             answer = await asyncio.shield(claiming)
+            if answer is not None:
+                memory: BodyMemory = self.request.scope["body_memory"]
+                text = answer.text
+                memory.take_response(len(text) if text.isascii() else len(text.encode()))
             is_gone = bool(self._held) and await self.request.is_disconnected()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ApiError):
             self._target_queue.context.run_in_background(self._release(claiming))
             raise
         if is_gone:
@@ -386,7 +390,7 @@ async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, secon
                         await waiter.listen()
                 rest = interval.total_seconds()
                 for each in targets:
-                    waiting = prepare_wait_and_look(each.name, 1, interval)
+                    waiting = prepare_wait_and_look([each.name], 1, interval)
                     async with each.queue() as queue:
                         cursor = await queue.connection.execute(waiting.text, waiting.values)
                         seconds_until_due, _ = await cursor.fetchone() or (0.0, 0)
@@ -396,9 +400,12 @@ async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, secon
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), rest))
                 notifications = [asyncio.create_task(waiter.notified.wait()) for waiter in waiters]
-                await asyncio.wait({stopping, *notifications}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-                for notification in notifications:
-                    notification.cancel()
+                try:
+                    await asyncio.wait({stopping, *notifications}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                finally:  # nothing else refers to these tasks: one that still waits would be collected as garbage
+                    for notification in notifications:
+                        notification.cancel()
+                await targets[0].context.admission.pace.begin()  # a message can wake thousands of requests
     finally:
         stopping.cancel()
     return None
@@ -425,7 +432,7 @@ async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
 @router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
 async def nack(request: JsonRequest, target: KeyedTargetDependency, body: Nack) -> Response:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-    headers = await run_beside(await request.text(), failure_headers, body.headers)
+    headers = await run_beside(request, await request.text(), failure_headers, body.headers)
     values = _seconds(body.delay_seconds), _storable_text(body.error), headers
     return await _settle(target, body, "nacked", _NACK, *values)
 

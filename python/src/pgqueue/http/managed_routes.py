@@ -13,6 +13,7 @@ from .context import (
     Context,
     CurrentContext,
     IdempotencyKey,
+    check_not_reserved,
     error_responses,
     find_database,
     find_service,
@@ -64,8 +65,7 @@ async def create_queue(context: CurrentContext, service_id: str, body: CreateQue
         message = f"database_name is invalid; must be {error.limit}"
         raise ApiError(422, "invalid", message, "database_name", body.database_name, error.limit) from None
     current().check_new(service.id, database, body.name)
-    if body.name == context.settings.tasks.queue:
-        raise ApiError(422, "invalid", f"name {body.name} is reserved", "name", body.name, "any other name")
+    check_not_reserved(context, body.name)
 
     async with context.databases.control() as connection:
 
@@ -137,7 +137,7 @@ async def enqueue(
 ) -> Response:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     text = await request.text()
-    await run_beside(text, check_sizes, body.messages)
+    await run_beside(request, text, check_sizes, body.messages)
     return await _submit(context, service, queue_name, "enqueue", key, text)
 
 

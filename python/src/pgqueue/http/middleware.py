@@ -14,7 +14,7 @@ from .audit import Audit
 from .errors import ApiError, error_response, from_database_error
 from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
-from .request_body import Bodies, BodyMemory
+from .request_body import PART_BYTES, Bodies, BodyMemory
 from .rights import begin
 
 __all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "RequestMiddleware"]
@@ -24,7 +24,7 @@ logger = logging.getLogger("pgqueue.http")
 # Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
 BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
 SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
-LOGIN_BODY_LIMIT: Final = 16 * 1024  # bytes: everybody may send it
+LOGIN_BODY_LIMIT: Final = 8 * 1024  # bytes: everybody may send it, and it is parsed at once
 # A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
 _GRACE_SECONDS: Final = 1.0
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
@@ -64,13 +64,14 @@ class RequestMiddleware:
         """Serve a request. The time limit holds even if the application ignores its cancellation."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        begin(None)  # a request that follows another on its connection has inherited the caller of that one
         began = time.perf_counter()
         # The application sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its
         # method.
         get_scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        response = _ResponseSender(send, with_body=get_scope is scope)
         limit = _body_limit(scope["path"])
         memory = get_scope["body_memory"] = BodyMemory(self._bodies)
+        response = _ResponseSender(send, get_scope is scope, memory)
 
         async def send_timeout() -> None:
             message = f"the request took longer than {self._seconds:g} s"
@@ -83,7 +84,8 @@ class RequestMiddleware:
             self._seconds + _GRACE_SECONDS, lambda: timeout_tasks.append(loop.create_task(send_timeout()))
         )
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._seconds) as response.time_limit:
+                await self._admission.pace.begin()
                 await self._admit(get_scope, limit)
                 await self._app(get_scope, _LimitedReceive(receive, limit, memory), response.send)
         except ApiError as error:
@@ -94,9 +96,12 @@ class RequestMiddleware:
             if response.status:
                 raise
             # The error is answered here. If it reached uvicorn, uvicorn would close the connection with all requests on
-            # it.
-            logger.exception("%s failed", scope["method"])
-            await response.send_instead(error_response(from_database_error(error)), scope, receive)
+            # it. Starlette wraps the error of a response that is refused when it begins.
+            answer = error.__cause__
+            if not isinstance(answer, ApiError):
+                logger.exception("%s failed", scope["method"])
+                answer = from_database_error(error)
+            await response.send_instead(error_response(answer), scope, receive)
         finally:
             timer.cancel()
             memory.release()
@@ -117,13 +122,19 @@ class RequestMiddleware:
 
 
 class _ResponseSender:
-    """Sends the response that starts first, and adds the security headers to it."""
+    """Sends the response that starts first, and adds the security headers to it.
 
-    def __init__(self, send: Send, with_body: bool) -> None:
+    A large response is sent in parts, each when the client has read most of the previous ones: its memory is counted
+    meanwhile, and the time limit of the request has ended.
+    """
+
+    def __init__(self, send: Send, with_body: bool, memory: BodyMemory) -> None:
         self._send = send
         self._with_body = with_body
+        self._memory = memory
         self._is_over = False
         self.status = 0
+        self.time_limit: asyncio.Timeout | None = None
 
     async def send(self, message: Message) -> None:
         """Send a part of the application's response. Drop it if another response was sent instead."""
@@ -138,12 +149,21 @@ class _ResponseSender:
 
     async def _send_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
             given = [*message.get("headers", ())]
+            if self._with_body:
+                length = next((int(value) for name, value in given if name == b"content-length"), 0)
+                self._memory.take_response(length)
+            self.status = message["status"]
             names = {name for name, _ in given}
             message = {**message, "headers": given + [each for each in _RESPONSE_HEADERS if each[0] not in names]}
         elif not self._with_body:
             message = {**message, "body": b""}
+        elif len(body := message.get("body", b"")) > PART_BYTES:
+            if self.time_limit is not None and not self.time_limit.expired():
+                self.time_limit.reschedule(None)
+            for at in range(0, len(body) - PART_BYTES, PART_BYTES):
+                await self._send({**message, "body": body[at : at + PART_BYTES], "more_body": True})
+            message = {**message, "body": body[-(len(body) % PART_BYTES or PART_BYTES) :]}
         await self._send(message)
 
 

@@ -12,7 +12,7 @@ from psycopg.types.json import Jsonb
 
 from ..client import AsyncQueue
 from ..message import QueueInfo
-from .context import Context, CurrentContext, find_database, find_service
+from .context import Context, CurrentContext, check_not_reserved, find_database, find_service
 from .enqueueing import check_sizes
 from .errors import ApiError
 from .message_search import STATES, SearchRefused, find
@@ -82,7 +82,12 @@ _FIELDS: Final = (
     _duration(
         "dedup_window", "Deduplication window", explanation="how long a key is taken; 0: while its message lives"
     ),
-    Field("group_limit", "Group limit", int, explanation="messages of a group in flight at a time; empty: no groups"),
+    Field(
+        "group_limit",
+        "Group limit",
+        int,
+        explanation="messages of a group in flight at a time; empty at creation: no groups",
+    ),
     Field("on_dead", "After a dead letter", str, explanation="its group goes on (skip) or waits (hold)"),
     Field("max_in_flight", "Most in flight", int, explanation="messages of the queue at a time; empty: no limit"),
     Field("rate_limit", "Rate limit", int, explanation="messages claimed in each period; empty: no limit"),
@@ -143,6 +148,7 @@ async def create(request: Request, context: CurrentContext) -> Response:
         chosen = find_service(context, service)
         find_database(chosen, database)
         current().check_new(service, database, name)
+        check_not_reserved(context, name)
         values = {each.name: each.read(form) for each in (*_FIELDS, *_ONLY_NEW)}
         async with context.databases.target(chosen, database, prepare=True) as connection:
             await AsyncQueue(connection, name).create_queue(**values)
@@ -185,6 +191,10 @@ async def change_settings(request: Request, context: CurrentContext, place: Curr
                 await queue.alter_queue(
                     **{name: value for name, value in values.items() if value != getattr(settings, name)}
                 )
+                for field in _FIELDS:  # To alter_queue null means unchanged.
+                    if values[field.name] is None and getattr(settings, field.name) is not None:
+                        message = f"{field.label} is empty; it must have a value in this queue"
+                        raise ApiError(422, "invalid", message, field.name, "", "a value")
         except _ERRORS as error:
             return _settings_page(place, settings, form, explain(error))
     return RedirectResponse("../" + queue_url("queue", place, done="The settings are changed"), 303)

@@ -14,6 +14,7 @@ from ..errors import InvalidArgument
 from .context import Context, CurrentContext, find_database, find_service, is_queue_name
 from .errors import ApiError, from_database_error, queue_not_found
 from .models import MAX_ID
+from .request_body import run_beside
 from .rights import current, current_or_none
 from .sampling import Place
 
@@ -21,6 +22,7 @@ __all__ = ["TAG", "CurrentPlace", "Form", "explain", "message_ids", "open_queue"
 
 TAG: Final = "page"
 _MAX_FORM_FIELDS: Final = 10_000
+_MOST_IDS: Final = 10_000  # of a request, as in the API
 Form = dict[str, list[str]]
 
 
@@ -35,7 +37,7 @@ _Text = Annotated[str, Query()]
 async def _place(context: CurrentContext, service: _Text, database: _Text, name: _Text) -> Place:
     found = find_service(context, service)
     find_database(found, database)
-    if not is_queue_name(name):
+    if not is_queue_name(name) or name == context.settings.tasks.queue:
         raise queue_not_found(name)
     current().check(service, database, name)
     return service, database, name
@@ -58,7 +60,9 @@ async def read_form(request: Request) -> Form:
     Raises `ApiError` 403 if the request belongs to a session whose token the form lacks: another site cannot know it.
     """
     try:
-        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=_MAX_FORM_FIELDS)
+        body = await request.body()
+        text = body.decode(errors="replace")
+        form = await run_beside(request, body, parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:
         raise ApiError(
             422, "invalid", "the form has too many fields", "body", limit=f"at most {_MAX_FORM_FIELDS}"
@@ -72,6 +76,10 @@ async def read_form(request: Request) -> Form:
 
 def message_ids(given: list[str]) -> list[int]:
     """The ids of messages in a form or in a URL; each field has one, or several with commas between them."""
+    number = sum(field.count(",") + 1 for field in given)
+    if number > _MOST_IDS:
+        limit = f"at most {_MOST_IDS} messages"
+        raise ApiError(422, "invalid", f"id has {number} messages; must be {limit}", "id", number, limit)
     ids = [each for field in given for each in field.split(",")]
     if not ids or not all(each.isdecimal() and each.isascii() and 0 < int(each[:20]) <= MAX_ID for each in ids):
         limit = "the id of a message, or all"

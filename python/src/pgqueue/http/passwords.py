@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,16 +69,17 @@ class Authenticator:
 
     At most two passwords are hashed at a time, in threads outside of the event loop, and one for each client. Clients
     take turns, and so do the names for which a client gives passwords; all unknown names count as one. A client that
-    floods the server therefore delays others by one hash at most.
+    floods the server therefore delays others by one hash at most. In every second turn the users take turns, and
+    clients without a failure come first. So guesses for one user from many addresses do not delay other users for long.
     """
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users
         self._digests = {name: _digests[hashed] for name, hashed in users.items() if hashed in _digests}
         self._decoy = hash_password(secrets.token_hex(16))
-        self._turns = _Turns()
-        self._verifying: dict[tuple[str, str, bytes], asyncio.Task[bool]] = {}  # by client, name and digest
         self._failures: dict[str, _Failures] = {}  # by client
+        self._turns = _Turns(self._failures)
+        self._verifying: dict[tuple[str, str, bytes], asyncio.Task[bool]] = {}  # by client, name and digest
 
     async def user(self, authorization: str, address: str = "") -> str | None:
         """The name of the user; None if there is no such user or the password is wrong.
@@ -127,7 +128,7 @@ class Authenticator:
         client = _client(address)
         now = time.monotonic()
         if client not in self._failures and len(self._failures) >= _MOST_CLIENTS:
-            self._failures.clear()
+            del self._failures[next(iter(self._failures))]
         failures = self._failures.setdefault(client, _Failures(-_LOG_SECONDS + now))
         failures.count += 1
         if now - failures.logged_at >= _LOG_SECONDS:
@@ -145,9 +146,16 @@ class _Failures:
 
 
 class _Turns:
-    """Lets passwords be hashed: clients take turns, and so do the names of a client."""
+    """Lets passwords be hashed: clients take turns, and so do the names of a client.
 
-    def __init__(self) -> None:
+    In every second turn names take turns, and clients without a failure come first.
+    """
+
+    def __init__(self, failures: Container[str]) -> None:
+        self._failures = failures  # clients
+        self._is_by_name = False  # the next turn
+        self._served: dict[str | None, int] = {}  # the number of the last turn of each name
+        self._number = 0  # of turns by name
         # The next turn belongs to the first client, and to the first name of that client.
         self._waiting: dict[str, dict[str | None, deque[asyncio.Future[None]]]] = {}
         self._hashing: set[str] = set()  # clients
@@ -169,19 +177,25 @@ class _Turns:
         self._give()
 
     def _give(self) -> None:
-        for client in list(self._waiting):
-            if len(self._hashing) >= _MOST_HASHING:
+        while len(self._hashing) < _MOST_HASHING:
+            clients = [each for each in self._waiting if each not in self._hashing]
+            if not clients:
                 return
-            if client not in self._hashing:
-                self._hashing.add(client)
-                names = self._waiting.pop(client)
-                name = next(iter(names))
-                queue = names.pop(name)
-                queue.popleft().set_result(None)
-                if queue:
-                    names[name] = queue
-                if names:
-                    self._waiting[client] = names
+            client, name = clients[0], next(iter(self._waiting[clients[0]]))
+            if self._is_by_name:
+                pairs = ((each, name) for each in clients for name in self._waiting[each])
+                client, name = min(pairs, key=lambda pair: (self._served.get(pair[1], 0), pair[0] in self._failures))
+                self._number += 1
+                self._served[name] = self._number
+            self._is_by_name = not self._is_by_name
+            self._hashing.add(client)
+            names = self._waiting.pop(client)
+            queue = names.pop(name)
+            queue.popleft().set_result(None)
+            if queue:
+                names[name] = queue
+            if names:
+                self._waiting[client] = names
 
 
 def _client(address: str) -> str:

@@ -8,15 +8,17 @@ they are answered one after the other, and the server reads and keeps a bounded 
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 __all__ = [
     "CLIENT_READ_SECONDS",
     "HEADERS_LIMIT",
+    "HEADERS_MOST",
     "HEADERS_SECONDS",
     "PIPELINE_LIMIT",
     "REMAINING_BODY_SECONDS",
@@ -24,18 +26,22 @@ __all__ = [
 ]
 
 HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that arrives with them counts, too
+HEADERS_MOST: Final = 100  # of a request; a short one takes twenty times its bytes
 HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
 REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
 PIPELINE_LIMIT: Final = 64 * 1024  # bytes that wait for the response to a previous request; then reading stops
 _PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
+_PARSE_SECONDS: Final = 0.002  # then other connections have their turn
+_JOINED_BYTES: Final = 16 * 1024  # of a write; larger ones are not joined
 CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
 
 
 class _JoiningTransport:
-    """A transport that joins the writes of one turn of the event loop.
+    """A transport that joins the small writes of one turn of the event loop.
 
     uvicorn writes the headers and the body of a response one after the other. Each write would be a packet, and would
-    wake the client.
+    wake the client. A large write is passed on at once: only the transport knows when the response has to wait for the
+    client.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -50,6 +56,8 @@ class _JoiningTransport:
         if not self._unsent:
             self._loop.call_soon(self._send)
         self._unsent.append(data)
+        if len(data) >= _JOINED_BYTES:
+            self._send()
 
     def close(self) -> None:
         self._send()
@@ -81,6 +89,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = True
         self._received = 0
         self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
+        self._next_parsing: asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._current_cycle: RequestResponseCycle | None = None
 
@@ -110,10 +119,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._parse(data)
 
     def _parse_more(self) -> None:
+        until = time.monotonic() + _PARSE_SECONDS
         while self._unparsed and not self.pipeline and not self.transport.is_closing():
             part = bytes(self._unparsed[:_PARSED_AT_ONCE])
             del self._unparsed[:_PARSED_AT_ONCE]
             self._parse(part)
+            if time.monotonic() > until:  # very small chunks
+                if self._next_parsing is None:
+                    self._next_parsing = self.loop.call_soon(self._parse_on)
+                break
         if self.transport.is_closing():
             self._unparsed.clear()
         elif len(self._unparsed) > PIPELINE_LIMIT:
@@ -121,17 +135,38 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         elif self.flow.is_full:
             self.flow.is_full = False
-            self.flow.resume_reading()
+            # uvicorn also pauses for a large body. Then the request resumes when it takes the body, or ends.
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or len(cycle.body) <= HIGH_WATER_LIMIT:
+                self.flow.resume_reading()
+
+    def _parse_on(self) -> None:
+        self._next_parsing = None
+        self._parse_more()
 
     def _parse(self, data: bytes) -> None:
-        # Count the bytes of the headers, and start their timeout with the first byte.
-        if self._is_reading_headers:
-            self._received += len(data)
-            if self._deadline is None:
-                self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
+        # Count the bytes that are no body: request line and headers, and what may stand between the chunks of a body
+        # and after them. Start the timeout of the headers with the first byte.
+        self._received += len(data)
+        if self._is_reading_headers and self._deadline is None:
+            self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
         super().data_received(data)
-        if self._is_reading_headers and self._received > HEADERS_LIMIT:
+        if self._received > HEADERS_LIMIT:
             self._refuse(431, "head_too_large", f"request line and headers are over the limit of {HEADERS_LIMIT} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Drop it if it follows a chunked body: no route reads it."""
+        if not self._is_reading_headers:
+            return
+        if len(self.headers) == HEADERS_MOST:
+            self._refuse(431, "head_too_large", f"the request has more than {HEADERS_MOST} headers")
+            raise ValueError  # ends the parsing
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Do not count the body, and allow that as many bytes again are none."""
+        self._received = max(0, self._received - 2 * len(body))
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         """End the timeout of the headers."""
@@ -143,6 +178,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Expect the headers of the next request."""
         self._is_reading_headers = True
+        self._received = 0
         super().on_message_complete()
         if self.cycle.response_complete:  # without this deadline, nothing would close the connection of a silent client
             self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
@@ -183,6 +219,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # The error has the form of every error, but is written here because the application has no request to answer.
         # It is not sent if the client could take it for the response to the previous request, or for a part of that
         # response.
+        if self.transport.is_closing():  # it was refused before
+            return
         self._cancel_deadline()
         before = self._current_cycle
         is_expected = before is None or before.response_complete

@@ -7,6 +7,7 @@ serves other requests meanwhile.
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,11 +20,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from .errors import ApiError
+from .rights import current_or_none
+from .turns import Gate
 
 __all__ = [
     "BODIES_LIMIT",
     "DEPTH_LIMIT",
     "FRACTION_DIGITS",
+    "PART_BYTES",
     "VALUES_LIMIT",
     "WHOLE_DIGITS",
     "Bodies",
@@ -38,11 +42,14 @@ __all__ = [
 ]
 
 BODIES_LIMIT: Final = 256 * 1024 * 1024  # bytes of memory for the bodies of all requests
+PART_BYTES: Final = 64 * 1024  # of a response that are sent at once
 VALUES_LIMIT: Final = 1_000_000  # of JSON in a body: items of lists and members of objects
 DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 _VALUE_BYTES: Final = 128  # of memory that a parsed value takes
 _LARGE: Final = 16 * 1024  # bytes or characters; a thread costs more than it saves below
-_THREADS: Final = ThreadPoolExecutor(2, "pgqueue-body")
+_MOST_THREADS: Final = 2
+_THREADS: Final = ThreadPoolExecutor(_MOST_THREADS, "pgqueue-body")
+_REST_SECONDS: Final = 0.2
 _WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
 
@@ -86,42 +93,84 @@ class ExactNumber:
 
 
 class Bodies:
-    """The bodies of all running requests. `held` is the memory in bytes that they take."""
+    """The bodies of all running requests and of their responses. `held` is the memory in bytes that they take, by user;
+    `gate` leads to the threads.
+    """
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held: Counter[str] = Counter()
+        self.gate = Gate(_MOST_THREADS)
 
 
 class BodyMemory:
-    """The memory that the body of one request takes, until it is released."""
+    """The memory that the body of one request takes, and that of its response, until it is released."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+        self._held = bodies.held
         self._taken = 0
+        self._response = 0
+        self._user = ""
+        self.gate = bodies.gate
 
     def take(self, size: int) -> None:
-        """Add bytes. Raises `ApiError` 503 if the bodies of all requests then take more than `BODIES_LIMIT`."""
-        held = self._bodies.held + size
-        if held > BODIES_LIMIT:
-            message = f"the bodies of all requests take more memory than the limit of {BODIES_LIMIT} bytes: try again"
-            limit = f"{BODIES_LIMIT} bytes for all requests"
-            raise ApiError(503, "overloaded", message, "body", f"{held} bytes", limit, {"Retry-After": "1"})
-        self._bodies.held = held
+        """Add bytes.
+
+        Raises `ApiError` 503 if the bodies of all requests then take more than `BODIES_LIMIT`, or those of the user
+        more than four fifths of it.
+        """
+        if not self._taken:
+            caller = current_or_none()
+            self._user = caller.name if caller else ""
+        most = BODIES_LIMIT * 4 // 5
+        for held, limit, whose in (
+            (self._held[self._user] + size if self._user else 0, most, "requests of a user"),
+            (self._held.total() + size, BODIES_LIMIT, "all requests"),
+        ):
+            if held > limit:
+                message = f"the bodies of {whose} take more memory than the limit of {limit} bytes: try again"
+                text = f"{limit} bytes for {whose}"
+                raise ApiError(503, "overloaded", message, "body", f"{held} bytes", text, {"Retry-After": "1"})
+        self._held[self._user] += size
         self._taken += size
+
+    def take_response(self, size: int) -> None:
+        """Add the bytes of the response, once, if it is sent in several parts. Raises the errors of `take`."""
+        if size > PART_BYTES:
+            self.take(max(0, size - self._response))
+            self._response = max(size, self._response)
 
     def release(self) -> None:
         """Free the memory, at the end of the request."""
-        self._bodies.held -= self._taken
-        self._taken = 0
+        self._held[self._user] -= self._taken
+        self._taken = self._response = 0
 
 
 async def run_beside(
-    body: str | bytes, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
+    request: Request,
+    body: str | bytes,
+    function: Callable[_Arguments, _Result],
+    *arguments: _Arguments.args,
+    **more: _Arguments.kwargs,
 ) -> _Result:
-    """Call a function that works on a body: in a thread if the body is large, else directly."""
+    """Call a function that works on the body of a request: in a thread if the body is large, else directly.
+
+    A user has one thread at a time, so its bodies delay those of no other user. After a call the thread rests as long
+    as the call took, but at most `_REST_SECONDS`: Python's JSON parser keeps the interpreter for hundreds of
+    milliseconds, and the event loop needs it several times for each request.
+    """
     if len(body) <= _LARGE:
         return function(*arguments, **more)
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(function, *arguments, **more))
+    caller = current_or_none()
+    user = caller.name if caller else ""
+    gate: Gate = request.scope["body_memory"].gate
+    if not gate.try_pass(user):
+        await gate.wait(user)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    work = loop.run_in_executor(_THREADS, partial(function, *arguments, **more))
+    # Also after the request was cancelled: the thread goes on.
+    work.add_done_callback(lambda _: loop.call_later(min(loop.time() - began, _REST_SECONDS), gate.leave, user))
+    return await asyncio.shield(work)
 
 
 class JsonRequest(Request):
@@ -168,11 +217,11 @@ class JsonRequest(Request):
         """The parsed body. Raises `ApiError` 400."""
         if not hasattr(self, "_json"):
             text = await self.text()
-            values = await run_beside(text, _count_values, text)
+            values = await run_beside(self, text, _count_values, text)
             if len(text) > _LARGE:
                 memory: BodyMemory = self.scope["body_memory"]
                 memory.take(values * _VALUE_BYTES)
-            self._json = await run_beside(text, _parse, text)
+            self._json = await run_beside(self, text, _parse, text)
         return self._json
 
 

@@ -160,8 +160,9 @@ NEEDS: Final[Mapping[str, Need]] = {
 class Caller:
     """The user of a request, and how the user was recognized.
 
-    Each of `rights` must allow what is done: those of the user, and those of the token. `needs` belongs to the route,
-    `place` is the queue that was checked. `csrf` is the token of the forms in a session, else empty.
+    Each of `rights` must allow what is done: those of the user, and those of the token. `needs` is what the route needs
+    or, after `check` with accesses, the request. `place` is the queue that was checked. `csrf` is the token of the
+    forms in a session, else empty.
     """
 
     name: str
@@ -174,7 +175,7 @@ class Caller:
 
     @property
     def administers(self) -> bool:
-        """Whether the route needs the access admin and no other would do."""
+        """Whether the request needs the access admin and no other would do."""
         return self.needs.accesses == ("admin",)
 
     def may(
@@ -198,15 +199,17 @@ class Caller:
         return self.may(ACCESSES, service, database, queue)
 
     def check(self, service: str, database: str | None, queue: str, accesses: Sequence[str] = ()) -> None:
-        """Raise `ApiError` unless the user may do with a queue what the route needs, or has one of the accesses.
+        """Raise `ApiError` unless the user may do with a queue what the route needs; `accesses` replace its need.
 
         404 if the user does not see the queue, 403 if the user sees it.
         """
         self.place = service, database or "", queue
+        if accesses:
+            self.needs = Need(tuple(accesses))
         if not self.sees(service, database, queue):
             raise queue_not_found(queue)
-        if not self.may(accesses or self.needs.accesses, service, database, queue):
-            raise forbidden(accesses or self.needs.accesses, "this queue")
+        if not self.may(self.needs.accesses, service, database, queue):
+            raise forbidden(self.needs.accesses, "this queue")
 
     def check_new(self, service: str, database: str, queue: str) -> None:
         """Raise `ApiError` 403 unless the user may create a queue."""

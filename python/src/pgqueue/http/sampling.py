@@ -29,6 +29,7 @@ _MAX_SAMPLES: Final = 90  # of each queue
 _RATE_SAMPLES: Final = 5  # over which rates are computed
 _RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
+_MOST_SWEEPS: Final = 20  # of a queue in one sample
 
 Place = tuple[str, str, str]  # service, database, queue
 
@@ -97,6 +98,7 @@ class Sampler:
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.sampled = asyncio.Event()
+        self._unswept: set[tuple[str, str, str]] = set()  # queues in which the last sample left messages to sweep
         self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
         self._all_sampled = asyncio.Event()
 
@@ -143,12 +145,18 @@ class Sampler:
     async def _bury(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
         """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so."""
         for stats in found:
-            history = self.history((*place, stats.queue_name))
-            if stats.dead_messages > (history.last.stats.dead_messages if history else 0):
+            key = (*place, stats.queue_name)
+            history = self.history(key)
+            if key in self._unswept or stats.dead_messages > (history.last.stats.dead_messages if history else 0):
+                self._unswept.discard(key)
                 # The role of the server may lack the right, and the queue may have been dropped since.
                 with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):
-                    async with connection.transaction():
-                        await AsyncQueue(connection, stats.queue_name).sweep_queue()
+                    for _ in range(_MOST_SWEEPS):
+                        async with connection.transaction():
+                            if not await AsyncQueue(connection, stats.queue_name).sweep_queue():
+                                break
+                    else:
+                        self._unswept.add(key)
 
     async def _record_repeatedly(self) -> None:
         """Record the samples in the control database each minute, for the charts of an hour and of a day."""

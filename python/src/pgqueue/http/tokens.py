@@ -30,6 +30,10 @@ _PREFIX: Final = "pgq_"  # by which scanners for leaked secrets recognize a toke
 _BYTES: Final = 32
 _REFRESH_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 10.0  # while the control database cannot be reached
+_RECORD: Final = (
+    "insert into pgqueue_http.audit (user_name, token_name, address, act, place, status)"
+    " values (session_user, %s, 'command line', %s, %s, %s)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ async def create(
 ) -> tuple[str, datetime] | None:
     """Make a token. Returns it and the end of its validity, or None if there is a token of this name.
 
-    An expired token of this name is replaced.
+    An expired token of this name is replaced. The act is recorded in the audit, also if there is such a token.
     """
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     texts = None if allow is None else [str(each) for each in allow]
@@ -75,6 +79,7 @@ async def create(
             [name, user, _digest(token), texts, lifetime],
         )
         row = await cursor.fetchone()
+        await connection.execute(_RECORD, [name, "token create", f"user {user}", 409 if row is None else 201])
     return None if row is None else (token, row[0])
 
 
@@ -86,8 +91,13 @@ async def list_all(connection: Connection) -> list[Token]:
 
 
 async def revoke(connection: Connection, name: str) -> bool:
-    """Delete a token. Returns whether there was one of this name."""
-    return (await connection.execute("delete from pgqueue_http.tokens where name = %s", [name])).rowcount == 1
+    """Delete a token, and record the act in the audit. Returns whether there was one of this name."""
+    async with connection.transaction():
+        cursor = await connection.execute("delete from pgqueue_http.tokens where name = %s returning user_name", [name])
+        row = await cursor.fetchone()
+        place, status = ("", 404) if row is None else (f"user {row[0]}", 200)
+        await connection.execute(_RECORD, [name, "token revoke", place, status])
+    return row is not None
 
 
 class Tokens:

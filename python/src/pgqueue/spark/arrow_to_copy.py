@@ -20,7 +20,7 @@ from .arrow_json import value_bytes, value_offsets
 
 __all__ = ["TARGETS", "copy_data", "copy_statement", "encode_elements", "split_rows"]
 
-_BYTEA, _INTERVAL, _UUID, _JSONB = 17, 1186, 2950, 3802
+_BYTEA, _INT4, _TEXT, _INTERVAL, _UUID, _JSONB = 17, 23, 25, 1186, 2950, 3802
 # For each attribute of a message: the column of the staging table, and the OID of the element type.
 TARGETS = {
     "payload": ("payloads", _JSONB),
@@ -29,6 +29,8 @@ TARGETS = {
     "message_id": ("message_ids", _UUID),
     "delay": ("delays", _INTERVAL),
     "expires_in": ("expires_in", _INTERVAL),
+    "group_key": ("group_keys", _TEXT),
+    "priority": ("priorities", _INT4),
 }
 # Limits of a COPY row. More messages are no faster, and the server holds all bytes of a row in memory.
 _ROW_MESSAGES = 100
@@ -47,6 +49,8 @@ def encode_elements(array: pa.Array, target: str) -> pa.Array:
     if kind == _INTERVAL:
         micros = array.cast(pa.duration("us")).cast(pa.int64())
         plain = _joined(_big_endian(micros, "q"), bytes(8))
+    elif kind == _INT4:
+        plain = _big_endian(array.cast(pa.int32()), "i")
     elif kind == _UUID:
         plain = pa.array(_uuids(array), pa.binary())
     elif kind == _JSONB:

@@ -27,6 +27,8 @@ _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "message_id": ((t.StringType,), "a string (a UUID); cast it"),
     "delay": ((t.DayTimeIntervalType,), _INTERVAL),
     "expires_in": ((t.DayTimeIntervalType,), _INTERVAL),
+    "group_key": ((t.StringType,), "a string; cast it"),
+    "priority": ((t.IntegerType, t.ShortType, t.ByteType), "an int; cast it"),
 }
 
 

@@ -4,6 +4,7 @@ from datetime import datetime
 
 from psycopg import sql
 from pyspark.sql.types import (
+    ArrayType,
     BinaryType,
     DataType,
     IntegerType,
@@ -16,7 +17,15 @@ from pyspark.sql.types import (
 
 from .options import OptionError
 
-__all__ = ["MAX_TIMESTAMP", "MIN_TIMESTAMP", "STREAM_COLUMNS", "check_schema", "column_sql", "source_schema"]
+__all__ = [
+    "KAFKA_TYPES",
+    "MAX_TIMESTAMP",
+    "MIN_TIMESTAMP",
+    "STREAM_COLUMNS",
+    "check_schema",
+    "column_sql",
+    "source_schema",
+]
 
 # The timestamps (UTC) that Arrow, Spark and Python can all represent. PostgreSQL also has infinity.
 MIN_TIMESTAMP = datetime(1, 1, 1)
@@ -41,8 +50,20 @@ _TYPES: dict[str, DataType] = {
     "last_error": StringType(),
     "reason": StringType(),
     "died_at": TimestampType(),
+    "shard": IntegerType(),
 }
-_LIVE = set(_TYPES) - {"state", "claimed_at", "finished_at", "reason", "died_at"}
+# As the schema of Spark's Kafka source with its option includeHeaders.
+KAFKA_TYPES: dict[str, DataType] = {
+    "key": BinaryType(),
+    "value": BinaryType(),
+    "topic": StringType(),
+    "partition": IntegerType(),
+    "offset": LongType(),
+    "timestamp": TimestampType(),
+    "timestampType": IntegerType(),
+    "headers": ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())])),
+}
+_LIVE = set(_TYPES) - {"shard", "state", "claimed_at", "finished_at", "reason", "died_at"}
 # A message of a stream has the same values each time it is read. Each heartbeat changes visible_at, so it is left out.
 STREAM_COLUMNS = _LIVE - {"visible_at", "claimed_by"}
 _COLUMNS = {
@@ -51,34 +72,40 @@ _COLUMNS = {
     "scheduled": _LIVE,
     "dead": _LIVE - {"visible_at"} | {"reason", "died_at"},
     "archive": _LIVE - {"visible_at"} | {"claimed_at", "finished_at"},
-    "all": set(_TYPES),
+    "all": set(_TYPES) - {"shard"},
     "stream": STREAM_COLUMNS,
 }
 
 # A user's schema may declare these columns not null.
-_NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts"}
+_NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts", "shard"}
+_NEVER_NULL |= {"topic", "partition", "offset", "timestampType"}
 
 
-def source_schema(source: str) -> StructType:
-    """Return the columns of a source: a value of option `source`, or `stream`."""
-    known = _COLUMNS.get(source, _LIVE)
+def source_schema(source: str, kafka: bool = False, sharded: bool = False) -> StructType:
+    """Return the columns of a source: a value of option `source`, or `stream`.
+
+    With `kafka` they are those of Spark's Kafka source; with `sharded` there is a column for the database.
+    """
+    if kafka:
+        return StructType([StructField(name, kind) for name, kind in KAFKA_TYPES.items()])
+    known = _COLUMNS.get(source, _LIVE) | ({"shard"} if sharded else set())
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if name in known])
 
 
-def check_schema(schema: StructType, source: str) -> None:
+def check_schema(schema: StructType, source: str, kafka: bool = False, sharded: bool = False) -> None:
     """Check that the source has each column of the user's schema, with the same type. Raises OptionError."""
-    known = _COLUMNS[source]
+    known = {field.name: field.dataType for field in source_schema(source, kafka, sharded)}
     if not schema.fields:
         raise OptionError("schema: name at least one column")
     for place, field in enumerate(schema.fields):
         if field.name in schema.names[:place]:
             raise OptionError(f"schema: column {field.name} is named twice")
         if field.name not in known:
-            there = ", ".join(f"{name} {kind.simpleString()}" for name, kind in _TYPES.items() if name in known)
+            there = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
             raise OptionError(f"schema: source {source} has no column {field.name}; its columns are {there}")
-        if field.dataType != _TYPES[field.name]:
+        if field.dataType != known[field.name]:
             raise OptionError(
-                f"schema: column {field.name} is {_TYPES[field.name].simpleString()},"
+                f"schema: column {field.name} is {known[field.name].simpleString()},"
                 f" not {field.dataType.simpleString()}; cast it in the query"
             )
         if not field.nullable and field.name not in _NEVER_NULL:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import random
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -17,7 +19,7 @@ from .._connections import complete_conninfo
 from ..embedded import given_server
 from .options import OptionError
 
-__all__ = ["Backoff", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
+__all__ = ["Backoff", "Places", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
 
 _log = logging.getLogger("pgqueue.spark")
 
@@ -44,6 +46,7 @@ READ_ONLY = "25006"
 _TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
+_PLACE_PAUSE = (0.3, 1.2)  # seconds between two looks for a free place
 
 
 class Backoff:
@@ -97,7 +100,7 @@ def resolve_conninfo(dsn: str | None) -> str:
         named = conninfo_to_dict(given)
     except psycopg.ProgrammingError:
         # The message of psycopg shows a part of the string, which may be the password.
-        raise OptionError("PGQUEUE_DSN is not a connection string of libpq") from None
+        raise OptionError(f"{'dsn' if dsn else 'PGQUEUE_DSN'} is not a connection string of libpq") from None
     variables = {
         default.keyword.decode(): (default.val or b"").decode()
         for default in Conninfo.get_defaults()
@@ -142,3 +145,41 @@ def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
     connection = _connections.connect(complete, autocommit, _Connection)
     connection.prepare_threshold = None  # Each statement is executed a few times only.
     return connection
+
+
+class Places:
+    """The transactions of the tasks of a write: at most `most` of them are open at once.
+
+    A place is an advisory lock of the task's transaction, which also works behind a pooler. Made on the driver, and
+    sent to the tasks.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._key = random.SystemRandom().getrandbits(31)
+
+    def connect(self, conninfo: str, reached: Callable[[], object] = lambda: None) -> psycopg.Connection[Any]:
+        """Open a connection for one transaction, once there is a place for it. Raises psycopg.Error.
+
+        `reached` is called whenever the server has answered, also if there is no place yet.
+        """
+        while True:
+            connection = connect(conninfo)
+            reached()
+            try:
+                if self._most is None or self._take(connection):
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
+            # A connection that waited in the database would be one too many.
+            connection.close()
+            time.sleep(random.uniform(*_PLACE_PAUSE))  # noqa: S311 - no secret
+
+    def _take(self, connection: psycopg.Connection[Any]) -> bool:
+        # The search ends at the first lock that is free.
+        row = connection.execute(
+            "select exists (select from generate_series(1, %s) as n where pg_try_advisory_xact_lock(%s::int, n))",
+            [self._most, self._key],
+        ).fetchone()
+        return row == (True,)

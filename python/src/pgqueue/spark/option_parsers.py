@@ -1,5 +1,6 @@
 """Parsers for the texts of options, one for each type of value. All raise ValueError for invalid text."""
 
+import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -7,9 +8,23 @@ from datetime import UTC, datetime, timedelta
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-__all__ = ["boolean", "choice", "connection_string", "duration", "integer", "name", "text", "timestamp"]
+__all__ = [
+    "boolean",
+    "choice",
+    "connection_strings",
+    "duration",
+    "integer",
+    "name",
+    "names",
+    "pattern",
+    "text",
+    "timestamp",
+]
 
 _NAME = re.compile(r"[a-z0-9_-]{1,128}")
+_PATTERN = re.compile(r"[a-z0-9_-]{0,127}[_-]\*")
+_MOST_QUEUES = 1000
+_MOST_DATABASES = 100
 _INTEGER = re.compile(r"[0-9]{1,19}")
 _DURATION = re.compile(
     r"([0-9]+(?:\.[0-9]+)?) ?"
@@ -18,14 +33,29 @@ _DURATION = re.compile(
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def connection_string(value: str) -> str:
-    """Parse a connection string of libpq. A password is only allowed where Spark redacts it."""
+def connection_strings(value: str) -> str | tuple[str, ...]:
+    """Parse a connection string of libpq, or a JSON array of them.
+
+    A password is only allowed where Spark redacts it.
+    """
+    # Spark shows options in plans, except those whose text contains this word.
+    is_redacted = "password" in value.lower()
+    if not value.lstrip().startswith("["):
+        return _connection_string(value, is_redacted)
+    several = json.loads(value)
+    if not 1 <= len(several) <= _MOST_DATABASES or not all(isinstance(one, str) for one in several):
+        raise ValueError
+    if len(set(several)) < len(several):
+        raise ValueError  # Each message would be read twice.
+    return tuple(_connection_string(one, is_redacted) for one in several)
+
+
+def _connection_string(value: str, is_redacted: bool) -> str:
     try:
         password = conninfo_to_dict(value).get("password")
     except ProgrammingError:
         raise ValueError from None
-    # Spark shows options in plans, except those whose text contains this word.
-    if password and "password" not in value.lower():
+    if password and not is_redacted:
         raise ValueError
     return text(10000)(value)
 
@@ -46,6 +76,21 @@ def name(value: str) -> str:
     if not _NAME.fullmatch(value):
         raise ValueError
     return value
+
+
+def names(value: str) -> tuple[str, ...]:
+    """Parse one or several names of queues, with commas between them. No name can contain a comma."""
+    several = tuple(name(one.strip()) for one in value.split(","))
+    if len(set(several)) < len(several) or len(several) > _MOST_QUEUES:
+        raise ValueError
+    return several
+
+
+def pattern(value: str) -> str:
+    """Parse the beginning of names in the form of grant_access, such as `billing-*`; returns it without the `*`."""
+    if not _PATTERN.fullmatch(value):
+        raise ValueError
+    return value[:-1]
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:

@@ -11,7 +11,18 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
-from .option_parsers import boolean, choice, connection_string, duration, integer, name, text, timestamp
+from .option_parsers import (
+    boolean,
+    choice,
+    connection_strings,
+    duration,
+    integer,
+    name,
+    names,
+    pattern,
+    text,
+    timestamp,
+)
 
 __all__ = ["OPTIONS", "READ", "STREAM", "WRITE", "Option", "OptionError", "Options", "parse"]
 
@@ -80,20 +91,23 @@ SOURCE_OPTIONS = (
         "dsn",
         "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app, without user:password@,"
         " which Spark would show in plans",
-        connection_string,
+        connection_strings,
         (READ, STREAM, WRITE),
         "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
         " so on), as set on the driver. Keep passwords out of it: put them in a service file or ~/.pgpass on the"
         " workers, or in PGQUEUE_DSN or PGPASSWORD on the driver, which Spark never shows. Plans show options, except"
-        " those in which Spark finds the word password (spark.redaction.regex).",
+        " those in which Spark finds the word password (spark.redaction.regex). A batch read also accepts a JSON array"
+        " of up to 100 connection strings. It reads all of these databases, and column shard has the position of the"
+        " database in the array, from 0.",
         secret=True,
     ),
     Option(
         "queue",
-        _PLAIN_NAME,
-        name,
+        f"{_PLAIN_NAME}, or several such names with commas between them for a read",
+        names,
         (READ, STREAM, WRITE),
-        "The queue. A write without it sends each row to the queue in its column queue_name.",
+        "The queue. A read can name several, with commas between them. A write without this option sends each row to"
+        " the queue in its column queue_name.",
         required=(READ, STREAM),
     ),
     Option(
@@ -101,9 +115,36 @@ SOURCE_OPTIONS = (
         "an integer from 1 to 1000",
         integer(1, 1000),
         (READ, STREAM),
-        "The number of partitions of a read, which is divided by id. A batch read uses one snapshot for each partition,"
-        " so 1 gives one snapshot for all messages. A batch of a stream keeps the number it was claimed with.",
+        "The most partitions of a read, over all queues and databases, each with about the same number of messages. A"
+        " batch read uses one snapshot for each partition and database, so 1 gives one snapshot for all messages of a"
+        " database. A batch of a stream keeps the number it was claimed with.",
         default=2,
+    ),
+    Option(
+        "queuePattern",
+        "the beginning of a name that ends in - or _, and a *, such as billing-*",
+        pattern,
+        (READ, STREAM),
+        "Instead of queue: all queues whose names have this beginning. A stream reads those of which the role is a"
+        " consumer; a queue that is created while the query runs is read from the next micro-batch on.",
+    ),
+    Option(
+        "columns",
+        "pgqueue or kafka",
+        choice("pgqueue", "kafka"),
+        (READ, STREAM, WRITE),
+        "The names and types of the columns: those of pgqueue, or those of Spark's Kafka source and sink.",
+        default="pgqueue",
+    ),
+    Option(
+        "maxConnections",
+        "an integer from 1 to 1000",
+        integer(1, 1000),
+        (READ, STREAM, WRITE),
+        "How many tasks of the read, stream or write use a database at the same time. A read or stream gets no more"
+        " partitions than that. Further tasks of a write, whose partitions Spark alone determines, wait, and connect"
+        " briefly about once a second to look for a free place; by default all that Spark runs are connected. The"
+        " driver has up to two connections of its own.",
     ),
     Option(
         "source",
@@ -243,11 +284,14 @@ def parse(given: Mapping[str, str], use: str) -> Options:
         value = lowered.get(option.name.lower())
         if value is not None:
             values[_snake(option.name)] = _value(option, value)
-        elif use in option.required:
+        elif use in option.required and not (option.name == "queue" and "queuepattern" in lowered):
             raise OptionError(f"option {option.name} is missing: {option.allowed}; {_USES[use]} need it")
         else:
             values[_snake(option.name)] = option.default
     _check_together(values)
+    _check_single(values, use)
+    if use != WRITE and values["max_connections"] is not None:
+        values["num_partitions"] = min(values["num_partitions"], values["max_connections"])
     return Options(values)
 
 
@@ -287,10 +331,32 @@ def _check_together(values: dict[str, Any]) -> None:
             f"invalid option heartbeatInterval: {beat.total_seconds():g} s is not shorter than"
             f" leaseDuration, {lease.total_seconds():g} s"
         )
-    for low, high, names in (("min_id", "max_id", "minId, maxId"), ("since", "until", "since, until")):
+    for low, high, both in (("min_id", "max_id", "minId, maxId"), ("since", "until", "since, until")):
         first, last = values.get(low), values.get(high)
         if first is not None and last is not None and first > last:
-            raise OptionError(f"invalid options {names}: {first} is after {last}")
+            raise OptionError(f"invalid options {both}: {first} is after {last}")
+
+
+def _check_single(values: dict[str, Any], use: str) -> None:
+    """Refuse several databases or queues where one is needed, and set the one. Raises OptionError."""
+    if values["queue"] is not None and values.get("queue_pattern") is not None:
+        raise OptionError("options queue and queuePattern: give one of them")
+    if values.get("pushdown") and values["columns"] == "kafka":
+        raise OptionError(
+            "option pushdown is not for columns=kafka: leave out one of them, or use minId, maxId and since"
+        )
+    if use != READ and isinstance(values["dsn"], tuple):
+        raise OptionError(
+            f"invalid option dsn: several databases are for {_USES[READ]}, not for {_USES[use]}: use one query or write"
+            " for each database, or the union of several loads"
+        )
+    if use == WRITE and values["queue"] is not None:
+        if len(values["queue"]) > 1:
+            raise OptionError(
+                f"invalid option queue: {','.join(values['queue'])[:200]!r} names several queues; {_USES[WRITE]} have"
+                " one, or a column queue_name"
+            )
+        (values["queue"],) = values["queue"]
 
 
 def _snake(name: str) -> str:

@@ -30,7 +30,8 @@ from ..client import Queue, Queues
 from ..errors import InvalidArgument
 from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, split_rows
 from .column_mapping import ColumnMapping, map_columns
-from .connections import Backoff, connect, resolve_conninfo
+from .connections import Backoff, Places, connect, resolve_conninfo
+from .kafka import from_kafka, sink_schema
 from .options import OptionError, Options
 from .shipped import Shipped
 
@@ -40,9 +41,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
-# Errors of the server for text that is not JSON, and for JSON that is nested too deeply.
-_JSON_ERRORS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
-_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers)")
+# Errors of the server for text that it cannot store or that is not JSON, and for JSON that is nested too deeply.
+_TEXT_ERRORS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
+_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers|group_keys)")
 
 
 def commit_name(app_id: str, queue: str | None) -> str:
@@ -69,8 +70,10 @@ class _Writer(Shipped):
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.options = options
-        self.mapping = map_columns(schema, options.queue)
+        self.kafka = sink_schema(schema, options.queue) if options.columns == "kafka" else None
+        self.mapping = map_columns(self.kafka or schema, options.queue)
         self.conninfo = resolve_conninfo(options.dsn)
+        self.places = Places(options.max_connections)
         self.run = uuid4()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
@@ -79,7 +82,9 @@ class _Writer(Shipped):
         Raises QueueNotFound, and InvalidArgument for a value that cannot be stored; the message has its row.
         """
         partition, attempt, query_id = _task()
-        batches = (batch for batch in iterator if batch.num_rows)
+        batches: Iterator[pa.RecordBatch] = (batch for batch in iterator if batch.num_rows)
+        if self.kafka is not None:
+            batches = from_kafka(batches, self.kafka, partition)
         first = next(batches, None)
         counts: dict[UUID, int] = {}
         if first is not None:
@@ -92,14 +97,15 @@ class _Writer(Shipped):
     def _connect_task(self) -> psycopg.Connection[Any]:
         """Connect from a task. The first attempt of a task fails at once if the database is unavailable.
 
-        A later attempt waits up to retryTimeout, as the database may be why the earlier attempt failed.
+        A later attempt waits up to retryTimeout, as the database may be why the earlier attempt failed. With
+        maxConnections the first one does, too: tasks that start together can be more than the server accepts.
         """
         backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
-                return connect(self.conninfo)
+                return self.places.connect(self.conninfo, backoff.reset)
             except psycopg.Error as error:
-                if not _is_retry():
+                if self.options.max_connections is None and not _is_retry():
                     raise
                 backoff.wait(error)
 
@@ -254,7 +260,7 @@ class _Staging:
         try:
             with self._connection.cursor().copy(copy_statement(columns)) as copy:
                 copy.write(copy_data(columns, rows, token, first))
-        except _JSON_ERRORS as error:
+        except _TEXT_ERRORS as error:
             # Without the cause, which Spark would show, too.
             raise self._locate(error, values, rows, first) from None
         self.counts[token] += piece.num_rows
@@ -276,7 +282,7 @@ class _Staging:
             raise InvalidArgument(f"row {first} of partition {self._partition}: {reason}") from None
 
     def _locate(self, error: psycopg.Error, values: dict[str, pa.Array], rows: list[range], first: int) -> Exception:
-        """Return the server's error for invalid JSON with the row of the message.
+        """Return the server's error for invalid JSON or text with the row of the message.
 
         The server only reports the row of the COPY, which holds up to 100 messages.
         """
@@ -285,12 +291,13 @@ class _Staging:
             return error
         target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
         self._connection.rollback()
+        stored_as = "text" if target == "group_key" else "jsonb"
         for place in rows[int(found[1]) - 1]:
             # As bytes: the text may be invalid UTF-8.
             value = values[target][place].cast(pa.binary()).as_py()
             try:
-                self._connection.execute("select convert_from(%s, 'UTF8')::jsonb", [value])
-            except _JSON_ERRORS as refused:
+                self._connection.execute(f"select convert_from(%s, 'UTF8')::{stored_as}", [value])
+            except _TEXT_ERRORS as refused:
                 reason = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
                 return InvalidArgument(
                     f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(reason)}"

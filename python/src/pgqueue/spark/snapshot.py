@@ -1,13 +1,15 @@
 """Batch reads: return messages without claiming or changing them.
 
-A read is divided into ranges of ids, up to the highest id at planning. Each range is read in a snapshot of its own. A
-message keeps its id when it moves to another table, so a read returns it at most once, also for source `all`. A message
-that is sent, or moves to the table of another source, during a read with several partitions may or may not be returned.
+A read is divided into ranges of ids, up to the highest id at planning, with about the same number of messages in each
+partition. Each partition is read in a snapshot of its own, one for each database. A message keeps its id when it moves
+to another table, so a read returns it at most once, also for source `all`. A message that is sent, or moves to the
+table of another source, during a read with several partitions may or may not be returned.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import groupby, product
 from typing import Any
 
 import pyarrow as pa
@@ -32,10 +34,11 @@ from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
 from .columns import check_schema, column_sql
 from .connections import connect, resolve_conninfo
 from .copy_to_arrow import read_batches
+from .kafka import messages_schema, text_headers, to_kafka
 from .options import Options
 from .shipped import Shipped
 
-__all__ = ["IdRange", "PushdownSnapshotReader", "SnapshotReader", "check_known", "names_in"]
+__all__ = ["IdRange", "PushdownSnapshotReader", "ReadPart", "SnapshotReader", "check_known", "divide", "names_in"]
 
 _SHARED = "id, queue_name, payload, body, headers, message_id, attempt_count, max_attempts, enqueued_at, expires_at"
 _NONE = "null::timestamptz"
@@ -52,7 +55,7 @@ def _relation(table: str, state: str, condition: str = "true", **columns: str) -
     } | columns
     listed = ", ".join(f"{expression} as {name}" for name, expression in others.items())
     return (
-        f"select {_SHARED}, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
+        f"select {_SHARED}, %(shard)s::int as shard, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
         f" from pgqueue.{table} where queue_name = %(queue)s and id between %(first)s and %(last)s and {condition}"
     )
 
@@ -96,6 +99,16 @@ _TABLES = {
     "archive": ("archived_messages", "unfiled_messages"),
     "all": ("messages", "scheduled_messages", "dead_messages", "archived_messages", "unfiled_messages"),
 }
+_COMPACTED = ("messages", "scheduled_messages", "dead_messages")
+# Whether a table that this transaction has locked was rewritten after its snapshot.
+_IS_REWRITTEN = """
+    select exists (
+        select from pg_catalog.pg_locks l join pg_catalog.pg_class c on c.oid = l.relation
+        where l.pid = pg_catalog.pg_backend_pid() and l.locktype = 'relation'
+            and c.relkind = 'r' and c.relnamespace = 'pgqueue'::regnamespace
+            and pg_catalog.pg_relation_filenode(c.oid) <> c.relfilenode
+    )
+"""
 # Sources that can have messages of a dropped queue: dead letters and the archive outlive their queue.
 _OUTLIVE_QUEUE = ("dead", "archive", "all")
 # The column for options since and until; enqueued_at for other sources.
@@ -127,25 +140,68 @@ def names_in(connection: Connection[Any], table: str) -> list[str]:
     return [name for (name,) in connection.execute(found)]
 
 
-@dataclass
-class IdRange(InputPartition):
-    """The ids from `first` to `last`, and the time `at` that decides which messages are ready."""
+@dataclass(frozen=True)
+class IdRange:
+    """The ids of a queue from `first` to `last`, and the time `at` that decides which messages are ready.
+
+    `shard` is the place of the database in option dsn.
+    """
 
     first: int
     last: int
     at: datetime
+    queue: str
+    shard: int = 0
+
+
+@dataclass
+class ReadPart(InputPartition):
+    """What one task reads."""
+
+    ranges: list[IdRange]
+
+
+# A range of ids, and how many messages lie in parts of it: the first and last id, and the count.
+_Counted = tuple[IdRange, list[tuple[int, int, int]]]
+_BUCKETS = 1000
+
+
+def divide(counted: list[_Counted], most: int) -> list[list[IdRange]]:
+    """Divide ranges into at most `most` lists that have about the same number of messages.
+
+    The ids of a list, and those of all lists, are in their order and without gaps. Within a part that was counted, ids
+    are taken to be spread evenly.
+    """
+    total = sum(count for _, parts in counted for *_, count in parts)
+    found: list[list[IdRange]] = [[]]
+    done = 0
+    for whole, parts in counted:
+        low = whole.first
+        for first, last, count in parts:
+            while len(found) < most and (bound := total * len(found) // most) < done + count:
+                cut = first + (last - first + 1) * (bound - done) // count
+                if cut > low:
+                    found[-1].append(replace(whole, first=low, last=cut - 1))
+                    low = cut
+                found.append([])
+            done += count
+        found[-1].append(replace(whole, first=low))
+    return [ranges for ranges in found if ranges]
 
 
 class SnapshotReader(Shipped, DataSourceReader):
-    """Reads one range of ids in each partition."""
+    """Reads ranges of ids in each partition."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        check_schema(schema, options.source)
+        sharded = isinstance(options.dsn, tuple)
+        kafka = options.columns == "kafka"
+        check_schema(schema, options.source, kafka, sharded)
         self._options = options
-        self._schema = schema
-        self._conninfo = resolve_conninfo(options.dsn)
+        self._kafka = schema if kafka else None
+        self._schema = messages_schema(schema, sharded) if kafka else schema
+        self._conninfos = [resolve_conninfo(dsn) for dsn in (options.dsn if sharded else [options.dsn])]
         self._conditions: list[sql.Composable] = []
-        self._values: dict[str, Any] = {"queue": options.queue, "since": options.since, "until": options.until}
+        self._values: dict[str, Any] = {"since": options.since, "until": options.until}
         time_column = sql.Identifier(_TIME_COLUMNS.get(options.source, "enqueued_at"))
         if options.since is not None:
             self._conditions.append(sql.SQL("{} >= %(since)s").format(time_column))
@@ -154,51 +210,105 @@ class SnapshotReader(Shipped, DataSourceReader):
         self._bounds = list(self._conditions)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Divide the present ids into ranges of the same width. Raises QueueNotFound."""
+        """Divide the present messages among the tasks. Raises QueueNotFound."""
+        counted: list[_Counted] = []
+        for shard, conninfo in enumerate(self._conninfos):
+            with connect(conninfo) as connection:
+                for queue in self._queues(connection):
+                    counted += self._count(connection, queue, shard)
+        return [ReadPart(ranges) for ranges in divide(counted, self._options.num_partitions)] or [ReadPart([])]
+
+    def _queues(self, connection: Connection[Any]) -> list[str]:
+        """Return the queues to read. Of a list, each must exist: an empty result would hide an error."""
+        options = self._options
+        if options.queue_pattern is None:
+            for queue in options.queue:
+                if options.source in _OUTLIVE_QUEUE:
+                    check_known(connection, queue)
+                else:
+                    connection.execute("select from pgqueue.get_queue(%s)", [queue])
+            return list(options.queue)
+        names = {name for table in _TABLES[options.source] for name in names_in(connection, table)}
+        return sorted(name for name in names if name.startswith(options.queue_pattern))
+
+    def _count(self, connection: Connection[Any], queue: str, shard: int) -> list[_Counted]:
+        """Return the range of a queue's ids, with the number of messages in parts of it; nothing if there are none."""
         options = self._options
         # Only ids within since and until, so that one day of a long archive is divided evenly.
         conditions = sql.SQL(" and ").join([sql.SQL("queue_name = %(queue)s"), *self._bounds])
-        ends = sql.SQL(" union all ").join(
-            sql.SQL("select min(id) as first, max(id) as last from {} where {}").format(
-                sql.Identifier("pgqueue", table), conditions
-            )
-            for table in _TABLES[options.source]
-        )
-        with connect(self._conninfo) as connection:
-            # A queue that does not exist raises an error; an empty result would hide it.
-            if options.source in _OUTLIVE_QUEUE:
-                check_known(connection, options.queue)
-            else:
-                connection.execute("select from pgqueue.get_queue(%(queue)s)", self._values)
-            row = connection.execute(
-                sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends),
-                self._values,
-                binary=True,  # readable in every DateStyle
-            ).fetchone()
+        ends = self._union("select min(id) as first, max(id) as last from {} where {}", conditions)
+        values = self._values | {"queue": queue}
+        row = connection.execute(
+            sql.SQL("select clock_timestamp(), min(first), max(last) from ({}) as ends").format(ends),
+            values,
+            binary=True,  # readable in every DateStyle
+        ).fetchone()
         assert row is not None  # noqa: S101 - an aggregate is one row
         at, first, last = row
         if first is None:
-            return [IdRange(0, -1, at)]
+            return []
         first = first if options.min_id is None else max(first, options.min_id)
         last = last if options.max_id is None else min(last, options.max_id)
-        width = max(1, -(-(last - first + 1) // options.num_partitions))
-        ranges = [IdRange(low, min(low + width - 1, last), at) for low in range(first, last + 1, width)]
-        return list(ranges) or [IdRange(0, -1, at)]
+        if last < first:
+            return []
+        whole = IdRange(first, last, at, queue, shard)
+        if options.num_partitions == 1:
+            return [(whole, [])]
+        # Ids have holes: all queues share a sequence, and messages leave in any order. One read of the index counts
+        # what there is, in a bounded number of groups.
+        ids = self._union("select id from {} where {} and id between %(first)s and %(last)s", conditions)
+        parts = connection.execute(
+            sql.SQL(
+                "select min(id), max(id), count(*) from ({}) as ids group by (id - %(first)s) / %(width)s::bigint"
+                " order by 1"
+            ).format(ids),
+            values | {"first": first, "last": last, "width": (last - first) // _BUCKETS + 1},
+        ).fetchall()
+        return [(whole, parts)]
+
+    def _union(self, form: str, conditions: sql.Composable) -> sql.Composable:
+        """Return a query on the tables of the source."""
+        return sql.SQL(" union all ").join(
+            sql.SQL(form).format(sql.Identifier("pgqueue", table), conditions)
+            for table in _TABLES[self._options.source]
+        )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read a range of ids. Raises psycopg.Error."""
-        assert isinstance(partition, IdRange)  # noqa: S101 - as partitions() made it
-        if partition.last < partition.first:
-            return
-        values = self._values | {"first": partition.first, "last": partition.last, "at": partition.at}
-        with connect(self._conninfo) as connection:
-            # One snapshot for all tables, as messages move between them.
-            connection.isolation_level = IsolationLevel.REPEATABLE_READ
-            for relation in _RELATIONS[self._options.source]:
-                rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(relation))
-                if self._conditions:
-                    rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
-                yield from read_batches(connection, rows, values, self._schema)
+        """Read ranges of ids. Raises psycopg.Error."""
+        assert isinstance(partition, ReadPart)  # noqa: S101 - as partitions() made it
+        for shard, group in groupby(partition.ranges, lambda one: one.shard):
+            ranges = [*group]
+            with connect(self._conninfos[shard]) as connection:
+                self._begin(connection, dict.fromkeys(one.queue for one in ranges))
+                for one in ranges:
+                    batches = self._read(connection, one)
+                    yield from batches if self._kafka is None else to_kafka(batches, self._kafka)
+
+    def _begin(self, connection: Connection[Any], queues: Iterable[str]) -> None:
+        """Begin a transaction with one snapshot for all tables, as messages move between them, and lock the tables.
+
+        A compaction empties a table and inserts its messages again. A snapshot from before that does not see them. No
+        compaction can begin once the tables are locked.
+        """
+        connection.isolation_level = IsolationLevel.REPEATABLE_READ
+        tables = [table for table in _TABLES[self._options.source] if table in _COMPACTED]
+        while True:
+            for queue, table in product(queues, tables):
+                look = sql.SQL("select from {} where queue_name = {} limit 0")
+                connection.execute(look.format(sql.Identifier("pgqueue", table), queue))
+            if connection.execute(_IS_REWRITTEN).fetchone() == (False,):
+                return
+            connection.rollback()
+
+    def _read(self, connection: Connection[Any], one: IdRange) -> Iterator[pa.RecordBatch]:
+        values = self._values | vars(one)
+        for relation in _RELATIONS[self._options.source]:
+            rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(relation))
+            if self._conditions:
+                rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
+            if self._kafka is not None:
+                rows = text_headers(rows, self._schema)
+            yield from read_batches(connection, rows, values, self._schema)
 
 
 _COMPARISONS = {

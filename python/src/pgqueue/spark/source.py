@@ -46,7 +46,11 @@ class PgQueueDataSource(Shipped, DataSource):
     twice, each time with a `streamId` of its own, and each message is in one of the two. Asynchronous progress tracking
     and continuous processing are not supported.
 
-    Columns have the names of the SQL columns. JSON and UUIDs are strings. Timestamps are in UTC; infinity is null.
+    Reads and streams accept several queues, in `queue` or by `queuePattern`. A stream then keeps a stream of the same
+    name in each queue. A batch read accepts several databases, as a JSON array in `dsn`.
+
+    Columns have the names of the SQL columns, or with `columns=kafka` those of Spark's Kafka source and sink. JSON and
+    UUIDs are strings. Timestamps are in UTC; infinity is null.
     Spark does not prune columns: choose them with `schema("id long, payload string")`.
     """
 
@@ -68,13 +72,15 @@ class PgQueueDataSource(Shipped, DataSource):
         """Return the columns of the source, for a read without a user's schema."""
         from .columns import source_schema
 
+        kafka = self.options.get("columns", "").strip().lower() == "kafka"
         # Spark does not say whether the read is a stream, but only a stream has option streamId.
         if "streamId" in self.options:
             # Spark calls streamReader only when the query runs.
             with _short_errors():
                 parse(self.options, STREAM)
-            return source_schema("stream")
-        return source_schema(self.options.get("source", "ready").strip().lower())
+            return source_schema("stream", kafka)
+        sharded = self.options.get("dsn", "").lstrip().startswith("[")
+        return source_schema(self.options.get("source", "ready").strip().lower(), kafka, sharded)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a batch reader. Raises OptionError."""

@@ -1,8 +1,9 @@
-"""The streaming source. An offset identifies a batch of the stream by its number and its claim token.
+"""The streaming source. It reads a stream of each queue. An offset has, for each queue, the number and the claim token
+of a batch.
 
-`latestOffset` claims a batch. Each partition reads a part of it, as often as Spark asks. The next call of
-`latestOffset` acknowledges the batch, which is then in Spark's commit log. Spark calls `commit` for a batch only once
-the next batch exists, so an acknowledgement there alone would be too late.
+`latestOffset` claims a batch of each queue. Each partition reads a part of them, as often as Spark asks. The next call
+of `latestOffset` acknowledges the batches, which are then in Spark's commit log. Spark calls `commit` for a batch only
+once the next batch exists, so an acknowledgement there alone would be too late.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,50 +18,66 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from ..message import QueueStats
+from ..client import Queue
 from .columns import check_schema
 from .connections import Backoff, connect, resolve_conninfo
 from .copy_to_arrow import read_batches
+from .kafka import messages_schema, text_headers, to_kafka
 from .options import OptionError, Options
 from .shipped import Shipped
-from .stream_driver import StreamDriver
+from .stream_driver import StreamDriver, is_wanted
 
-__all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader"]
+__all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader", "StreamPart"]
 
 _MAX_BATCH = 100000  # messages, the limit of the database
 
 
-@dataclass
-class BatchPart(InputPartition):
-    """A partition of a batch, and the epoch of the stream in which it can be read."""
+@dataclass(frozen=True)
+class BatchPart:
+    """A partition of a batch of one queue, and the epoch of the stream in which it can be read."""
 
+    queue: str
     epoch: int
     seq: int
     token: str
     partition: int
 
 
-class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a queue as a stream.
+@dataclass
+class StreamPart(InputPartition):
+    """What one task reads."""
 
-    The instance in the driver opens the stream. Unpickled instances in the workers read partitions.
+    parts: list[BatchPart]
+
+
+class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads queues as a stream.
+
+    The instance in the driver opens the streams. Unpickled instances in the workers read partitions.
     """
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        check_schema(schema, "stream")
+        kafka = options.columns == "kafka"
+        check_schema(schema, "stream", kafka)
+        if options.queue is not None and len(options.queue) > options.max_messages_per_trigger:
+            raise _too_many(len(options.queue), options)
         self._options = options
-        self._schema = schema
+        self._kafka = schema if kafka else None
+        self._schema = messages_schema(schema, sharded=False) if kafka else schema
         self._conninfo = resolve_conninfo(options.dsn)
         self._driver: StreamDriver | None = None
         self._up_to_id: int | None = None
-        self._acked_seq = 0
+        # The last batch of each queue: how many messages it had, and how often it was begun again.
+        self._claimed: dict[str, int] = {}
+        self._replays: dict[str, int] = {}
+        self._acked: dict[str, int] = {}
 
     # In the driver.
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Return the offset of the last acknowledged batch: a query without a checkpoint starts after it."""
-        stream = self._stream.opened
-        return self._offset(stream.acked_seq, stream.acked_token)
+        """Return an offset without batches: a query without a checkpoint starts after the last acknowledged ones."""
+        self._stream.queues()  # opens the streams
+        return self._offset({})
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return maxMessagesPerTrigger, the limit of a batch unless the trigger has another one."""
@@ -68,63 +85,107 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Limit the run to the messages sent so far."""
-        self._up_to_id = self._stream.call(lambda queue: queue.list_streams())[0].last_id
+        self._up_to_id = self._stream.last_id()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Acknowledge all batches up to `start`, which Spark has committed, and claim the next batch.
+        """Acknowledge all batches up to `start`, which Spark has committed, and claim the next batch of each queue.
 
         If an earlier driver claimed that batch and died before it logged the offset, this driver takes the batch over.
         """
         options = self._options
-        seq, token = self._position(start)
+        positions = self._positions(start)
         driver = self._stream
-        batches = driver.call(
-            lambda queue: queue.stream_claim(
+        # Busy queues come last, and get what the others leave. Each queue gets at least its even share.
+        queues = sorted(driver.queues(), key=lambda queue: self._claimed.get(queue, 0))
+        left = self._max_messages(limit)
+        if len(queues) > left:
+            raise _too_many(len(queues), options)
+        batches = {queue: kept for queue, kept in start["queues"].items() if queue in queues}
+        for place, queue in enumerate(queues):
+            opened = driver.open(queue)
+            seq, token = positions.get(queue) or (opened.acked_seq, opened.acked_token)
+            share = left if isinstance(limit, ReadAllAvailable) else max(1, -(-left // (len(queues) - place)))
+            claimed = driver.call(
+                queue,
+                Queue.stream_claim,
                 options.stream_id,
-                driver.epoch,
+                opened.epoch,
                 seq,
                 token,
-                self._max_messages(limit),
+                share,
                 options.num_partitions,
                 options.lease_duration,
                 self._up_to_id,
                 options.fail_on_data_loss,
             )
-        )
-        self._acked_seq = seq
-        driver.has_batch = bool(batches)
-        return self._offset(batches[0].seq, batches[0].claim_token, batches[0].messages) if batches else start
+            self._acked[queue] = seq
+            self._replays.pop(queue, None)
+            self._claimed[queue] = sum(batch.messages for batch in claimed)
+            driver.set_batch(queue, bool(claimed))
+            for batch in claimed:
+                batches[queue] = {"seq": batch.seq, "token": str(batch.claim_token), "messages": batch.messages}
+                if not isinstance(limit, ReadAllAvailable):
+                    left -= batch.messages
+        return self._offset(batches)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Begin the batch of offset `end`, for the first time or again. Raises psycopg.Error and OptionError."""
+        """Begin the batches of offset `end`, for the first time or again. Raises psycopg.Error and OptionError."""
         options = self._options
-        seq, token = self._position(end)
-        if token is None or (seq, token) == self._position(start):
-            return []
+        before = self._positions(start)
         driver = self._stream
-        batch = driver.call(
-            lambda queue: queue.stream_begin(
-                options.stream_id, driver.epoch, seq, token, options.max_replays, options.fail_on_data_loss
+        present = driver.queues()
+        tasks: list[list[BatchPart]] = []
+        for queue, (seq, token) in self._positions(end).items():
+            if (seq, token) == before.get(queue):
+                continue
+            if queue not in present and not options.fail_on_data_loss:
+                continue
+            epoch = driver.open(queue).epoch
+            batch = driver.call(
+                queue,
+                Queue.stream_begin,
+                options.stream_id,
+                epoch,
+                seq,
+                token,
+                options.max_replays,
+                options.fail_on_data_loss,
             )
-        )
-        driver.has_batch = batch.partitions > 0
-        return [BatchPart(driver.epoch, seq, str(token), partition) for partition in range(batch.partitions)]
+            driver.set_batch(queue, batch.partitions > 0)
+            self._replays[queue] = batch.replays
+            # A task reads one part of each batch, so all tasks read as much.
+            tasks += [[] for _ in range(batch.partitions - len(tasks))]
+            for partition in range(batch.partitions):
+                tasks[partition].append(BatchPart(queue, epoch, seq, str(token), partition))
+        return [StreamPart(parts) for parts in tasks]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Acknowledge a batch, unless `latestOffset` has done so."""
-        seq, token = self._position(end)
-        if token is None or seq <= self._acked_seq:
-            return
-        driver = self._stream
-        driver.call(lambda queue: queue.stream_ack(self._options.stream_id, driver.epoch, seq, token))
-        self._acked_seq = seq
+        """Acknowledge batches, unless `latestOffset` has done so."""
+        options = self._options
+        for queue, (seq, token) in self._positions(end).items():
+            driver = self._stream
+            # With a dropped queue, its stream is gone.
+            if seq <= self._acked.get(queue, 0) or not driver.is_open(queue):
+                continue
+            epoch = driver.open(queue).epoch
+            driver.call(queue, Queue.stream_ack, options.stream_id, epoch, seq, token)
+            self._acked[queue] = seq
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
-        """Return the backlog for the query's progress: `ready_messages` and `oldest_age_seconds` of stats."""
-        stats: QueueStats | None = None if self._driver is None else self._driver.call_once(lambda queue: queue.stats())
-        if stats is None:
+        """Return figures for the query's progress, over all queues.
+
+        They are `ready_messages` and `oldest_age_seconds` of stats, and `replays`, how often the open batches were
+        begun again.
+        """
+        found = [] if self._driver is None else self._driver.stats()
+        if not found:
             return None
-        return {"ready_messages": stats.ready_messages, "oldest_age_seconds": stats.oldest_age_seconds}
+        ages = [stats.oldest_age_seconds for stats in found if stats.oldest_age_seconds is not None]
+        return {
+            "ready_messages": sum(stats.ready_messages for stats in found),
+            "oldest_age_seconds": max(ages, default=None),
+            "replays": sum(self._replays.values()),
+        }
 
     def stop(self) -> None:
         """Close the connection. Spark does not call this when a query is stopped, so nothing depends on it."""
@@ -143,37 +204,44 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         most: int = self._options.max_messages_per_trigger
         return min(limit.max_rows, most) if isinstance(limit, ReadMaxRows) else most
 
-    def _offset(self, seq: int, token: UUID | None, messages: int | None = None) -> dict[str, Any]:
-        offset = {"seq": seq, "token": None if token is None else str(token)}
-        # Before its first batch a stream has no token, so the names identify it.
-        offset |= {"queue": self._options.queue, "stream": self._options.stream_id}
-        return offset if messages is None else offset | {"messages": messages}
+    def _offset(self, batches: dict[str, Any]) -> dict[str, Any]:
+        return {"stream": self._options.stream_id, "queues": batches}
 
-    def _position(self, offset: dict[str, Any]) -> tuple[int, UUID | None]:
+    def _positions(self, offset: dict[str, Any]) -> dict[str, tuple[int, UUID]]:
+        """Return the number and the token of the batch of each queue. Raises OptionError."""
+        options = self._options
         try:
-            token = offset["token"]
-            position = int(offset["seq"]), None if token is None else UUID(token)
+            stream = offset["stream"]
+            positions = {queue: (int(at["seq"]), UUID(at["token"])) for queue, at in offset["queues"].items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise OptionError(f"the checkpoint is not one of format pgqueue: its offset is {offset!r}") from None
-        options = self._options
-        named = offset.get("queue", options.queue), offset.get("stream", options.stream_id)
-        if options.fail_on_data_loss and named != (options.queue, options.stream_id):
+        others = [queue for queue in positions if not is_wanted(queue, options)]
+        if options.fail_on_data_loss and (stream != options.stream_id or others):
+            has, wants = f"stream {stream}", f"stream {options.stream_id}"
+            if others:
+                has, wants = f"{has} of queue {others[0]}", f"{wants} of {_queues(options)}"
             raise OptionError(
-                f"the checkpoint is that of stream {named[1]} of queue {named[0]}, not of stream {options.stream_id} of"
-                f" queue {options.queue}: use a new checkpoint, or set option failOnDataLoss=false to continue with the"
-                " remaining messages"
+                f"the checkpoint is that of {has}, not of {wants}: use a new checkpoint, or set option"
+                " failOnDataLoss=false to continue with the remaining messages"
             )
-        return position
+        return {queue: position for queue, position in positions.items() if queue not in others}
 
     # In the workers.
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a partition: each read returns the same messages in the same order. Raises psycopg.Error."""
-        assert isinstance(partition, BatchPart)  # noqa: S101 - as partitions() made it
-        rows = sql.SQL(
+        assert isinstance(partition, StreamPart)  # noqa: S101 - as partitions() made it
+        for part in partition.parts:
+            batches = self._read(part)
+            yield from batches if self._kafka is None else to_kafka(batches, self._kafka)
+
+    def _read(self, part: BatchPart) -> Iterator[pa.RecordBatch]:
+        rows: sql.Composable = sql.SQL(
             "pgqueue.stream_read(%(queue)s, %(stream)s, %(epoch)s, %(seq)s, %(token)s, %(partition)s) offset %(done)s"
         )
-        values = {"queue": self._options.queue, "stream": self._options.stream_id} | vars(partition)
+        if self._kafka is not None:
+            rows = text_headers(rows, self._schema)
+        values = {"stream": self._options.stream_id} | vars(part)
         backoff = Backoff(self._options.retry_timeout)
         done = 0
         while True:
@@ -186,6 +254,20 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
                 return
             except psycopg.Error as error:
                 backoff.wait(error)
+
+
+def _queues(options: Options) -> str:
+    """Return the queues of the options, for an error."""
+    if options.queue is None:
+        return f"queues {options.queue_pattern}*"
+    return f"queue {options.queue[0]}" if len(options.queue) == 1 else f"queues {', '.join(options.queue)}"[:500]
+
+
+def _too_many(queues: int, options: Options) -> OptionError:
+    return OptionError(
+        f"invalid option maxMessagesPerTrigger: {options.max_messages_per_trigger} is less than the number of queues,"
+        f" {queues}: a micro-batch has messages of each; set a higher limit, or name fewer queues"
+    )
 
 
 class RefusedStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):

@@ -1,30 +1,39 @@
-"""The driver's side of a stream: its epoch, its connection with retries, and the heartbeat of the open batch."""
+"""The driver's side of a stream: its epochs, its connection with retries, and the heartbeat of the open batches."""
 
 import logging
 import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
 
 from .._wording import counted
-from ..client import Queue
-from ..errors import StreamFenced
-from ..message import Stream
+from ..client import Queue, Queues
+from ..errors import Error, QueueNotFound, StreamFenced
+from ..message import QueueStats, Stream
 from .connections import READ_ONLY, Backoff, connect, is_transient
 from .options import Options
 
-__all__ = ["StreamDriver"]
+__all__ = ["StreamDriver", "is_wanted"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 
 
+def is_wanted(queue: str, options: Options) -> bool:
+    """Whether the options name a queue."""
+    return queue in options.queue if options.queue is not None else queue.startswith(options.queue_pattern)
+
+
 class StreamDriver:
-    """A stream that this process has opened, which fences any process that had it open before. Driver only."""
+    """The streams that this process has opened, one in each queue, all with the same name. Driver only.
+
+    Opening a stream fences any process that had it open before.
+    """
 
     def __init__(self, conninfo: str, options: Options) -> None:
         self._conninfo = conninfo
@@ -32,58 +41,104 @@ class StreamDriver:
         self._backoff = Backoff(options.retry_timeout)
         # A failure of the first connection is most likely a wrong setting, so it is not retried.
         self._connection: psycopg.Connection[Any] | None = connect(conninfo, autocommit=True)
-        self._has_batch = threading.Event()
+        self._streams: dict[str, Stream] = {}
+        self._refused: set[str] = set()
+        # The queues that have an open batch, whose reservation the heartbeat has to renew.
+        self._has_batch: set[str] = set()
+        self._is_fenced = False
         self._stopped = threading.Event()
-        opened_by = f"spark on {socket.gethostname()}, process {os.getpid()}"
         try:
-            self.opened: Stream = self.call(
-                lambda queue: queue.stream_open(options.stream_id, opened_by, options.on_ack)
-            )
+            self.queues()
         except BaseException:
             self.stop()
             raise
-        self.epoch = self.opened.epoch
-        self.has_batch = self.opened.claim_token is not None
         threading.Thread(target=self._beat, name="pgqueue heartbeat", daemon=True).start()
 
-    @property
-    def has_batch(self) -> bool:
-        """Whether a batch is open, whose reservation the heartbeat has to renew."""
-        return self._has_batch.is_set()
-
-    @has_batch.setter
-    def has_batch(self, value: bool) -> None:
-        if value:
-            self._has_batch.set()
+    def queues(self) -> list[str]:
+        """Return the queues to read, and open their streams: those that are named, or now match the pattern."""
+        options = self._options
+        if options.queue is not None:
+            names = list(options.queue)
         else:
-            self._has_batch.clear()
+            known = self._retry(lambda connection: Queues(connection).list_queues())
+            names = [
+                queue.name for queue in known if is_wanted(queue.name, options) and queue.name not in self._refused
+            ]
+            # A queue of this name that is created later is another one.
+            self._refused &= {queue.name for queue in known}
+            for gone in self._streams.keys() - names:
+                del self._streams[gone]
+                self.set_batch(gone, False)
+        for name in names:
+            try:
+                self.open(name)
+            except QueueNotFound:
+                if options.queue is not None:
+                    raise
+                # The role has other access to the queue. One error in the log of the server is enough.
+                self._refused.add(name)
+        return [name for name in names if name not in self._refused]
 
-    def call(self, verb: Callable[[Queue], T]) -> T:
-        """Call a verb, and retry it in the same epoch until retryTimeout while the database is unavailable.
+    def open(self, queue: str) -> Stream:
+        """Return the stream of a queue as it was when this process opened it. Raises QueueNotFound."""
+        if queue not in self._streams:
+            options = self._options
+            opened_by = f"spark on {socket.gethostname()}, process {os.getpid()}"
+            opened = self.call(queue, Queue.stream_open, options.stream_id, opened_by, options.on_ack)
+            self._streams[queue] = opened
+            self.set_batch(queue, opened.claim_token is not None)
+        return self._streams[queue]
+
+    def is_open(self, queue: str) -> bool:
+        """Whether this process has the stream of a queue open."""
+        return queue in self._streams
+
+    def set_batch(self, queue: str, has_batch: bool) -> None:
+        """Start or end the heartbeat of a queue's open batch."""
+        if has_batch:
+            self._has_batch.add(queue)
+        else:
+            self._has_batch.discard(queue)
+
+    def last_id(self) -> int:
+        """Return the highest id of the database so far; 0 if there is no queue to read."""
+        queues = self.queues()
+        return self.call(queues[0], Queue.list_streams)[0].last_id if queues else 0
+
+    def stats(self) -> list[QueueStats]:
+        """Return the stats of all queues, without retries; none while the database is unavailable."""
+        try:
+            if self._connection is None:
+                return []
+            if self._options.queue is not None:
+                return [Queue(self._connection, queue).stats() for queue in self._streams]
+            # A queue of a pattern may have been dropped since it was listed.
+            return [stats for stats in Queues(self._connection).stats() if stats.queue_name in self._streams]
+        except psycopg.Error as error:
+            self._drop_broken(error)
+            if not is_transient(error):
+                raise
+            return []
+
+    def call(self, queue: str, verb: Callable[Concatenate[Queue, P], T], *values: P.args, **named: P.kwargs) -> T:
+        """Call a verb of a queue, and retry it in the same epoch until retryTimeout while the database is unavailable.
 
         The verb must be idempotent. Raises psycopg.Error.
         """
+        return self._retry(lambda connection: verb(Queue(connection, queue), *values, **named))
+
+    def _retry(self, call: Callable[[psycopg.Connection[Any]], T]) -> T:
         while True:
             try:
                 if self._connection is None:
                     self._connection = connect(self._conninfo, autocommit=True)
-                answer = verb(Queue(self._connection, self._options.queue))
+                answer = call(self._connection)
             except psycopg.Error as error:
                 self._drop_broken(error)
                 self._backoff.wait(error)
             else:
                 self._backoff.reset()
                 return answer
-
-    def call_once(self, verb: Callable[[Queue], T]) -> T | None:
-        """Call a verb without retries; returns None while the database is unavailable."""
-        try:
-            return None if self._connection is None else verb(Queue(self._connection, self._options.queue))
-        except psycopg.Error as error:
-            self._drop_broken(error)
-            if not is_transient(error):
-                raise
-            return None
 
     def stop(self) -> None:
         """End the heartbeat and close the connection. The stream and its open batch stay as they are."""
@@ -101,30 +156,48 @@ class StreamDriver:
 
     def _beat(self) -> None:
         options = self._options
-        lease = options.lease_duration
-        interval = (options.heartbeat_interval or lease / 3).total_seconds()
+        interval = (options.heartbeat_interval or options.lease_duration / 3).total_seconds()
         pause = interval
         while not self._stopped.wait(pause):
             pause = interval
-            if not self.has_batch:
+            queues = sorted(self._has_batch.copy())
+            if not queues and self._is_fenced:
+                return
+            if not queues:
                 continue
             try:
                 # A new connection for each heartbeat, as heartbeats are rare.
                 with connect(self._conninfo, autocommit=True) as connection:
-                    batches = Queue(connection, options.queue).stream_extend(options.stream_id, self.epoch, lease)
-            except StreamFenced:
-                return  # The next call of the driver raises it.
+                    for queue in queues:
+                        self._extend(connection, queue)
             except Exception as error:
-                # Includes errors of the system, such as no file descriptors. The thread must go on, or the reservation
-                # expires.
+                # Includes errors of the system, such as no file descriptors. The thread must go on, or the reservations
+                # expire.
                 _log.warning("heartbeat of stream %s failed: %s", options.stream_id, error)
                 pause = interval / 4
-            else:
-                for batch in batches:
-                    if batch.lost:
-                        _log.warning(
-                            "stream %s lost %s of batch %d to other consumers: its reservation ran out",
-                            options.stream_id,
-                            counted(len(batch.lost), "message"),
-                            batch.seq,
-                        )
+
+    def _extend(self, connection: psycopg.Connection[Any], queue: str) -> None:
+        options = self._options
+        stream = self._streams.get(queue)
+        if stream is None:
+            return
+        try:
+            batches = Queue(connection, queue).stream_extend(options.stream_id, stream.epoch, options.lease_duration)
+        except StreamFenced:
+            # The next call of the driver raises it. Until then the batches of other queues stay reserved.
+            self._is_fenced = True
+            self.set_batch(queue, False)
+            return
+        except Error as error:
+            # Of one queue, such as one that was dropped. The others go on.
+            _log.warning("heartbeat of stream %s of queue %s failed: %s", options.stream_id, queue, error)
+            return
+        for batch in batches:
+            if batch.lost:
+                _log.warning(
+                    "stream %s of queue %s lost %s of batch %d to other consumers: its reservation ran out",
+                    options.stream_id,
+                    queue,
+                    counted(len(batch.lost), "message"),
+                    batch.seq,
+                )

@@ -4,7 +4,16 @@ Finished messages to Parquet and back into a queue, reports and redrives of dead
 the flights pipeline of the demo.
 """
 
-from .archive import ArchiveBusyError, Archived, StandbyError, archive_to_parquet, read_archive, read_finished
+from .archive import (
+    ArchiveBusyError,
+    Archived,
+    Compacted,
+    StandbyError,
+    archive_to_parquet,
+    compact_archive,
+    read_archive,
+    read_finished,
+)
 from .dead_letters import dead_letter_report, normalized_error, read_dead_letters
 from .flights import Published, read_summaries, summarize, summarize_flights
 from .metrics import PERCENTILES, flow_metrics
@@ -18,6 +27,7 @@ __all__ = [
     "PERCENTILES",
     "ArchiveBusyError",
     "Archived",
+    "Compacted",
     "DeadLetterGroup",
     "Flow",
     "FlowReport",
@@ -29,6 +39,7 @@ __all__ = [
     "SparkFailure",
     "StandbyError",
     "archive_to_parquet",
+    "compact_archive",
     "dead_letter_report",
     "flow_metrics",
     "flow_report",

@@ -1,18 +1,17 @@
-"""Writes finished messages to Parquet, by queue and UTC day, incrementally, and each message once even after crashes.
+"""Writes finished messages to a Delta table, by queue and UTC day, incrementally, and each message once.
 
-A run reads Parquet to find the messages that are already there. The progress file of a queue only saves reading, and
-may be lost. Files are added and never rewritten, so readers never see a day shrink, and messages stay in Parquet after
-PostgreSQL has dropped them from its archive.
+A run reads the table to find the messages that are already there. The progress file of a queue only saves reading, and
+may be lost. Messages stay in the table after PostgreSQL has dropped them from its archive.
 """
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Self
-from uuid import uuid4
 
 import psycopg
 from pyspark.sql import DataFrame, SparkSession
@@ -22,16 +21,20 @@ from pyspark.sql.types import DateType, StructType
 from ...client import Queues
 from ..columns import source_schema
 from ..connections import connect, resolve_conninfo
+from ..options import OptionError
 from ..snapshot import check_known, names_in
+from .delta import File, Table
 from .folder import Folder
-from .times import in_utc, utc_day, utc_parquet_timestamps
+from .times import in_utc, utc_day
 
 __all__ = [
     "ARCHIVED",
     "ArchiveBusyError",
     "Archived",
+    "Compacted",
     "StandbyError",
     "archive_to_parquet",
+    "compact_archive",
     "read_archive",
     "read_finished",
 ]
@@ -41,7 +44,7 @@ ARCHIVED: Final[StructType] = StructType(
     [field for field in _SOURCE if field.name != "queue_name"] + [_SOURCE["queue_name"]]
 ).add("day", DateType())
 _KEY: Final = ("id", "finished_at")  # a restored database, or another one, may assign an id twice
-_DRAFTS: Final = "_pgqueue/drafts"
+_SMALL: Final = 64 * 1024 * 1024  # bytes: files of this size and more are not compacted
 
 # More than the time between the timestamp of an acknowledgement and its first lock. That time is microseconds, unless
 # the process is stopped in between.
@@ -76,7 +79,7 @@ where d.datname = current_database()
 
 
 class ArchiveBusyError(RuntimeError):
-    """Another process writes to the same directory. The message has its path."""
+    """Another run writes to the same directory. The message has its path."""
 
 
 class StandbyError(RuntimeError):
@@ -87,7 +90,7 @@ class StandbyError(RuntimeError):
 class Archived:
     """The result for a queue.
 
-    The run read the archive from `since` on (None: all of it), and wrote `written` messages. Parquet has all messages
+    The run read the archive from `since` on (None: all of it), and wrote `written` messages. The table has all messages
     finished before `complete_until` (None: not known yet). The times are in UTC.
     """
 
@@ -95,6 +98,15 @@ class Archived:
     since: datetime | None
     written: int
     complete_until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """The result of a compaction: `files` small files became `into` larger ones, `deleted` old files were deleted."""
+
+    files: int
+    into: int
+    deleted: int
 
 
 def archive_to_parquet(
@@ -105,17 +117,20 @@ def archive_to_parquet(
     queues: Iterable[str] | None = None,
     tell: Callable[[Archived], object] = lambda _: None,
 ) -> list[Archived]:
-    """Write finished messages that Parquet does not have yet, by queue_name and day (of finished_at, in UTC).
+    """Write finished messages that the table at `path` does not have yet, by queue_name and day (of finished_at, UTC).
+
+    The table is a Delta table: Parquet files, and a log in `_delta_log` that names those that count. The first run
+    creates it.
 
     To be run regularly. Each run reads the archive from the point up to which it is known to be complete, and omits the
-    messages that are already in Parquet. It also finds messages of transactions that committed late: a run records a
+    messages that are already in the table. It also finds messages of transactions that committed late: a run records a
     time as complete only when every transaction that was writing at that time has ended. After a crash at any point,
     the next run writes the missing messages, and none twice.
 
     Args:
         spark: A classic session (not Spark Connect).
-        path: A directory on any file system of Spark, for this archive alone. Read it with `read_archive`, or with any
-            reader of Parquet. Names in it that start with an underscore are internal.
+        path: A directory on any file system of Hadoop, for this archive alone: `file:`, `hdfs:`, `s3a:`. It needs no
+            atomic rename. Read it with `read_archive`, or with any reader of Delta tables.
         dsn: The database, as option `dsn` of the format. A pooler in transaction mode does not work.
         queues: The queues. Default: all queues that keep an archive (archive_for), and all, also dropped ones, that
             still have archived messages.
@@ -124,28 +139,56 @@ def archive_to_parquet(
     Returns:
         The result of each queue, in order.
 
-    Raises OptionError, QueueNotFound, StandbyError, and ArchiveBusyError if another run writes to this path, or if this
-    run lost its lock on the path; then it publishes nothing of the current queue.
+    Raises OptionError (also for a damaged log), QueueNotFound, StandbyError, and ArchiveBusyError if another run writes
+    to this path, or if this run lost its lock on the path; then it publishes nothing of the current queue.
     """
     where = resolve_conninfo(dsn)
     folder = Folder(spark, path)
     done: list[Archived] = []
-    with connect(where, autocommit=True) as connection:
-        # The connection is idle while Spark works, for any length of time.
-        connection.execute("set idle_session_timeout to 0")
-        if _value(connection, "select pg_is_in_recovery()"):
-            raise StandbyError(
-                "archive_to_parquet needs the primary: a standby does not know which transactions on the primary have"
-                " finished messages without having committed"
-            )
-        with _locked(connection, str(folder)):
-            folder.make()
-            # Drafts of a killed run. A concurrent run that has lost its lock then has nothing left to publish.
-            folder.delete(_DRAFTS)
-            for queue in archived_queues(connection) if queues is None else dict.fromkeys(queues):
-                done.append(_archive(spark, connection, where, folder, queue))
-                tell(done[-1])
+    with _writing(where, folder) as connection:
+        folder.make()
+        table = Table.load(spark, folder)
+        for queue in archived_queues(connection) if queues is None else dict.fromkeys(queues):
+            result, table = _archive(connection, where, table, queue)
+            done.append(result)
+            tell(result)
     return done
+
+
+def compact_archive(
+    spark: SparkSession, path: str, *, dsn: str | None = None, keep: timedelta = timedelta(days=7)
+) -> Compacted:
+    """Rewrite the small files of each queue and day into one file, and delete files that are no longer needed.
+
+    Readers see the same messages before, during and after it. Files smaller than 64 MiB are rewritten.
+
+    Args:
+        spark: A classic session (not Spark Connect).
+        path: The directory of `archive_to_parquet`.
+        dsn: The database that `archive_to_parquet` reads: it has the lock on the path.
+        keep: How long files that were rewritten, and old versions of the log, are kept for readers that use them, and
+            for reading an earlier version of the table. Default: 7 days.
+
+    Raises OptionError (`keep` is negative, or there is no archive), StandbyError, and ArchiveBusyError.
+    """
+    if keep < timedelta(0):
+        raise OptionError(f"invalid keep: {keep}; must not be negative")
+    folder = Folder(spark, path)
+    with _writing(resolve_conninfo(dsn), folder) as connection:
+        table = _existing(spark, folder)
+        small = [file for file in table.files.values() if file.size < _SMALL]
+        number = Counter((file.queue, file.day) for file in small)
+        small = [file for file in small if number[file.queue, file.day] > 1]
+        written: list[File] = []
+        if small:
+            written = table.write(table.read(small, table.schema))
+            if sum(file.rows for file in written) != sum(file.rows for file in small):
+                raise OSError(f"files of {folder} have fewer rows than the log says")
+            table = _commit(connection, table, "OPTIMIZE", written, small)
+        before = datetime.now(UTC) - keep
+        if table.expired(before) and table.has_checkpoint():
+            table = _commit(connection, table, "VACUUM END", [])
+        return Compacted(len(small), len(written), table.forget(before))
 
 
 def read_archive(
@@ -158,20 +201,25 @@ def read_archive(
 ) -> DataFrame:
     """Return the messages that `archive_to_parquet` wrote to `path`, finished from `since` on and before `until`.
 
-    The columns are those of source `archive`, and `day`. Queue names that look like a number or a date stay strings;
-    spark.read.parquet alone would convert them. Times without a time zone are in UTC. Default: all queues, all times.
+    The columns are those of source `archive`, and `day`; also those that a later version of pgqueue has added. A column
+    that a file does not have is null. Times without a time zone are in UTC. Default: all queues, all times.
+
+    Raises OptionError if `path` has no archive, or if its log is damaged.
     """
-    found = spark.read.schema(ARCHIVED).parquet(Folder(spark, path).pattern)
-    if queues is not None:
-        found = found.where(F.col("queue_name").isin([*queues]))
-    # The condition on day prunes directories. The condition on finished_at selects the rows.
+    table = _existing(spark, Folder(spark, path))
+    since, until = since and in_utc(since), until and in_utc(until)
+    names = None if queues is None else {*queues}
+    files = [
+        file
+        for file in table.files.values()
+        if (names is None or file.queue in names)
+        and (since is None or file.last >= since)
+        and (until is None or file.first < until)
+    ]
+    found = table.read(files, table.with_columns(ARCHIVED))
     if since is not None:
-        since = in_utc(since)
-        found = found.where((F.col("day") >= F.lit(since.date())) & (F.col("finished_at") >= F.lit(since)))
-    if until is not None:
-        until = in_utc(until)
-        found = found.where((F.col("day") <= F.lit(until.date())) & (F.col("finished_at") < F.lit(until)))
-    return found
+        found = found.where(F.col("finished_at") >= F.lit(since))
+    return found if until is None else found.where(F.col("finished_at") < F.lit(until))
 
 
 def read_finished(
@@ -207,7 +255,7 @@ def _read(
     queue: str,
     since: datetime | None,
     until: datetime | None,
-    columns: Sequence[str] = ARCHIVED.names,
+    columns: Sequence[str],
 ) -> DataFrame:
     schema = StructType([ARCHIVED[name] for name in columns if name != "day"])
     reader = spark.read.format("pgqueue").options(dsn=where, queue=queue, source="archive")
@@ -219,7 +267,7 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Up to when Parquet is complete for a queue: until `settled`, and until `noted` once all of `writers` have ended.
+    """Up to when the table is complete for a queue: `settled`, and `noted` once all of `writers` have ended.
 
     `writers` are virtual transaction ids.
     """
@@ -233,7 +281,7 @@ class _Progress:
     def read(cls, folder: Folder, queue: str, database: str) -> Self:
         """Read the progress of the last run; none if the file is unreadable, or is about another database."""
         try:
-            saved: dict[str, Any] = json.loads(folder.read(_progress_file(queue)) or "{}")
+            saved: dict[str, Any] = json.loads(folder.read(_progress_file(queue)) or b"{}")
             if saved["database"] != database:
                 return cls(database)
             settled, noted = (saved[name] and datetime.fromisoformat(saved[name]) for name in ("settled", "noted"))
@@ -249,7 +297,7 @@ class _Progress:
             "noted": self.noted and self.noted.isoformat(),
             "writers": sorted(self.writers),
         }
-        folder.write(_progress_file(queue), json.dumps(values))
+        folder.write(_progress_file(queue), json.dumps(values).encode())
 
     def after(self, at: datetime, left: set[str]) -> "_Progress":
         """Return the progress after a run that started at `at`.
@@ -269,10 +317,9 @@ def _progress_file(queue: str) -> str:
     return f"_pgqueue/{queue}.json"
 
 
-def _archive(
-    spark: SparkSession, connection: psycopg.Connection[Any], where: str, folder: Folder, queue: str
-) -> Archived:
+def _archive(connection: psycopg.Connection[Any], where: str, table: Table, queue: str) -> tuple[Archived, Table]:
     check_known(connection, queue)
+    folder = table.folder
     progress = _Progress.read(folder, queue, _value(connection, _IDENTITY))
     at: datetime = _value(connection, "select clock_timestamp()") - _MARGIN
     if at < (progress.noted or progress.settled or at):
@@ -281,32 +328,49 @@ def _archive(
     left = _wait_for_end(connection, _writers(connection))
 
     # From here on all messages finished before `at` are visible, except those of the transactions in `left`.
-    before = _count(spark, folder, queue, progress.settled)
-    present = read_archive(spark, str(folder), queues=[queue], since=progress.settled)
-    found = _read(spark, where, queue, progress.settled, None)
-    missing = found.join(present.select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
-    # One file for each day.
-    arranged = missing.repartition("day").sortWithinPartitions("day", "finished_at")
-    draft = f"{_DRAFTS}/{uuid4()}"
-    with utc_parquet_timestamps(spark):
-        arranged.write.partitionBy("queue_name", "day").parquet(f"{folder}/{draft}")
+    schema = table.with_columns(ARCHIVED)
+    files = [
+        file
+        for file in table.files.values()
+        if file.queue == queue and (progress.settled is None or file.last >= progress.settled)
+    ]
+    found = _read(table.spark, where, queue, progress.settled, None, ARCHIVED.names)
+    missing = found.join(table.read(files, schema).select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
+    written = table.write(missing)
+    if written or table.version < 0 or schema != table.schema:
+        table = _commit(connection, table, "WRITE", written)
+    after = progress.after(at, left)
+    after.write(folder, queue)
+    return Archived(queue, progress.settled, sum(file.rows for file in written), after.settled), table
+
+
+def _commit(
+    connection: psycopg.Connection[Any], table: Table, operation: str, files: list[File], removed: Sequence[File] = ()
+) -> Table:
+    """Commit files to the table. Raises ArchiveBusyError if another run has committed, or could have."""
     # If the lock was lost while Spark wrote, another run may have started.
     if not _value(connection, _IS_LOCKED):
         raise ArchiveBusyError(
-            f"the lock on {folder} is lost: archive_to_parquet needs a connection of its own, not a pooler that assigns"
-            " one for each transaction"
+            f"the lock on {table.folder} is lost: the run needs a connection of its own, not a pooler that"
+            " assigns one for each transaction"
         )
-    folder.publish(draft)
-    folder.delete(draft)
-    after = progress.after(at, left)
-    after.write(folder, queue)
-    return Archived(queue, progress.settled, _count(spark, folder, queue, progress.settled) - before, after.settled)
+    # What was not committed up to now can no longer be, as this run makes the next version.
+    ours = {file.path.partition("/")[0] for file in files}
+    unknown = [name for name in table.unknown() if name not in ours]
+    try:
+        table = table.commit(operation, ARCHIVED, files, removed, is_change=not removed)
+    except FileExistsError:
+        raise ArchiveBusyError(f"another run writes to {table.folder}") from None
+    for name in unknown:
+        table.folder.delete(name)
+    return table
 
 
-def _count(spark: SparkSession, folder: Folder, queue: str, since: datetime | None) -> int:
-    """Return the number of messages in Parquet in the days from `since` on. Spark takes it from file metadata."""
-    found = read_archive(spark, str(folder), queues=[queue])
-    return (found if since is None else found.where(F.col("day") >= F.lit(since.astimezone(UTC).date()))).count()
+def _existing(spark: SparkSession, folder: Folder) -> Table:
+    table = Table.load(spark, folder)
+    if table.version < 0:
+        raise OptionError(f"invalid path: {folder} has no archive; archive_to_parquet makes it")
+    return table
 
 
 def archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
@@ -316,11 +380,26 @@ def archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
 
 
 @contextmanager
+def _writing(where: str, folder: Folder) -> Iterator[psycopg.Connection[Any]]:
+    """Provide a connection to the primary that holds the lock on a directory."""
+    with connect(where, autocommit=True) as connection:
+        # The connection is idle while Spark works, for any length of time.
+        connection.execute("set idle_session_timeout to 0")
+        if _value(connection, "select pg_is_in_recovery()"):
+            raise StandbyError(
+                "archive pipelines need the primary: a standby does not know which transactions on the primary"
+                " have finished messages without having committed"
+            )
+        with _locked(connection, str(folder)):
+            yield connection
+
+
+@contextmanager
 def _locked(connection: psycopg.Connection[Any], path: str) -> Iterator[None]:
     """Hold a session-level advisory lock for a path. Raises ArchiveBusyError if another session holds it."""
     name = f"pgqueue archive {path}"
     if not _value(connection, "select pg_try_advisory_lock(hashtextextended(%s, 0))", name):
-        raise ArchiveBusyError(f"another archive_to_parquet writes to {path}")
+        raise ArchiveBusyError(f"another run writes to {path}")
     try:
         yield
     finally:

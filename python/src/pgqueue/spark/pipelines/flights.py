@@ -141,7 +141,7 @@ def summarize_flights(
 
 def read_summaries(spark: SparkSession, path: str) -> DataFrame:
     """Return the summaries that `summarize_flights` wrote to Parquet."""
-    return spark.read.schema(SUMMARY).parquet(Folder(spark, path).pattern)
+    return spark.read.schema(SUMMARY).parquet(Folder(spark, path).pattern())
 
 
 def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) -> None:

@@ -1,31 +1,37 @@
 """A directory on any Hadoop file system, for operations that Spark's readers and writers do not have."""
 
 import re
-from typing import Any, cast
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, cast
 
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
-__all__ = ["Folder"]
+__all__ = ["Entry", "Folder"]
+
+
+class Entry(NamedTuple):
+    """A file or a directory in a directory: its name, and when it was changed last."""
+
+    name: str
+    changed_at: datetime
 
 
 class Folder:
-    """A directory. The names of files are relative to it."""
+    """A directory. The names of files are relative to it. No method moves a file."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._jvm = cast(Any, spark._jvm)
-        self._conf = spark._jsc.hadoopConfiguration()
         root = self._jvm.org.apache.hadoop.fs.Path(path)
-        self._fs = root.getFileSystem(self._conf)
+        self._fs = root.getFileSystem(spark._jsc.hadoopConfiguration())
         self._root = self._fs.makeQualified(root)
 
     def __str__(self) -> str:
         return str(self._root.toString())
 
-    @property
-    def pattern(self) -> str:
-        """The path for Spark's readers, with glob characters escaped."""
-        return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", str(self))
+    def pattern(self, name: str = "") -> str:
+        """Return the path of a file, or of this directory, for Spark's readers: with glob characters escaped."""
+        return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", f"{self}/{name}" if name else str(self))
 
     def make(self) -> None:
         """Create the directory if it is missing. Only for writers: a reader has to fail for a misspelt path.
@@ -35,8 +41,18 @@ class Folder:
         if not self._fs.mkdirs(self._root):
             raise OSError(f"{self} cannot be made")
 
-    def read(self, name: str) -> str | None:
-        """Return the text of a file; None if it does not exist, or if its checksum does not match.
+    def list(self, name: str = "") -> list[Entry]:
+        """Return the files and directories in a subdirectory, or in this directory; none if it does not exist."""
+        path = self._path(name) if name else self._root
+        if not self._fs.exists(path):
+            return []
+        return [
+            Entry(str(found.getPath().getName()), datetime.fromtimestamp(found.getModificationTime() / 1000, UTC))
+            for found in self._fs.listStatus(path)
+        ]
+
+    def read(self, name: str) -> bytes | None:
+        """Return the contents of a file; None if it does not exist, or if its checksum does not match.
 
         On a local file system the checksum is a separate file, and `write` may be killed between the two.
         """
@@ -45,7 +61,7 @@ class Folder:
             return None
         stream = self._fs.open(path)
         try:
-            return str(self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
+            return bytes(self._jvm.org.apache.commons.io.IOUtils.toByteArray(stream))
         except Py4JJavaError as error:
             if not error.java_exception.getClass().getName().endswith(".ChecksumException"):
                 raise
@@ -53,35 +69,25 @@ class Folder:
         finally:
             stream.close()
 
-    def write(self, name: str, text: str) -> None:
-        """Replace a file atomically: a reader sees either the old text or the new one."""
-        path, draft = self._path(name), self._path(f"{name}.draft")
-        stream = self._fs.create(draft, True)
-        try:
-            stream.write(bytearray(text.encode()))
-        finally:
-            stream.close()
-        rename = self._jvm.org.apache.hadoop.fs.Options.Rename.OVERWRITE
-        options = self._jvm.java.lang.reflect.Array.newInstance(rename.getClass(), 1)
-        options[0] = rename
-        self._jvm.org.apache.hadoop.fs.FileContext.getFileContext(self._conf).rename(draft, path, options)
+    def write(self, name: str, data: bytes, *, new: bool = False) -> None:
+        """Write a file. If the process is killed meanwhile, the file can be incomplete on some file systems.
 
-    def publish(self, name: str) -> None:
-        """Move the files of the subdirectory `name` to the same relative paths in this directory.
-
-        Files of Spark, such as _SUCCESS, stay. Raises OSError if a file cannot be moved.
+        With `new` the file must not exist. Raises FileExistsError.
         """
-        draft = self._fs.makeQualified(self._path(name)).toUri()
-        files = self._fs.listFiles(self._path(name), True)
-        while files.hasNext():
-            file = files.next().getPath()
-            place = draft.relativize(file.toUri()).getPath()
-            if place.startswith("_"):
-                continue
-            target = self._path(place)
-            self._fs.mkdirs(target.getParent())
-            if not self._fs.rename(file, target):
-                raise OSError(f"{file.toString()} cannot be moved to {target.toString()}")
+        # S3A checks the second option when it stores the object, if it can. Other file systems ignore it.
+        create = self._fs.createFile(self._path(name)).recursive().overwrite(not new)
+        create = create.opt("fs.option.create.conditional.overwrite", new)
+        try:
+            stream = create.build()
+            try:
+                stream.write(data)
+            finally:
+                stream.close()
+        except Py4JJavaError as error:
+            kind = error.java_exception.getClass().getName()
+            if new and kind.endswith((".FileAlreadyExistsException", ".RemoteFileChangedException")):
+                raise FileExistsError(f"{self}/{name} exists") from None
+            raise
 
     def delete(self, name: str) -> bool:
         """Delete a file, or a directory with its contents; returns False if there is none."""

@@ -1,8 +1,9 @@
-"""The report on message flow: computed by Spark, written as an HTML page and as PNG charts."""
+"""The report on message flow: computed by Spark, written as an HTML page."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 from pyspark.sql import DataFrame, Row, SparkSession
@@ -12,7 +13,6 @@ from ..options import OptionError
 from .archive import read_finished
 from .dead_letters import dead_letter_report, read_dead_letters
 from .metrics import flow_metrics
-from .png_charts import draw
 from .report_page import DeadLetterGroup, Flow, Measure, render
 from .times import from_micros, in_utc, window_of
 
@@ -25,11 +25,10 @@ _MAX_WINDOWS = 10_000  # all windows are drawn, empty ones included
 
 @dataclass(frozen=True, slots=True)
 class FlowReport:
-    """The data of a report, and its files: the page, and the pictures (empty if none were drawn)."""
+    """The data of a report, and its page."""
 
     flow: Flow
     page: Path
-    pictures: list[Path]
 
 
 def flow_report(
@@ -43,11 +42,11 @@ def flow_report(
     until: datetime | None = None,
     window: timedelta | None = None,
     accuracy: int | None = None,
-    plots: bool | None = None,
 ) -> FlowReport:
-    """Write a report on message flow through queues: `flow.html`, and a PNG for each queue.
+    """Write a report on message flow through queues, `flow.html`. Needs extra `plots`.
 
-    The page needs no other files and makes no requests. Of more than 100 queues, the busiest 100 have charts.
+    The page has the library for its charts, 5 MB. It needs no other files and makes no requests. Of more than 100
+    queues, the busiest 100 have charts. Only aggregates leave Spark: a row for each queue and window.
 
     Args:
         spark: A classic session (not Spark Connect).
@@ -60,10 +59,11 @@ def flow_report(
         window: The length of a window. Windows start at multiples of it since 1970-01-01 00:00 UTC. Default: a round
             length that gives at most 120 windows, but never more than a week.
         accuracy: The accuracy of percentiles, as for `flow_metrics`. None: exact.
-        plots: Whether to draw the PNGs, which need extra `plots`. None: only if the extra is installed.
 
-    Raises OptionError (also for more than 10,000 windows), QueueNotFound, and ImportError (`plots` without the extra).
+    Raises OptionError (also for more than 10,000 windows), QueueNotFound, and ImportError without the extra.
     """
+    if find_spec("plotly") is None:
+        raise ImportError("flow_report needs plotly: pip install 'pgqueue[plots]'", name="plotly")
     names = [*dict.fromkeys(queues)]
     since, until = since and in_utc(since), until and in_utc(until)
     finished = read_finished(
@@ -95,20 +95,7 @@ def flow_report(
     place.mkdir(parents=True, exist_ok=True)
     page = place / "flow.html"
     page.write_text(render(flow), encoding="utf-8")
-    return FlowReport(flow, page, _pictures(flow, place, plots))
-
-
-def _pictures(flow: Flow, place: Path, wanted: bool | None) -> list[Path]:
-    if wanted is False:
-        return []
-    try:
-        return draw(flow, place)
-    except ImportError as error:
-        if wanted:
-            raise ImportError(
-                f"plots need matplotlib: pip install 'pgqueue[plots]' ({error})", name=error.name
-            ) from None
-        return []
+    return FlowReport(flow, page)
 
 
 def _span(finished: DataFrame, dead: DataFrame) -> timedelta:

@@ -1,18 +1,31 @@
 """The HTML page of a report: one file without requests to other hosts, for light and dark mode and for any width."""
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
-from typing import Final
-
-from .svg_charts import Series, bars, count, lines, seconds, share
+from importlib import resources
+from typing import Any, Final
 
 __all__ = ["DeadLetterGroup", "Flow", "Measure", "render"]
 
-_MAX_CHARTED: Final = 100  # queues with charts: each has the size of a small page, and a PNG takes a second
+_MAX_CHARTED: Final = 100  # queues with charts
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+_UNITS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+_LOG_FROM: Final = 50.0  # an axis is logarithmic if the highest value is at least this many times the lowest
+# Colours with enough contrast in light and in dark mode.
+_COLOURS: Final = {
+    "finished": "#3f86dc",
+    "retries": "#3f86dc",
+    "dead": "#d9534f",
+    "p50": "#3f86dc",
+    "p95": "#c97516",
+    "p99": "#a85fc9",
+}
+_TIMES: Final = [f"{what}_{rank}" for what in ("wait", "processing") for rank in ("p50", "p95", "p99")]
+_COLUMNS: Final = ("finished", "dead", "failure rate", "retries", *(name.replace("_", " ") for name in _TIMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,164 +94,161 @@ class Flow:
         return filled
 
 
-_STYLE: Final = """
-:root { color-scheme: light dark;
-  --page: #f9f9f7; --card: #fcfcfb; --ink: #0b0b0b; --soft: #52514e; --faint: #75746f; --grid: #e4e3dd; --base: #bdbbb3;
-  --done: #2a78d6; --dead: #d03b3b; --low: #86b6ef; --mid: #2a78d6; --high: #104281; --rim: #0b0b0b1a; }
-@media (prefers-color-scheme: dark) { :root {
-  --page: #0d0d0d; --card: #1a1a19; --ink: #ffffff; --soft: #c3c2b7; --faint: #95948d; --grid: #2c2c2a; --base: #4a4945;
-  --done: #3987e5; --dead: #e66767; --low: #256abf; --mid: #5598e7; --high: #b7d3f6; --rim: #ffffff1a; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
-main { max-width: 980px; margin: 0 auto; padding: 24px 16px 48px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 12px; overflow-wrap: anywhere; }
-h3 { font-size: 14px; margin: 0; font-weight: 600; } p { margin: 0; color: var(--soft); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr)); gap: 12px; }
-figure, .sheet { margin: 0; background: var(--card); border: 1px solid var(--rim); border-radius: 8px; padding: 12px; }
-figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 12px; margin-bottom: 6px; }
-.legend { color: var(--soft); font-size: 12px; display: flex; gap: 10px; }
-.legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 4px; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: var(--faint); font-variant-numeric: tabular-nums; }
-svg .name { fill: var(--soft); }
-.grid { stroke: var(--grid); } .base { stroke: var(--base); }
-.hint { fill: transparent; } .hint:hover { fill: var(--rim); }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.done { fill: var(--done); } .dead { fill: var(--dead); }
-.low.line { stroke: var(--low); } .mid.line { stroke: var(--mid); } .high.line, .dead.line { stroke: var(--high); }
-.dead.line { stroke: var(--dead); fill: none; } .mid.line { fill: none; }
-.low.dot { fill: var(--low); } .mid.dot { fill: var(--mid); } .high.dot { fill: var(--high); }
-i.done { background: var(--done); } i.dead { background: var(--dead); } i.low { background: var(--low); }
-i.mid { background: var(--mid); } i.high { background: var(--high); }
-.sheet { overflow-x: auto; padding: 4px 12px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 6px 8px; white-space: nowrap; border-bottom: 1px solid var(--grid); }
-tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 600; }
-th.text, td.text { text-align: left; }
-td.text { unicode-bidi: isolate; white-space: normal; min-width: 96px; overflow-wrap: anywhere; }
-td.wrap { min-width: 220px; }
-details { margin-top: 12px; } summary { cursor: pointer; color: var(--soft); } details .sheet { margin-top: 8px; }
-"""
+def seconds(value: float | None) -> str:
+    """Format a duration, given in seconds, with a suitable unit."""
+    if value is None or value <= 0:
+        return "" if value is None else "0 s"
+    for size, unit in _UNITS:
+        if value >= size * (2 if size > 1 else 1):
+            return f"{_digits(value / size)} {unit}"
+    return f"{_digits(value * 1e6)} µs"
+
+
+def share(value: float | None) -> str:
+    """Format a fraction in percent."""
+    return "" if value is None else f"{_digits(value * 100)} %"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def render(flow: Flow) -> str:
-    """Return the page as HTML. All text from messages is escaped."""
+    """Return the page as HTML. All text from messages is escaped. Raises ImportError without plotly."""
+    from plotly.offline import get_plotlyjs
+
     starts = [start for found in flow.windows if (start := found.window_start) is not None]
-    length = flow.window.total_seconds()
     period = "no message was finished, and none died"
     if starts:
         first, last = min(starts), max(starts) + flow.window
-        period = f"{first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, in windows of {seconds(length)}"
+        length = seconds(flow.window.total_seconds())
+        period = f"{first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, in windows of {length}"
+    drawn = flow.drawn()
     body = [
-        "<h1>Message flow</h1>",
         f"<p>{period}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
         "<h2>Queues</h2>",
-        _totals(flow),
+        _table(("queue", *_COLUMNS), [[total.queue_name, *_values(total)] for total in flow.totals]),
     ]
-    drawn = flow.drawn()
     if len(drawn) < len(flow.totals):
         body.append(f"<p>The {len(drawn)} busiest of {len(flow.totals):,} queues have charts.</p>")
-    body += [_queue(flow, queue) for queue in drawn]
+    for queue in drawn:
+        found = flow.of(queue)
+        rows = [[f"{measure.window_start:%Y-%m-%d %H:%M:%S}", *_values(measure)] for measure in found]
+        figures = "".join(_figure(title, figure) for title, figure in _charts(found, flow.window)) if found else ""
+        body.append(
+            f'<h2>{_text(queue)}</h2><div class="charts">{figures}</div><details><summary>The figures, by window'
+            f"</summary>{_table(('from (UTC)', *_COLUMNS), rows)}</details>"
+        )
     if flow.letters:
-        body += ["<h2>Dead letters by error</h2>", _letters(flow.letters)]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Message flow</title>\n<style>{_STYLE}</style>\n</head>\n<body><main>\n"
-        + "\n".join(body)
-        + "\n</main></body>\n</html>\n"
+        letters = (
+            [kind.queue_name, kind.reason, kind.error or "", kind.letters, kind.last_died_at] for kind in flow.letters
+        )
+        headings = ("queue", "reason", "error", "letters", "last (UTC)")
+        body += ["<h2>Dead letters by error</h2>", _table(headings, letters, 3)]
+    page = resources.files(__package__).joinpath("report_page.html").read_text(encoding="utf-8")
+    parts = {"@body@": "\n".join(body), "@plotly@": get_plotlyjs()}
+    return re.sub("@(body|plotly)@", lambda found: parts[found[0]], page)
+
+
+def _charts(found: Sequence[Measure], window: timedelta) -> Iterable[tuple[str, Any]]:
+    """Yield the charts of a queue: their titles, and figures of plotly."""
+    length = window.total_seconds()
+    rates = {"finished": [one.finished / length for one in found], "dead": [one.dead / length for one in found]}
+    yield "Messages per second", _chart(found, window, rates, _digits, {}, is_stacked=True)
+    retries = [one.retries / one.finished if one.finished else None for one in found]
+    shares = {"retries": retries, "dead": [one.failure_rate for one in found]}
+    yield "Retries and failures", _chart(found, window, shares, share, {"tickformat": ",.3~%"})
+    for title, what in (("Wait, from enqueue to claim", "wait"), ("Work, from claim to ack", "processing")):
+        times = {rank: [getattr(one, f"{what}_{rank}") for one in found] for rank in ("p50", "p95", "p99")}
+        yield title, _chart(found, window, times, seconds, _time_axis(times))
+
+
+def _time_axis(times: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return an axis for durations: logarithmic if they differ much, and with labels that have units."""
+    known = [value for values in times.values() for value in values if value is not None]
+    positive = [value for value in known if value > 0]
+    if not positive:
+        return {}
+    if min(known) >= 0 and max(positive) >= _LOG_FROM * min(positive):
+        powers = [10.0**power for power in range(math.floor(math.log10(min(positive))), 9)]
+        return {"type": "log", "tickvals": powers, "ticktext": [seconds(power) for power in powers]}
+    power = 10.0 ** math.floor(math.log10(max(positive)))
+    step = next(part * power for part in (0.5, 1, 2, 5) if max(positive) / (part * power) <= 4)
+    values = [step * number for number in range(6)]
+    return {"tickvals": values, "ticktext": [seconds(value) for value in values]}
+
+
+def _chart(
+    found: Sequence[Measure],
+    window: timedelta,
+    series: dict[str, list[Any]],
+    show: Callable[[float], str],
+    axis: dict[str, Any],
+    *,
+    is_stacked: bool = False,
+) -> Any:
+    from plotly import graph_objects
+
+    middle = timedelta(0) if is_stacked else window / 2
+    moments = [(one.window_start + middle).replace(tzinfo=None) for one in found if one.window_start is not None]
+    clear = "rgba(0,0,0,0)"
+    figure = graph_objects.Figure()
+    for name, values in series.items():
+        texts = ["" if value is None else show(value) for value in values]
+        shown = {"x": moments, "y": values, "name": name, "hovertext": texts, "hovertemplate": "%{hovertext}"}
+        if is_stacked:
+            # Without an outline, thousands of bars stay visible.
+            wide = {"offset": 0, "width": window.total_seconds() * 1000}
+            figure.add_bar(**shown, **wide, marker={"color": _COLOURS[name], "line_width": 0})
+        else:
+            figure.add_scatter(**shown, mode="lines+markers", marker_size=4, line_color=_COLOURS[name])
+    figure.update_layout(
+        template="none",
+        barmode="stack",
+        hovermode="x unified",
+        paper_bgcolor=clear,
+        plot_bgcolor=clear,
+        modebar_bgcolor=clear,
+        margin={"l": 12, "r": 8, "t": 4, "b": 28},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        font={"family": "system-ui, sans-serif", "size": 11},
     )
+    figure.update_xaxes(range=[moments[0] - middle, moments[-1] - middle + window], showgrid=False)
+    figure.update_yaxes(rangemode="tozero", automargin=True, nticks=5, ticks="outside", tickcolor=clear, **axis)
+    return figure
 
 
-def _queue(flow: Flow, queue: str) -> str:
-    found = flow.of(queue)
-    heading = f"<h2>{escape(queue)}</h2>"
-    if not found:
-        return heading
-    starts = [measure.window_start for measure in found if measure.window_start is not None]
-
-    def series(name: str, style: str, column: str) -> Series:
-        return Series(name, style, [getattr(measure, column) for measure in found])
-
-    ranks = (("p50", "low"), ("p95", "mid"), ("p99", "high"))
-    length = flow.window.total_seconds()
-    rates = [
-        Series("finished", "done", [measure.finished / length for measure in found]),
-        Series("dead", "dead", [measure.dead / length for measure in found]),
-    ]
-    retries = [measure.retries / measure.finished if measure.finished else None for measure in found]
-    charts = [
-        _figure("Messages per second", rates, bars(starts, flow.window, rates, count)),
-        _figure(
-            "Retries and failures",
-            (shown := [Series("retries", "mid", retries), series("dead", "dead", "failure_rate")]),
-            lines(starts, flow.window, shown, share),
-        ),
-        *(
-            _figure(
-                title,
-                (times := [series(rank, style, f"{what}_{rank}") for rank, style in ranks]),
-                lines(starts, flow.window, times, seconds),
-            )
-            for what, title in (("wait", "Wait, from enqueue to claim"), ("processing", "Work, from claim to ack"))
-        ),
-    ]
-    return f'{heading}<div class="charts">{"".join(charts)}</div>{_windows(found)}'
+def _figure(title: str, figure: Any) -> str:
+    return f'<figure><h3>{title}</h3><div class="chart" data-figure="{escape(figure.to_json())}"></div></figure>'
 
 
-def _figure(title: str, series: Sequence[Series], chart: str) -> str:
-    legend = "".join(f'<span><i class="{one.style}"></i>{one.name}</span>' for one in series)
-    return f'<figure><figcaption><h3>{title}</h3><span class="legend">{legend}</span></figcaption>{chart}</figure>'
+def _values(found: Measure) -> list[Any]:
+    times = [(value, seconds(value)) for value in (getattr(found, name) for name in _TIMES)]
+    return [found.finished, found.dead, (found.failure_rate, share(found.failure_rate)), found.retries, *times]
 
 
-_TIMES: Final = ("wait_p50", "wait_p95", "wait_p99", "processing_p50", "processing_p95", "processing_p99")
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]], texts: int = 1) -> str:
+    """Return a table that sorts by the column whose heading is pressed, of which the first `texts` are texts.
 
-
-def _cells(found: Measure) -> list[str]:
-    rate = "" if found.failure_rate is None else share(found.failure_rate)
-    times = ("" if (value := getattr(found, name)) is None else seconds(value) for name in _TIMES)
-    return [f"{found.finished:,}", f"{found.dead:,}", rate, f"{found.retries:,}", *times]
-
-
-_COLUMNS: Final = (
-    "finished", "dead", "failure rate", "retries",
-    "wait p50", "p95", "p99", "work p50", "p95", "p99",
-)  # fmt: skip
-
-
-def _totals(flow: Flow) -> str:
-    return _table(("queue", *_COLUMNS), ([total.queue_name, *_cells(total)] for total in flow.totals), 1)
-
-
-def _windows(found: Iterable[Measure]) -> str:
-    rows = ([f"{measure.window_start:%Y-%m-%d %H:%M:%S}", *_cells(measure)] for measure in found)
-    return f"<details><summary>The figures, by window</summary>{_table(('from (UTC)', *_COLUMNS), rows, 1)}</details>"
-
-
-def _letters(letters: Iterable[DeadLetterGroup]) -> str:
-    rows = (
-        [kind.queue_name, kind.reason, kind.error or "", f"{kind.letters:,}", f"{kind.last_died_at:%Y-%m-%d %H:%M:%S}"]
-        for kind in letters
+    A cell can be a value and its text.
+    """
+    styles = [' class="text"'] * texts + [""] * (len(headings) - texts)
+    head = "".join(
+        f"<th{style}><button>{escape(heading)}</button></th>" for style, heading in zip(styles, headings, strict=True)
     )
-    return _table(("queue", "reason", "error", "letters", "last (UTC)"), rows, 3)
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
-    """Return a table whose first `texts` columns are texts. The last of several text columns may wrap."""
-
-    def style(place: int) -> str:
-        if place >= texts:
-            return ""
-        return ' class="text wrap"' if texts > 1 and place == texts - 1 else ' class="text"'
-
-    head = "".join(f"<th{style(place)}>{escape(heading)}</th>" for place, heading in enumerate(headings))
-    body = "".join(
-        "<tr>" + "".join(f"<td{style(place)}>{_shown(cell)}</td>" for place, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="sheet"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _shown(text: str) -> str:
+def _cell(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<td class="text">{_text(value)}</td>'
+    if isinstance(value, datetime):
+        return f"<td>{value:%Y-%m-%d %H:%M:%S}</td>"
+    number, text = value if isinstance(value, tuple) else (value, f"{value:,}")
+    return f'<td data-value="{"" if number is None else number}">{text}</td>'
+
+
+def _text(text: str) -> str:
     """Escape a text, and replace control characters, which HTML does not allow."""
     return escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))

@@ -28,8 +28,6 @@ SETTINGS = {
     "spark.app.name": "pgqueue",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.host": "127.0.0.1",
     "spark.sql.catalogImplementation": "in-memory",
     # The default is 200. A stream writes a state file for each partition in each batch.
     "spark.sql.shuffle.partitions": str(max(os.cpu_count() or 1, 2)),
@@ -66,11 +64,15 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
             yield SparkSession.builder.getOrCreate()
         return
     use_java()
-    # The workers use the Python of this process.
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     conf = SparkConf(loadDefaults=False)
     for key, value in SETTINGS.items():
         conf.set(key, value)
+    # The executors of a cluster connect to the driver, and may have another Python. There Spark chooses the address.
+    if master.startswith("local"):
+        conf.set("spark.driver.bindAddress", "127.0.0.1").set("spark.driver.host", "127.0.0.1")
+        os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    else:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     conf.setMaster(master).set("spark.driver.memory", memory)
     for name, value in settings.items():
         conf.set(name.replace("__", "."), value)

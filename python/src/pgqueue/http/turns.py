@@ -1,0 +1,98 @@
+"""Turns of users for what is scarce, and of requests that begin."""
+
+import asyncio
+from collections import deque
+from typing import Final
+
+__all__ = ["Gate", "Pace"]
+
+_RESERVED_SHARE: Final = 5  # one place in so many is for other users; at least one, if there are two
+
+
+class Gate:
+    """Lets so many requests pass at a time. The users whose requests wait take turns.
+
+    One user cannot have all places: a fifth of them is for others, so requests that take long delay those of no other
+    user. What the server does by itself has no user, and may have all places.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._most = max(1, places - max(1, places // _RESERVED_SHARE))  # for a user
+        self._passed: dict[str, int] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next turn belongs to the first user
+
+    def try_pass(self, user: str) -> bool:
+        """Pass if the request does not have to wait."""
+        if not self._free or (user and self._passed.get(user, 0) >= self._most):
+            return False
+        self._free -= 1
+        self._passed[user] = self._passed.get(user, 0) + 1
+        return True
+
+    async def wait(self, user: str) -> None:
+        """Wait for a turn of the user."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(user, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn was given at the same moment
+                self.leave(user)
+            raise
+
+    def leave(self, user: str) -> None:
+        """Give the place to the next request that waits."""
+        self._free += 1
+        self._passed[user] -= 1
+        if not self._passed[user]:
+            del self._passed[user]
+        for each in list(self._waiting):
+            if not self._free:
+                return
+            turns = self._waiting.pop(each)
+            while turns and turns[0].cancelled():
+                turns.popleft()
+            if turns and self.try_pass(each):
+                turns.popleft().set_result(None)
+            if turns:
+                self._waiting[each] = turns
+
+
+class Pace:
+    """Lets a few requests begin in each turn of the event loop, in the order of their arrival.
+
+    A request takes several turns of the loop. If thousands of requests arrived at once and all of them began, each of
+    these turns would last as long as the begin of all others.
+    """
+
+    _AT_ONCE: Final = 8
+
+    def __init__(self) -> None:
+        self._left = self._AT_ONCE
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_running = False
+
+    async def begin(self) -> None:
+        """Wait until the request may begin."""
+        loop = asyncio.get_running_loop()
+        if not self._is_running:
+            self._is_running = True
+            loop.call_soon(self._renew)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _renew(self) -> None:
+        self._is_running = self._left < self._AT_ONCE
+        self._left = self._AT_ONCE
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._left -= 1
+        if self._is_running:
+            asyncio.get_running_loop().call_soon(self._renew)

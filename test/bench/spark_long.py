@@ -1,0 +1,307 @@
+"""The parts of spark.py that take long: many messages and partitions, whole pipelines, and a stream of half an hour."""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import psycopg
+from psycopg.conninfo import make_conninfo
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from spark import Database
+
+PARTITIONS = (1, 2, 4, 16)
+FINISH = """
+    insert into pgqueue.unfiled_messages
+        (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, claimed_at, finished_at)
+    select nextval('pgqueue.message_id'), 'orders', jsonb_build_object('order_id', g, 'event', 'created'),
+        1 + (g %% 50 = 0)::int, 5, f - w - p, f - p, f
+    from generate_series(1, %(rows)s) g,
+        lateral (select date_trunc('day', now()) - interval '1 day' + g * (interval '1 day' / (%(rows)s + 1)) as f) a,
+        lateral (select power(10, (hashint4(g) & 1048575) / 262144.0) * interval '0.000317 s' as w) b,
+        lateral (select power(10, (hashint4(-g) & 1048575) / 262144.0) * interval '0.000031 s' as p) c
+"""
+PERCENTILES = """
+    select count(*), percentile_cont(array[0.5, 0.95, 0.99]) within group (
+        order by extract(epoch from claimed_at - enqueued_at)::float8)
+    from pgqueue.archived_messages where queue_name = 'orders'
+"""
+PRODUCE = """
+import sys, time
+import psycopg
+dsn, rate = sys.argv[1], int(sys.argv[2])
+with psycopg.connect(dsn, autocommit=True) as connection:
+    sent, start = 0, time.monotonic()
+    while True:
+        due = int((time.monotonic() - start) * rate) - sent
+        if due >= 500:
+            payloads = ['{"order_id": 1, "event": "created"}'] * min(due, 5000)
+            connection.execute("select count(*) from pgqueue.enqueue_batch('orders', %s::jsonb[])", (payloads,))
+            sent += len(payloads)
+        else:
+            time.sleep(0.01)
+"""
+
+
+class Usage:
+    """The most connections to a server, and the most memory of a Python worker and of all processes, in a time."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._ended = threading.Event()
+        self.connections = 0
+        self.worker_mb = 0.0
+        self.total_mb = 0.0
+
+    def look(self, connection: psycopg.Connection[Any]) -> None:
+        """Look once."""
+        ((count,),) = connection.execute(
+            "select count(*) from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()"
+            " and application_name not like 'bench%%'"
+        ).fetchall()
+        self.connections = max(self.connections, count)
+        workers, total = 0.0, 0.0
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            try:
+                name = process.name()
+                if not name.startswith("postgres"):
+                    size = process.memory_full_info().uss / 1e6
+                    total += size
+                    if name.startswith("python") and "pyspark" in " ".join(process.cmdline()):
+                        workers = max(workers, size)
+            except psutil.Error:
+                continue
+        self.worker_mb, self.total_mb = max(self.worker_mb, workers), max(self.total_mb, total)
+
+    @contextmanager
+    def watching(self) -> Iterator["Usage"]:
+        """Look twice a second."""
+
+        def watch() -> None:
+            with psycopg.connect(self._dsn, autocommit=True, application_name="bench-usage") as connection:
+                while not self._ended.wait(0.5):
+                    self.look(connection)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+
+def scale(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Read, write and stream the same messages by more and more partitions, beside JDBC."""
+    from spark import DOCUMENT, JDBC_QUERY, SCHEMA
+
+    rows = options.scale_rows
+    spark = database.spark
+    figures: dict[str, Any] = {}
+
+    def note(partitions: int, name: str, rate: float, usage: Usage) -> None:
+        one = figures.setdefault(name, {}).setdefault(str(partitions), {"rates": [], "connections": 0, "worker_mb": 0})
+        one["rates"].append(round(rate))
+        one["connections"] = max(one["connections"], usage.connections)
+        one["worker_mb"] = max(one["worker_mb"], round(usage.worker_mb))
+        console.print(
+            f"[dim]{name}, {partitions} partitions: {rate:,.0f}/s, {usage.connections} connections,"
+            f" worker {usage.worker_mb:.0f} MB"
+        )
+
+    def timed(partitions: int, name: str, run: Any) -> None:
+        with Usage(database.dsn).watching() as usage:
+            start = time.monotonic()
+            run()
+            took = time.monotonic() - start
+        note(partitions, name, rows / took, usage)
+
+    def read(partitions: int) -> None:
+        given = {"dsn": database.dsn, "queue": "orders", "numPartitions": str(partitions)}
+        frame = spark.read.format("pgqueue").schema(SCHEMA).options(**given).load()
+        timed(partitions, "read", lambda: frame.write.format("noop").mode("overwrite").save())
+
+    def read_jdbc(partitions: int) -> None:
+        ((low, high),) = database.connection.execute("select min(id), max(id) from pgqueue.messages").fetchall()
+        more = {"partitionColumn": "id", "lowerBound": str(low), "upperBound": str(high)}
+        settings = database.jdbc | {"dbtable": JDBC_QUERY, "fetchsize": "10000", "numPartitions": str(partitions)}
+        frame = spark.read.format("jdbc").options(**settings, **more).load()
+        timed(partitions, "read, JDBC", lambda: frame.write.format("noop").mode("overwrite").save())
+
+    def write(partitions: int) -> None:
+        data = spark.range(0, rows, 1, partitions).selectExpr(DOCUMENT).cache()
+        data.count()
+        named = data.selectExpr("'orders' as queue_name", "5 as max_attempts", "payload")
+        settings = database.jdbc | {"dbtable": "pgqueue.messages", "batchsize": "10000"}
+        ours = data.write.format("pgqueue").option("dsn", database.dsn).option("queue", "orders").mode("append")
+        theirs = named.write.format("jdbc").options(**settings).mode("append")
+        turns = [("write", ours), ("write, JDBC", theirs)]
+        for name, writer in turns if partitions in (1, 4) else reversed(turns):
+            database.empty()
+            timed(partitions, name, writer.save)
+            assert database.count() == rows
+        data.unpersist()
+
+    def stream(partitions: int) -> None:
+        database.fill(rows)
+        with tempfile.TemporaryDirectory() as home:
+            source = spark.readStream.format("pgqueue").options(
+                dsn=database.dsn,
+                queue="orders",
+                streamId="scale",
+                maxMessagesPerTrigger=str(options.scale_batch),
+                numPartitions=str(partitions),
+            )
+            query = source.load().writeStream.format("parquet").option("checkpointLocation", f"{home}/checkpoint")
+            timed(
+                partitions,
+                "stream",
+                lambda: query.trigger(availableNow=True).start(f"{home}/parquet").awaitTermination(),
+            )
+        assert database.count() == 0, "the queue was not drained"
+
+    for number in range(options.scale_rounds + 1):
+        if not number:  # The JVM compiles.
+            rows = options.scale_rows // 10
+        order = PARTITIONS if number % 2 else tuple(reversed(PARTITIONS))
+        for partitions in order:
+            write(partitions)
+        for _ in range(1 if number == 0 else 2):
+            database.fill(rows)
+            for partitions in order:
+                read(partitions)
+                read_jdbc(partitions)
+        for partitions in order if number <= 1 else ():
+            stream(partitions)
+        if not number:
+            figures.clear()
+            rows = options.scale_rows
+    return {"rows": rows, "batch": options.scale_batch, **figures}
+
+
+def archive(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Archive finished messages to a Delta table; the first round warms up the JVM."""
+    from pgqueue.spark.pipelines import archive_to_parquet, read_archive
+
+    database.connection.execute("select pgqueue.alter_queue('orders', archive_for => '30 d')")
+    database.connection.execute(FINISH, {"rows": options.archive_rows})
+    database.connection.execute("select pgqueue.maintain_archive()")
+    database.connection.execute("vacuum analyze")
+    seconds = []
+    for number in range(options.rounds + 1):
+        with tempfile.TemporaryDirectory() as home:
+            start = time.monotonic()
+            (done,) = archive_to_parquet(database.spark, home, dsn=database.dsn, queues=["orders"])
+            took = time.monotonic() - start
+            assert read_archive(database.spark, home).select("id").distinct().count() == options.archive_rows
+        console.print(f"[dim]round {number or 'of warm-up'}: {options.archive_rows / took * 60:,.0f} a minute ({done})")
+        if number:
+            seconds.append(round(took, 2))
+    return {"rows": options.archive_rows, "seconds": seconds}
+
+
+def report(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Write the report of one day of finished messages, and compare its percentiles with those of PostgreSQL."""
+    from pgqueue.spark.pipelines import flow_report
+
+    database.connection.execute("select pgqueue.alter_queue('orders', archive_for => '30 d')")
+    console.print(f"[dim]filling the archive with {options.report_rows:,} messages")
+    database.connection.execute(FINISH, {"rows": options.report_rows})
+    database.connection.execute("select pgqueue.maintain_archive()")
+    database.connection.execute("vacuum analyze")
+    database.connection.execute("set max_parallel_workers_per_gather = 0")
+    start = time.monotonic()
+    ((count, expected),) = database.connection.execute(PERCENTILES).fetchall()
+    in_postgresql = time.monotonic() - start
+    figures: dict[str, Any] = {"rows": options.report_rows, "postgresql_seconds": round(in_postgresql, 1)}
+    for name, accuracy in (("exact", None), ("accuracy 10,000", 10_000)):
+        with tempfile.TemporaryDirectory() as home, Usage(database.dsn).watching() as usage:
+            start = time.monotonic()
+            found = flow_report(database.spark, home, ["orders"], dsn=database.dsn, accuracy=accuracy)
+            took = time.monotonic() - start
+            (whole,) = found.flow.totals
+            pages = round(found.page.stat().st_size / 1e6, 1)
+        assert whole.finished == count == options.report_rows
+        percentiles = [whole.wait_p50, whole.wait_p95, whole.wait_p99]
+        error = max(abs(ours / theirs - 1) for ours, theirs in zip(percentiles, expected, strict=True))
+        figures[name] = {"seconds": round(took, 1), "error": error, "page_mb": pages, "most_mb": round(usage.total_mb)}
+        console.print(f"[dim]{name}: {figures[name]}")
+    return figures
+
+
+def long(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Stream to Parquet for long while a producer sends at a steady rate; returns one row of figures a minute."""
+    minutes: list[dict[str, Any]] = []
+    where = make_conninfo(database.dsn, application_name="bench-producer")
+    producer = subprocess.Popen([sys.executable, "-c", PRODUCE, where, str(options.long_rate)])
+    spark = database.spark
+    with (
+        tempfile.TemporaryDirectory() as home,
+        psycopg.connect(database.dsn, autocommit=True, application_name="bench-usage") as connection,
+    ):
+        source = spark.readStream.format("pgqueue").options(
+            dsn=database.dsn, queue="orders", streamId="long", maxMessagesPerTrigger="50000"
+        )
+        query = (
+            source.load()
+            .writeStream.format("parquet")
+            .option("checkpointLocation", f"{home}/checkpoint")
+            .trigger(processingTime="1 second")
+            .start(f"{home}/parquet")
+        )
+        try:
+            seen = -1
+            for minute in range(1, options.long_minutes + 1):
+                usage = Usage(database.dsn)
+                end = time.monotonic() + 60
+                progress: list[Any] = []
+                while (left := end - time.monotonic()) > 0:
+                    time.sleep(min(left, 5))
+                    assert query.isActive, query.exception()
+                    assert producer.poll() is None, "the producer ended"
+                    usage.look(connection)
+                    progress += [one for one in query.recentProgress if one["batchId"] > seen and one["numInputRows"]]
+                    seen = max([seen, *(one["batchId"] for one in progress)])
+                lasted = [one["durationMs"]["triggerExecution"] / 1000 for one in progress]
+                ((ready, oldest),) = connection.execute(
+                    "select ready_messages, oldest_age_seconds from pgqueue.stats('orders')"
+                ).fetchall()
+                ((size,),) = connection.execute(
+                    "select sum(pg_total_relation_size(c.oid)) / 1e6 from pg_class c"
+                    " where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'"
+                ).fetchall()
+                row = {
+                    "minute": minute,
+                    "rate": round(sum(one["numInputRows"] for one in progress) / 60),
+                    "batch_median": round(statistics.median(lasted), 2) if lasted else None,
+                    "batch_max": round(max(lasted), 2) if lasted else None,
+                    "ready": ready,
+                    "oldest": round(float(oldest or 0), 1),
+                    "connections": usage.connections,
+                    "worker_mb": round(usage.worker_mb),
+                    "total_mb": round(usage.total_mb),
+                    "tables_mb": round(float(size)),
+                }
+                minutes.append(row)
+                console.print(f"[dim]{row}")
+            producer.terminate()
+            producer.wait()
+            while database.count():
+                assert query.isActive, query.exception()
+                time.sleep(1)
+        finally:
+            producer.kill()
+            producer.wait()
+            query.stop()
+        ((sent,),) = connection.execute("select enqueued_total from pgqueue.stats('orders')").fetchall()
+        written = spark.read.parquet(f"{home}/parquet").select("id").distinct().count()
+    return {"rate": options.long_rate, "sent": sent, "written": written, "minutes": minutes}
