@@ -459,7 +459,8 @@ create or replace function pgqueue.create_schedule(
     time_zone text default 'UTC',
     paused boolean default false,
     catch_up boolean default true,
-    priority int default null
+    priority int default null,
+    group_key text default null
 )
 returns timestamptz
 language plpgsql volatile security definer
@@ -473,7 +474,8 @@ begin
     s.cron := cron;
     s.payload := payload;
     perform pgqueue._check_priorities(array[priority]);
-    s.headers := pgqueue._with_group_and_priority(headers, null, priority);
+    perform pgqueue._check_group_keys(array[group_key]);
+    s.headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     s.time_zone := time_zone;
     s.paused := paused;
     s.catch_up := catch_up;
@@ -486,7 +488,7 @@ begin
 end;
 $$;
 comment on function pgqueue.create_schedule(
-    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int
+    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int, text
 ) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
@@ -498,9 +500,11 @@ in it ticks the first time only. If the minute or the hour begins with *, there 
 matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the
 tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
 catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
-priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header pgqueue.priority of the
-schedule. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
-schedule that is not paused is never idle. Raises 22023, PQ001, PQ003, PQ012.';
+priority (0 to 9, the highest; null is 0) is for a queue with priorities, and group_key (1 to 255 characters) for a
+queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With group_limit 1,
+the message of a tick waits until the message of the tick before is finished. While a transaction that received the
+message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never idle. Raises
+22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
     name text,
@@ -511,6 +515,7 @@ create or replace function pgqueue.alter_schedule(
     paused boolean default null,
     catch_up boolean default null,
     priority int default null,
+    group_key text default null,
     caller pgqueue.caller default current_user
 )
 returns timestamptz
@@ -523,12 +528,14 @@ begin
     s.cron := coalesce(alter_schedule.cron, s.cron);
     s.payload := coalesce(alter_schedule.payload, s.payload);
     perform pgqueue._check_priorities(array[priority]);
-    s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), null, priority);
+    perform pgqueue._check_group_keys(array[group_key]);
+    s.headers := pgqueue._with_group_and_priority(coalesce(alter_schedule.headers, s.headers), group_key, priority);
     s.time_zone := coalesce(alter_schedule.time_zone, s.time_zone);
     s.paused := coalesce(alter_schedule.paused, s.paused);
     s.catch_up := coalesce(alter_schedule.catch_up, s.catch_up);
     -- A schedule whose settings have become invalid, for example because the time zone is gone, can still be paused.
-    if not s.paused or coalesce(cron, payload::text, headers::text, time_zone, catch_up::text, priority::text) is not null
+    if not s.paused or coalesce(
+            cron, payload::text, headers::text, time_zone, catch_up::text, priority::text, group_key) is not null
     then
         s := pgqueue._check_schedule(s);
     end if;
@@ -540,11 +547,14 @@ begin
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
-comment on function pgqueue.alter_schedule(text, text, jsonb, jsonb, text, boolean, boolean, int, pgqueue.caller) is
-'Changes the settings that are given and leaves the others. The priority is one of the headers: new headers without
-pgqueue.priority remove it, unless priority is given, too. Returns the time of the next tick; null if the schedule is
-paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are, but the message of a tick that
-no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises 22023, PQ003, PQ011.';
+comment on function pgqueue.alter_schedule(
+    text, text, jsonb, jsonb, text, boolean, boolean, int, text, pgqueue.caller
+) is
+'Changes the settings that are given and leaves the others. The priority and the group are headers: new headers without
+pgqueue.priority or pgqueue.group remove them, unless priority or group_key is given, too. Returns the time of the next
+tick; null if the schedule is paused. While it is paused, it has no ticks. Messages of earlier ticks stay as they are,
+but the message of a tick that no consumer has claimed yet is removed. Waits for a transaction that is claiming a tick.
+Raises 22023, PQ003, PQ011.';
 
 create or replace function pgqueue.drop_schedule(name text, caller pgqueue.caller default current_user)
 returns boolean

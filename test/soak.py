@@ -205,11 +205,15 @@ def _check_message(
     if send.calm and send.kind in ("good", "slow") and len(attempts) > 1 and key not in h.lost:
         yield Violation("repeated without a failure", key, f"attempts {attempts}")
     for letter in dead:
-        yield from _check_dead(send, letter, starts)
+        yield from _check_dead(send, letter, starts, key in h.lost)
 
 
-def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Violation]:
-    """Check that a message was right to become a dead letter, and that its error details are complete."""
+def _check_dead(send: Send, letter: Dead, starts: list[Start], was_lost: bool) -> Iterator[Violation]:
+    """Check that a message was right to become a dead letter, and that its error details are complete.
+
+    An attempt whose claim was lost on a busy machine may have no start and no error details.
+    """
+    calm = send.calm and not was_lost
     headers = letter.headers or {}
     failures = headers.get("pgqueue.failures") or []
     attempts = sorted({start.attempt for start in starts})
@@ -220,7 +224,7 @@ def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Viola
         yield Violation("dead without a reason", send.key, f"{send.kind}, {letter.reason}")
     if attempts and attempts[-1] > letter.max_attempts:
         yield Violation("too many attempts", send.key, f"{attempts[-1]} of {letter.max_attempts}")
-    if send.calm and letter.reason == "attempts_exhausted" and attempts != list(range(1, letter.max_attempts + 1)):
+    if calm and letter.reason == "attempts_exhausted" and attempts != list(range(1, letter.max_attempts + 1)):
         yield Violation("dead too early", send.key, f"attempts {attempts} of {letter.max_attempts}")
 
     # A consumer that was killed or disconnected leaves no error details. A rejection does, and so does a calm failure.
@@ -228,11 +232,11 @@ def _check_dead(send: Send, letter: Dead, starts: list[Start]) -> Iterator[Viola
     words, last_error = f"{send.kind} {send.key}", letter.last_error or ""
     if send.kind == "poison" and not any(one.get("exception_message") == words for one in failures):
         missing.append("pgqueue.failures")
-    if letter.reason == "rejected" or (send.calm and send.kind == "poison"):
+    if letter.reason == "rejected" or (calm and send.kind == "poison"):
         missing += [f"pgqueue.{name}" for name in FINAL_HEADERS if not headers.get(f"pgqueue.{name}")]
         if words not in last_error or ("Traceback" not in last_error and send.kind == "poison"):
             missing.append("last_error")
-    if send.calm and send.kind == "poison" and [one.get("attempt") for one in failures] != attempts[-20:]:
+    if calm and send.kind == "poison" and [one.get("attempt") for one in failures] != attempts[-20:]:
         missing.append(f"every attempt in pgqueue.failures: {[one.get('attempt') for one in failures]}")
     if missing:
         yield Violation("incomplete error details", send.key, ", ".join(missing))
@@ -808,7 +812,8 @@ class Soak:
     def _cause_failures(self) -> None:
         # Wait until all processes are connected, which takes seconds on a busy machine.
         started = time.monotonic()
-        while self._backends() < len(self.plan.processes) and time.monotonic() < started + 60:
+        processes = len(self.plan.processes) + self.plan.producers
+        while self._connected_processes() < processes and time.monotonic() < started + 60:
             self._supervise()
             time.sleep(0.02)
         start = time.monotonic()
@@ -945,6 +950,12 @@ class Soak:
             seconds = self.chance.uniform(*self.plan.pause_seconds)
             child.pause(seconds)
             self._did("pauses", child.history, seconds)
+
+    def _connected_processes(self) -> int:
+        row = self.connection.execute(
+            "select count(distinct application_name) from pg_stat_activity where application_name ~ '^soak [0-9]+$'"
+        ).fetchone()
+        return row[0] if row else 0
 
     def _backends(self, counted: str = "true") -> int:
         """Return the number of connections for which `counted` holds, without those of the soak itself."""

@@ -48,7 +48,7 @@ def configuration(
             toml(f"services.{json.dumps(name)}", {"dsn": dsn, "databases": names})
             for name, (dsn, names) in services.items()
         ),
-        toml("limits", {"sample_seconds": 0.3} | dict(limits or {})),
+        toml("limits", {"sample_seconds": 0.3, "connect_seconds": 20} | dict(limits or {})),
         toml("tasks", {"visibility_timeout_seconds": 1} | dict(tasks or {})),
     ]
     path.write_text("".join(parts))

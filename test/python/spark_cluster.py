@@ -106,10 +106,12 @@ def read(spark: Any, format: str, dsn: str, queue: str, home: str) -> list[int]:
 
 def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     """Copy a queue, after a shuffle."""
+    from sparks import completed
+
     source = spark.readStream.format(format).options(dsn=dsn, queue=queue, streamId="s", numPartitions=2)
     rows = source.load().repartition(2, "id").select("payload").writeStream.format(format)
     rows = rows.options(dsn=dsn, queue=f"{queue}-copy", checkpointLocation=f"{home}/{queue}-checkpoint")
-    rows.trigger(availableNow=True).start().awaitTermination()
+    completed(rows.trigger(availableNow=True).start)
 
 
 PROGRAMS = {"write": write, "read": read, "stream": stream}

@@ -76,7 +76,7 @@ def noted(home: Path, point: str) -> list[Any]:
 
 def main(dsn: str, archived: str, queues: list[str]) -> None:
     from pyspark.errors import StreamingQueryException
-    from sparks import session
+    from sparks import is_late, session
 
     from pgqueue.spark.pipelines import archive
 
@@ -102,7 +102,7 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
                 if running.awaitTermination(1):
                     sys.exit(f"{point} was not reached")
             except StreamingQueryException as error:
-                if "worker failed to connect back" not in str(error):
+                if not is_late(error):
                     raise
                 running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
     archive.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(131);
+select plan(139);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -131,7 +131,30 @@ select pgqueue.alter_schedule('urgent', headers => '{"b": 2}') \g /dev/null
 select is(pg_temp.headers(), '{"b": 2}', 'new headers without a priority remove it');
 select throws_ok($$ select pgqueue.create_schedule('bad', 'schedules', '@daily', priority => 10) $$, '22023', 'invalid priority: ''10''', 'create_schedule refuses a priority above 9');
 select throws_ok($$ select pgqueue.alter_schedule('urgent', priority => -1) $$, '22023', 'invalid priority: ''-1''', 'alter_schedule refuses a negative priority');
+select pgqueue.alter_schedule('urgent', group_key => 'backup') \g /dev/null
+select is(pg_temp.headers(), '{"b": 2, "pgqueue.group": "backup"}', 'alter_schedule gives the messages a group');
+select throws_ok($$ select pgqueue.create_schedule('bad', 'schedules', '@daily', group_key => '') $$, '22023', 'invalid group_key: ''''', 'create_schedule refuses an empty group_key');
+select throws_ok($$ select pgqueue.alter_schedule('urgent', group_key => repeat('x', 256)) $$, '22023', format('invalid group_key: %L', repeat('x', 200)), 'alter_schedule refuses a group_key of 256 characters');
 select pgqueue.drop_schedule('urgent'), pgqueue.purge_queue('schedules') \g /dev/null
+
+-- Groups: with group_limit 1 a tick waits for the tick before, and no message waits for a tick that is not due.
+select pgqueue.create_queue('schedules_grouped', group_limit => 1), pgqueue.create_schedule('backup', 'schedules_grouped', '@hourly', group_key => 'backup') \g /dev/null
+create function pg_temp.claim_tick() returns text language sql as $$
+    with taken as (insert into claimed select * from pgqueue.claim('schedules_grouped', 10, '5 h') returning *)
+    select string_agg(coalesce(t.headers ->> 'pgqueue.scheduled_for', t.payload #>> '{}'), ' ') from taken t
+$$;
+truncate claimed;
+select pg_temp.pass('1 h') \gset
+select is(pg_temp.claim_tick(), '2030-01-17T21:00:00Z', 'claim returns the message of a tick with a group');
+select pg_temp.pass('1 h') \gset
+select is(pg_temp.claim_tick(), null, 'the message of the next tick waits while the message of the tick before is in flight');
+select is((select pgqueue.ack('schedules_grouped', c.id, c.claim_token) from claimed c), true, 'ack settles the message of a tick with a group');
+truncate claimed;
+select pgqueue.enqueue('schedules_grouped', '"sent"', group_key => 'backup') \g /dev/null
+select is(pg_temp.claim_tick(), '2030-01-17T22:00:00Z', 'the message of the next tick is claimed when the one before is acknowledged');
+select pgqueue.ack('schedules_grouped', c.id, c.claim_token) from claimed c \g /dev/null
+select is(pg_temp.claim_tick(), 'sent', 'a message of the group does not wait for a tick that is not due');
+select pgqueue.drop_queue('schedules_grouped'), set_config('test.now', '2030-01-17 20:00+00', true) \g /dev/null
 select is(pgqueue.drop_schedule('nightly'), false, 'drop_schedule returns false if there is no such schedule');
 select is(pgqueue.create_schedule('nightly', 'schedules', '@daily'), '2030-01-18 00:00+00', 'create_schedule can use a name again');
 select is(pgqueue.drop_schedule('nightly'), true, 'drop_schedule returns true');

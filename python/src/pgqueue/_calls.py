@@ -274,13 +274,14 @@ create_schedule: Call[datetime | None] = Call(
     datetime,
     "create_schedule",
     "name text, queue_name text, cron text",
-    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int",
+    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int, group_key text",
 )
 alter_schedule: Call[datetime | None] = Call(
     datetime,
     "alter_schedule",
     "name text",
-    "cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int",
+    "cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int,"
+    " group_key text",
 )
 drop_schedule = Call(bool, "drop_schedule", "name text")
 run_schedule = Call(int, "run_schedule", "name text")

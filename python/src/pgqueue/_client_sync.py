@@ -190,14 +190,18 @@ class Queues(_Calls):
         paused: bool | None = None,
         catch_up: bool | None = None,
         priority: int | None = None,
+        group_key: str | None = None,
     ) -> datetime | None:
         """Change the given settings of a schedule. Returns the time of the next tick; None if the schedule is paused.
 
-        The arguments are those of `Queue.create_schedule`. New `headers` without `pgqueue.priority` remove the
-        priority, unless `priority` is given, too. A tick that nobody has claimed yet is removed. Waits
-        for a transaction that is claiming a tick. Raises `InvalidArgument`, `PayloadTooLarge`, `ScheduleNotFound`.
+        The arguments are those of `Queue.create_schedule`. New `headers` without `pgqueue.priority` or
+        `pgqueue.group` remove the priority or the group, unless `priority` or `group_key` is given, too. A tick that no
+        consumer has claimed yet is removed. Waits for a transaction that is claiming a tick. Raises `InvalidArgument`,
+        `PayloadTooLarge`, `ScheduleNotFound`.
         """
-        return self._one(_calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up, priority))
+        return self._one(
+            _calls.alter_schedule(name, cron, payload, headers, time_zone, paused, catch_up, priority, group_key)
+        )
 
     def drop_schedule(self, name: str) -> bool:
         """Drop a schedule. False if there is none. A tick that nobody has claimed yet is removed."""
@@ -534,6 +538,7 @@ class Queue(_Calls):
         paused: bool | None = None,
         catch_up: bool | None = None,
         priority: int | None = None,
+        group_key: str | None = None,
     ) -> datetime | None:
         """Create a schedule: this queue gets one message at each tick. Returns the time of the first tick.
 
@@ -543,13 +548,12 @@ class Queue(_Calls):
         that nobody claimed are made up for once, by one message; without `catch_up` (true) a message that is not
         finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
         `pgqueue.scheduled_for`, the time of the tick. In a queue with `priorities`, messages have the `priority` (0 to
-        9, the highest), which becomes one of the `headers` of the schedule.
+        9, the highest), and in a queue with `group_limit` the `group_key`; both become `headers` of the schedule.
 
         Raises `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, `ScheduleExists`.
         """
-        return self._one(
-            _calls.create_schedule(name, self.name, cron, payload, headers, time_zone, paused, catch_up, priority)
-        )
+        settings = (payload, headers, time_zone, paused, catch_up, priority, group_key)
+        return self._one(_calls.create_schedule(name, self.name, cron, *settings))
 
     def list_schedules(self) -> list[Schedule]:
         """The schedules of the queue, by name. Raises `QueueNotFound`."""

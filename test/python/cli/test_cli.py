@@ -1094,6 +1094,30 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], 
         assert healthy.out == "no problems found\n"
 
 
+def test_compact_returns_the_disk_space_of_dead_rows(empty_database: Callable[[], str]) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("select pgqueue.create_queue('orders', dedicated => true)")
+        nothing = in_process(dsn, "compact")
+        connection.execute(
+            "select pgqueue.enqueue('orders', to_jsonb(repeat('x', 1000))) from generate_series(1, 3000)"
+        )
+        connection.execute("delete from pgqueue.messages where queue_name = 'orders'")
+        connection.execute("select pgqueue.enqueue('orders', '1')")
+        with psycopg.connect(dsn) as reader:
+            reader.execute("select from pgqueue.messages where queue_name = 'orders'")
+            busy = in_process(dsn, "compact", "orders", "--json")
+        done = in_process(dsn, "compact", "orders")
+    assert (nothing.status, nothing.out, nothing.err) == (0, "", "pgqueue: no table has 1 MB\n")
+    assert (busy.status, busy.records[0]["outcome"], len(busy.records)) == (3, "busy", 1)
+    heading, _, line = done.out.splitlines()
+    assert heading.split("  ")[0] == "table"
+    table, outcome, kept, before, after = line.split()
+    assert (done.status, table, outcome, kept) == (0, busy.records[0]["table_name"], "compacted", "1")
+    assert float(after) < 1 < float(before)
+
+
 # Values and help
 
 
@@ -1161,7 +1185,19 @@ def test_all_commands_are_registered() -> None:
         ),
         *("send", "cancel", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
         *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
-        *("browse", "purge", "work", "serve", "doctor", "dead", "dead list", "dead show", "dead redrive", "dead purge"),
+        *(
+            "browse",
+            "purge",
+            "work",
+            "serve",
+            "doctor",
+            "compact",
+            "dead",
+            "dead list",
+            "dead show",
+            "dead redrive",
+            "dead purge",
+        ),
         *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
         *("token", "token create", "token list", "token revoke"),
         *("spark flow-report", "spark summarize-flights", "spark compact-archive"),

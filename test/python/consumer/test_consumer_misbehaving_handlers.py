@@ -215,11 +215,11 @@ def test_a_connection_that_was_set_read_only_is_not_used_again(
 def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=4 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=10 * SECOND)
     connection.execute(f'create table "{name}" (n int)')
     connection.execute(
         f'create function "{name}"() returns trigger language plpgsql'
-        " as $$ begin perform pg_sleep(6); return null; end $$"
+        " as $$ begin perform pg_sleep(12); return null; end $$"
     )
     connection.execute(
         f'create constraint trigger slow after insert on "{name}" deferrable initially deferred'

@@ -578,7 +578,7 @@ async def nothing_async(_: Any) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"peek_delay": timedelta(milliseconds=99)}, "100 ms to 10 s"),
+    ({"peek_delay": timedelta(milliseconds=99)}, "at least 100 ms"),
     ({"peek_batch_size": 0}, "peek_batch_size"),
     ({"concurrency": 0}, "concurrency"),
     ({"concurrency": True}, "concurrency"),

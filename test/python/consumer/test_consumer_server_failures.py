@@ -319,7 +319,7 @@ def lock(session: Connection, message: int) -> None:
 def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=3 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=9 * SECOND)
     _, other = queue.enqueue_batch(["own", "other"])
     go_on = threading.Event()
 
@@ -493,7 +493,7 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
 
 @pytest.fixture
 def slow_line(empty_database: Callable[[], str]) -> str:
-    """A database whose messages take 50 ms each to arrive."""
+    """A database where a claim of more than eight messages takes ten seconds."""
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute(
@@ -506,7 +506,7 @@ def slow_line(empty_database: Callable[[], str]) -> str:
                 claimed_by text default null
             ) returns setof pgqueue.message language plpgsql security definer as $$
             begin
-                perform pg_sleep(0.05 * max_messages);
+                if max_messages > 8 then perform pg_sleep(10); end if;
                 return query select * from honest.claim(queue_name, max_messages, visibility_timeout, claimed_by);
             end
             $$;
@@ -520,7 +520,7 @@ def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(f
     with connect(slow_line) as connection:
         queue = prepare(connection, "q")
         with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
-            run.consumer._runtime.claiming.deadline = 0.5
+            run.consumer._runtime.claiming.deadline = 2.0
             queue.enqueue_batch(list(range(16)))
             wait_for(lambda: is_empty(connection, "q"))
     assert set(run.attempts) == {1}

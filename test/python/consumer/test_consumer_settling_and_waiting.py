@@ -376,6 +376,36 @@ async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
     assert desk.settled == [(1, "lost"), (2, "dead")]
 
 
+async def test_a_failure_in_receive_mode_is_recorded_once_and_occupies_its_call_until_then() -> None:
+    desk = Desk(record=lambda number: {1: LOST, 2: [True], 3: REFUSED}.get(number))
+    calls = [HandlerCall(cancels_task=False) for _ in range(2)]
+    first, second, third = desk.hold(1, 2, 3)
+    for held, call in ((first, calls[0]), (second, calls[0]), (third, calls[1])):
+        desk.claims.record_failure(held, asked(b"record"), call)
+    desk.claims.record_failure(first, asked(b"record"), calls[1])  # the same attempt
+    assert desk.claims.calls_with_unrecorded_failures == 2
+    with pytest.raises(psycopg.OperationalError):
+        await desk.claims.flush()
+    assert desk.claims.calls_with_unrecorded_failures == 2
+    await desk.claims.flush()
+    assert desk.asked == ["record"] * 4
+    assert desk.claims.calls_with_unrecorded_failures == 0
+    assert desk.criticals == ["a message could not be settled: it is left to be delivered again"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+async def test_of_several_calls_one_goes_on_while_failures_cannot_be_recorded(limit: int) -> None:
+    parts = runtime(mode="receive", concurrency=limit)
+    called = handlers.HandlerCalls(parts, Workers(parts.settings, parts.connections))
+    assert called.free == limit
+    held = Desk().hold(*range(2 * limit))
+    for number in range(limit):
+        call = HandlerCall(cancels_task=False)
+        for message in held[2 * number : 2 * number + 2]:
+            called.claims.record_failure(message, asked(b"record"), call)
+    assert called.free == (0 if limit == 1 else 1)
+
+
 @pytest.mark.parametrize("look", [1, 2, 3])  # ready, inflight, scheduled
 async def test_only_existing_messages_of_a_partly_acknowledged_batch_are_reported_as_lost(look: int) -> None:
     desk = Desk(ack_batch=lambda _: [(TOKEN, 2)], browse=lambda number: [(None, [2] if number == look else None)])

@@ -16,7 +16,7 @@ from pgqueue.consumer import handlers
 from pgqueue.consumer.claims import Claims
 
 Connection = psycopg.Connection[Any]
-LIMIT = SECOND
+LIMIT = 4 * SECOND  # far more than a handler needs that does not hang, also on a busy machine
 
 
 async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
@@ -223,7 +223,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(handlers, "_LATE", 0.1)
+    monkeypatch.setattr(handlers, "_LATE", 0.01)
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
     go_on = threading.Event()
@@ -231,7 +231,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     async def work(step: Step) -> None:
         await step.until(go_on.is_set)
 
-    with Form(False, "lease").consuming(database, name, work, concurrency=2, visibility_timeout=SECOND) as run:
+    with Form(False, "lease").consuming(database, name, work, concurrency=2, visibility_timeout=10 * SECOND) as run:
         wait_for(lambda: run.consumer.stats.overdue == 2)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
@@ -239,4 +239,4 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     said = [record for record in caplog.records if "there is no handler_timeout" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING] * 2
     assert "2 of 2 handlers run for that long" in said[-1].getMessage()
-    assert (run.returned, run.consumer.stats.timed_out) == ([1, 2], 0)
+    assert (sorted(run.returned), run.consumer.stats.timed_out) == ([1, 2], 0)

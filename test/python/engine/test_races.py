@@ -49,7 +49,7 @@ def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
     connection.execute("select pgqueue.create_queue(%s)", (name,))
     connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
     waiting = """
-        select clock_timestamp() - query_start > '3.5 s' from pg_stat_activity
+        select clock_timestamp() - query_start > '6.5 s' from pg_stat_activity
         where wait_event_type = 'Lock' and query like '%%pgqueue.claim%%' and datname = current_database()
     """
     with connect(database) as blocker, ThreadPoolExecutor() as pool:
@@ -59,7 +59,7 @@ def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
             def claim() -> Any:
                 with connect(database) as consumer:
                     return consumer.execute(
-                        "select visible_at > clock_timestamp() from pgqueue.claim(%s, visibility_timeout => '3 s')",
+                        "select visible_at > clock_timestamp() from pgqueue.claim(%s, visibility_timeout => '6 s')",
                         (name,),
                     ).fetchone()
 

@@ -359,7 +359,7 @@ def proven(plan: Plan, home: Path) -> dict[str, Any]:
     print(outcome)
     for trouble in ("kills", "backends terminated", "started again"):
         assert figures[trouble] > 0, f"no {trouble}:\n{outcome}"
-    assert figures["messages"] > 500, str(outcome)
+    assert figures["messages"] > 100, str(outcome)
     return figures
 
 
@@ -404,7 +404,7 @@ def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, se
         processes=[(flavour, [("orders", options)]) for flavour in ("sync", "async", "sync", "async")],
         exactly_once={"orders": True},
         kinds={"good": 72, "slow": 24, "flaky": 4},
-        terminate=(0, 0.4),
+        terminate=(0, 0.7),
         pin=(0, 0),
         restart_at=None,
         # Claims expire while their consumer is paused, and while the next consumer works.

@@ -19,6 +19,7 @@ from pgqueue._files import install_script
 from pgqueue.embedded import EmbeddedServer
 from pgqueue.http.agent import Agent
 from pgqueue.http.databases import Databases
+from pgqueue.http.errors import from_database_error
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.sampling import Sampler
 from pgqueue.http.settings import Limits, Service, Settings
@@ -270,7 +271,7 @@ def test_a_statement_that_takes_too_long_is_503(web: Server, postgres: EmbeddedS
     with locked(target, "lock table pgqueue.messages in access exclusive mode"):
         answer = enqueue(web, name)
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] in ("timeout", "database_unavailable")
+        assert answer.json()["error"]["code"] in ("timeout", "transaction_conflict")
     assert enqueue(web, name).status_code == 201
 
 
@@ -281,7 +282,8 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     web.create(name)
     target = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="target")
     control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
-    config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits={"request_seconds": 5})
+    limits = {"request_seconds": 10}
+    config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits=limits)
     with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
             sending = threads.submit(enqueue, other, name)
@@ -350,7 +352,8 @@ def site(empty_database: Callable[[], str]) -> Site:
 
 
 def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Path) -> None:
-    with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(2) as threads:
+    limits = {"database_seconds": 60, "request_seconds": 60}
+    with serving(site.configuration(tmp_path, limits=limits), tmp_path) as web, ThreadPoolExecutor(2) as threads:
         name = new_name()
         web.create(name)
         path = f"{web.queues}/{name}/messages"
@@ -437,3 +440,13 @@ def refuses(web: Server) -> bool:
     except OSError:
         return True
     return False
+
+
+@pytest.mark.parametrize(
+    "error",
+    [psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable],
+)
+def test_a_conflict_with_another_transaction_has_a_code_of_its_own(error: type[psycopg.Error]) -> None:
+    answer = from_database_error(error("another transaction was in the way"))
+    assert (answer.status, answer.code) == (503, "transaction_conflict")
+    assert answer.headers == {"Retry-After": "1"}

@@ -58,8 +58,7 @@ def dying(found, dsn, summaries, query_id, batch):
 
 flights._send = dying
 settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": 15_000}
-query = flights.summarize_flights(sparks.session(), path, **settings)
-query.awaitTermination()
+query = sparks.completed(lambda: flights.summarize_flights(sparks.session(), path, **settings))
 states = [state for progress in query.recentProgress for state in progress["stateOperators"]]
 print(sum(state["numRowsDroppedByWatermark"] for state in states), "are late")
 """

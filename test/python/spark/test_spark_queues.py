@@ -25,6 +25,7 @@ from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql import functions as F
 from pyspark.sql import types as t
 from pyspark.sql.streaming.datasource import ReadAllAvailable
+from sparks import completed
 
 import pgqueue
 from pgqueue.spark import connections
@@ -622,8 +623,7 @@ def test_a_job_for_kafka_runs_with_the_format_and_options_of_pgqueue(
     assert source.schema.simpleString() == t.StructType.fromDDL(KAFKA_DDL).simpleString()
     rows = source.selectExpr("cast(key as string) as key", "cast(value as string) as value", "headers")
     sink = rows.writeStream.format("pgqueue").options(**kafka, queue=queues["b"].name)
-    started = sink.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True).start()
-    started.awaitTermination()
+    started = completed(sink.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True).start)
     assert sorted((m.payload["n"], m.headers) for m in queues["b"].browse()) == [
         (n, {"trace": str(n)}) for n in range(5)
     ]
@@ -645,7 +645,7 @@ def test_once_and_processing_time_read_several_queues(
         return write.option("checkpointLocation", str(tmp_path)).trigger(**trigger).start()
 
     sent = [(each, queue.enqueue(n)) for n in range(3) for each, queue in queues.items()]
-    run(once=True).awaitTermination()
+    completed(lambda: run(once=True))
     # Trigger.Once has no limit, and leaves its batch reserved until the next run acknowledges it.
     assert seen == [sorted(sent)]
     assert left(queues) == 9
@@ -684,7 +684,7 @@ def test_databases_are_shards_of_one_read_one_query_and_one_write(
     union = loads[0].unionByName(loads[1]).unionByName(loads[2]).select("payload")
     write = union.writeStream.format("parquet").option("path", str(tmp_path / "out"))
     write = write.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
-    write.start().awaitTermination()
+    completed(write.start)
     stored = spark.read.parquet(str(tmp_path / "out")).collect()
     assert sorted(json.loads(row.payload)["id"] for row in stored) == list(range(60))
     for dsn in dsns:

@@ -23,6 +23,7 @@ from clients import PATIENCE, wait_for
 from psycopg.conninfo import make_conninfo
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
+from sparks import completed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -727,10 +728,10 @@ def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
             first.send(payloads("1"))
             staged = first.write(writer, payloads("2"))
             server.kill()
-        back = threading.Timer(0.5, server.start)
-        back.start()
         with pytest.raises(psycopg.OperationalError):
             first.write(writer, payloads("3"))
+        back = threading.Timer(0.5, server.start)
+        back.start()
         # A later attempt of a task waits, as Spark makes all four attempts within a second.
         monkeypatch.setattr(sink_module.TaskContext, "get", lambda: SimpleNamespace(attemptNumber=lambda: 1))
         waited = first.write(first.writer(retryTimeout="60 s"), payloads("3"))
@@ -898,8 +899,7 @@ def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: P
     def run() -> None:
         frame = spark.readStream.schema("payload string").json(str(source))
         options = {"dsn": sink.dsn, "queue": sink.name, "checkpointLocation": str(checkpoint)}
-        query = frame.writeStream.format("pgqueue").options(**options).trigger(availableNow=True).start()
-        query.awaitTermination()
+        completed(frame.writeStream.format("pgqueue").options(**options).trigger(availableNow=True).start)
 
     run()
     assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]

@@ -17,7 +17,7 @@ from clients import wait_for
 from pyspark import TaskContext
 from pyspark.errors import AnalysisException, StreamingQueryException
 from spark_victim import PER_BATCH, POINTS, note, noted, query
-from sparks import PATIENCE, Killed
+from sparks import PATIENCE, Killed, completed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -55,9 +55,7 @@ class Queries:
 
     def run(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
         """Run a query over all present messages to its end."""
-        started = self._start(sink, options, availableNow=True)
-        started.awaitTermination()
-        return started
+        return completed(lambda: self._start(sink, options, availableNow=True))
 
     def fails(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> str:
         """The error of a query that fails."""
@@ -102,8 +100,8 @@ def test_a_query_with_available_now_writes_files_and_acknowledges_its_last_batch
     sent = orders.enqueue_batch(list(range(10)))
     out = str(queries.home / "out")
     write = queries.load(numPartitions="3").writeStream.format("parquet").option("path", out)
-    started = write.option("checkpointLocation", str(queries.checkpoint)).trigger(availableNow=True).start()
-    started.awaitTermination()
+    write = write.option("checkpointLocation", str(queries.checkpoint)).trigger(availableNow=True)
+    started = completed(write.start)
     assert sorted(row.id for row in spark.read.parquet(out).collect()) == sent
     assert left(orders) == 0
     progress = [json.loads(one.json) for one in started.recentProgress]
@@ -282,7 +280,7 @@ def test_a_query_continues_after_its_driver_was_killed(
     def sink(frame: Any, batch: int) -> None:
         note(home, point, frame, batch)
 
-    query(spark, "pgqueue", database, f"killed-{point}", point, home, sink).awaitTermination()
+    completed(lambda: query(spark, "pgqueue", database, f"killed-{point}", point, home, sink))
     repeated = [batches[1]] if point == "after-the-sink" else []
     assert noted(home, point) == batches[:written] + repeated + batches[written:]
     second = json.loads((home / point / "offsets" / "1").read_text().splitlines()[-1])

@@ -49,8 +49,8 @@ Exit status:
   0        done
   1        an error of the database, the queue or the input
   2        wrong usage
-  3        nothing to claim, no such message, a claim lost, or a finding of
-           doctor
+  3        nothing to claim, no such message, a claim lost, a finding of
+           doctor, or a table that compact did not compact
   128 + n  ended by signal n
 """
 
@@ -186,6 +186,7 @@ command(app, _DATABASE, "grant shop producer 'billing-*'")(access.grant)
 command(app, _DATABASE, "revoke shop producer")(access.revoke)
 command(app, _DATABASE, "access")(access.access)
 command(app, _DATABASE, "doctor --dsn dbname=shop")(queues.doctor)
+command(app, _DATABASE, "compact orders")(queues.compact)
 command(app, _DATABASE, "PGQUEUE_DSN=$(pgqueue dsn) python shop.py")(database.dsn)
 command(app, _DATABASE, "psql -- -c 'select * from pgqueue.stats()'")(database.psql)
 

@@ -1,4 +1,4 @@
-"""The commands on whole queues, and doctor."""
+"""The commands on whole queues, doctor and compact."""
 
 import sys
 import time
@@ -14,12 +14,13 @@ import typer
 from rich.live import Live
 from rich.text import Text
 
-from ..message import Finding, QueueInfo, QueueStats
+from ..client import Queue, Queues
+from ..message import Compaction, Finding, QueueInfo, QueueStats
 from .formatting import counted, format_age, format_duration, format_moment, printable, table
 from .parameters import OnlyQueue, QueueName, Yes, duration_option, is_internal
 from .session import Session, Status
 
-__all__ = ["alter", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
+__all__ = ["alter", "compact", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
 
 
 class OnDead(StrEnum):
@@ -468,3 +469,23 @@ def _finding(finding: Finding) -> Text:
     if finding.repair is not None:
         text.append(f"    repair: {printable(finding.repair)}\n")
     return text
+
+
+def compact(session: Session, queue: OnlyQueue = None) -> None:
+    """Return the disk space of dead rows to the system.
+
+    Without QUEUE: of all tables of 1 MB or more. They are locked until the last one is compacted, so call it in a
+    maintenance window. If pgqueue was installed by the SQL file, call it only while no dump begins: the dump could miss
+    messages. The exit status is 3 if a table was not compacted.
+    """
+    with session.connect() as connection:
+        done = Queues(connection).compact_queues() if queue is None else Queue(connection, queue).compact_queue()
+    headings = ["table", "outcome", ">rows kept", ">MB before", ">MB after"]
+    session.show(done, headings, _compaction, "no table has 1 MB")
+    if any(each.outcome != "compacted" for each in done):
+        raise typer.Exit(Status.NO)
+
+
+def _compaction(done: Compaction) -> list[object]:
+    sizes = [f"{size / 2**20:.1f}" for size in (done.bytes_before, done.bytes_after)]
+    return [done.table_name, done.outcome, done.rows_kept, *sizes]

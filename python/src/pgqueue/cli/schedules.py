@@ -6,7 +6,7 @@ import typer
 
 from ..message import Schedule
 from .formatting import message_content
-from .parameters import OnlyQueue, Priority, QueueName, parse_headers
+from .parameters import GroupKey, OnlyQueue, Priority, QueueName, parse_headers
 from .session import Session, Status, json_argument
 
 __all__ = ["alter", "create", "drop", "list_", "run"]
@@ -45,6 +45,7 @@ def create(
     paused: Paused = None,
     catch_up: CatchUp = None,
     priority: Priority = None,
+    group_key: GroupKey = None,
 ) -> None:
     """Send a message to a queue at each tick of a cron expression.
 
@@ -52,7 +53,7 @@ def create(
     """
     content, headers = json_argument(payload), parse_headers(header or [])
     with session.queue(queue) as verbs:
-        verbs.create_schedule(name, cron, content, headers, time_zone, paused, catch_up, priority)
+        verbs.create_schedule(name, cron, content, headers, time_zone, paused, catch_up, priority, group_key)
         _report(session, name, verbs.list_schedules())
 
 
@@ -66,11 +67,12 @@ def alter(
     paused: Paused = None,
     catch_up: CatchUp = None,
     priority: Priority = None,
+    group_key: GroupKey = None,
 ) -> None:
     """Change settings of a schedule; those that are not given stay."""
     content, headers = None if payload is None else json_argument(payload), parse_headers(header or [])
     with session.queues() as verbs:
-        verbs.alter_schedule(name, cron, content, headers, time_zone, paused, catch_up, priority)
+        verbs.alter_schedule(name, cron, content, headers, time_zone, paused, catch_up, priority, group_key)
         _report(session, name, verbs.list_schedules())
 
 

@@ -24,7 +24,7 @@ from .. import _calls
 from .._calls import Bound, LostAck
 from .._wording import counted
 from ..errors import QueueNotFound, is_trouble
-from .delivery import ClaimedMessage, Result, State, by_queue, claims_of
+from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue, claims_of
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
 
@@ -44,6 +44,7 @@ class _Settlement(NamedTuple):
     statement: Bound[Any]
     result: Result | None
     fallback: Bound[Any] | None
+    failure: tuple[int, int] | None = None  # that it records, in receive mode: the id and the attempt of the message
     met_lock: bool = False
 
 
@@ -57,6 +58,7 @@ class Claims:
         self._acks: list[Result] = []
         self._settlements: deque[_Settlement] = deque()
         self._postponed = 0  # settlements of locked messages
+        self._unrecorded: dict[tuple[int, int], HandlerCall] = {}  # failures that the database does not know yet
         # The connection broke during their acknowledgement, which may have been committed.
         self._in_doubt: dict[int, ClaimedMessage] = {}
         self._flushing = asyncio.Lock()
@@ -274,6 +276,22 @@ class Claims:
         self._settlements.append(_Settlement(statement, result, fallback))
         self._runtime.signal()
 
+    def record_failure(self, message: ClaimedMessage, statement: Bound[Any], call: HandlerCall) -> None:
+        """Count the attempt of a message whose transaction was rolled back.
+
+        A record of the same attempt can be waiting, as the message can be received again before it is sent.
+        """
+        failure = message.id, message.message.attempt_count
+        if failure not in self._unrecorded:
+            self._unrecorded[failure] = call
+            self._settlements.append(_Settlement(statement, None, None, failure))
+            self._runtime.signal()
+
+    @property
+    def calls_with_unrecorded_failures(self) -> int:
+        """How many calls have failed in receive mode without the database knowing it."""
+        return len(set(self._unrecorded.values()))
+
     def settled(self, result: Result) -> None:
         """Note the outcome of a message."""
         if result.state is State.LOST:
@@ -312,11 +330,6 @@ class Claims:
     def is_settled(self) -> bool:
         """Whether all settlements were sent and answered."""
         return not self._has_due() and not self._postponed and not self._flushing.locked()
-
-    @property
-    def unsent_settlements(self) -> int:
-        """How many settlements, other than acknowledgements, have not been answered, nor met a locked message."""
-        return len(self._settlements)
 
     def _has_due(self) -> bool:
         return bool(self._acks or self._settlements)
@@ -418,7 +431,7 @@ class Claims:
 
     async def _send(self) -> None:
         while self._settlements:
-            statement, result, fallback, met_lock = settlement = self._settlements[0]
+            statement, result, fallback, failure, met_lock = settlement = self._settlements[0]
             try:
                 rows = await self._run(statement, met_lock)
             except psycopg.Error as error:
@@ -431,16 +444,17 @@ class Claims:
                 self._runtime.critical(error, "a message could not be settled: it is left to be delivered again")
                 if result is not None:
                     self.forget(result.message)
-                self._runtime.signal()
-                continue
-            self._settlements.popleft()
-            if rows is None:
-                self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
-                if result is not None:
-                    self._note_lock(result.message)
-            elif result is not None:
-                self._answered(result, rows[0])
-            self._runtime.signal()  # A call may start.
+            else:
+                self._settlements.popleft()
+                if rows is None:
+                    self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
+                    if result is not None:
+                        self._note_lock(result.message)
+                elif result is not None:
+                    self._answered(result, rows[0])
+            if failure is not None:
+                self._unrecorded.pop(failure, None)
+                self._runtime.signal()  # A call may start.
 
     async def release(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim; returns the locked ones."""

@@ -72,11 +72,13 @@ class HandlerCalls:
     @property
     def free(self) -> int:
         """How many calls may start now."""
-        free = self._runtime.limit - len(self.running)
+        limit = self._runtime.limit
+        free = limit - len(self.running)
         if self._settings.mode == "receive":
             # A message whose transaction was rolled back can be received again before its failure is recorded: its
-            # attempts would not be counted, and a handler that hangs would hang once more.
-            free -= self.claims.unsent_settlements
+            # attempts would not be counted, and a handler that hangs would hang once more. If failures cannot be
+            # recorded, for example because the disk is full, one of several calls goes on.
+            free -= min(self.claims.calls_with_unrecorded_failures, max(1, limit - 1))
         return free
 
     def add(self, rows: list[Any], claimed_at: float) -> None:
@@ -263,7 +265,7 @@ class HandlerCalls:
         left = [message for message in call.messages if message.state in (State.CLAIMED, State.WORKING)]
         late = [message for message in call.in_hand if message in left]
         if self._settings.mode == "receive":
-            self._record_failures(late, error)
+            self._record_failures(call, late, error)
             return
         if len(late) == 1:
             left.remove(late[0])
@@ -383,10 +385,10 @@ class HandlerCalls:
         except (psycopg.Error, OSError) as error:
             if not call.is_cancelled:  # Otherwise its connection may have been aborted.
                 self._runtime.failed("work", error)
-                self._record_failures(call.messages, error)
+                self._record_failures(call, call.messages, error)
         except asyncio.CancelledError as error:
             if not call.is_cancelled and not self._runtime.is_stopping:
-                self._record_failures(call.messages, error)  # The handler has cancelled its own task.
+                self._record_failures(call, call.messages, error)  # The handler has cancelled its own task.
             raise
         else:
             self._runtime.succeeded("work")
@@ -397,7 +399,7 @@ class HandlerCalls:
                 for row, reason in call.unreadable:
                     self._runtime.report_unreadable(row, reason)
             if attempt.kind == "undone":
-                self._record_failures(call.messages, attempt.error)
+                self._record_failures(call, call.messages, attempt.error)
         finally:
             if call.received is not None:
                 self._received(None)
@@ -417,13 +419,13 @@ class HandlerCalls:
         self.start_next()
         self._runtime.signal()
 
-    def _record_failures(self, messages: list[ClaimedMessage], error: BaseException | None) -> None:
+    def _record_failures(self, call: HandlerCall, messages: list[ClaimedMessage], error: BaseException | None) -> None:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
             statement, next_step = failure_record(self._settings, message, fault)
             self._runtime.report_failure(message, fault, next_step)
-            self.claims.send(statement, None)
+            self.claims.record_failure(message, statement, call)
 
     # The end
 

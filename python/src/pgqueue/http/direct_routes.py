@@ -30,13 +30,17 @@ from .context import (
     is_queue_name,
     to_response,
 )
-from .enqueueing import check_sizes, enqueue_messages, failure_headers, is_small
+from .enqueueing import check_sizes, enqueue_messages, is_small, to_limited_json
 from .errors import ApiError, queue_not_found
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
+    HEADERS_LIMIT,
     MAX_ID,
     Ack,
     AckBatch,
+    Cancel,
+    CancelByKey,
+    Cancelled,
     Claim,
     ClaimAny,
     Claimed,
@@ -63,7 +67,15 @@ from .serialization import to_json
 from .settings import Service
 from .statements import Statement
 
-__all__ = ["list_router", "router", "target_of"]
+__all__ = [
+    "DIRECT_ERRORS",
+    "KeyedTargetDependency",
+    "TargetDependency",
+    "TargetQueue",
+    "list_router",
+    "router",
+    "target_of",
+]
 
 # Routes that are not in the schema have the names of drafts of this interface.
 router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
@@ -72,8 +84,8 @@ _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attemp
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
 # share of a request's time limit that a long poll may use, so that the response is sent in time
 _MAX_WAIT_SHARE: Final = 0.8
-_ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
-_CLAIM_ERRORS: Final = _ERRORS | error_responses(410)
+DIRECT_ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
+_CLAIM_ERRORS: Final = DIRECT_ERRORS | error_responses(410)
 _DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
 # Bounded as the other routes bound them: these are the first and the last timestamp of Python.
 _CLAIMED_COLUMNS: Final = {
@@ -221,7 +233,7 @@ def _settings(queue: QueueInfo) -> dict[str, Any]:
     return columns
 
 
-@router.post("/enqueue", status_code=201, response_model=MessageIds, responses=_ERRORS)
+@router.post("/enqueue", status_code=201, response_model=MessageIds, responses=DIRECT_ERRORS)
 @router.post("/messages", status_code=201, include_in_schema=False)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
@@ -239,7 +251,7 @@ async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: Enq
     return to_response(answer)
 
 
-@router.post("/claim", response_model=ClaimedMessages, responses=_ERRORS)
+@router.post("/claim", response_model=ClaimedMessages, responses=DIRECT_ERRORS)
 async def claim(request: Request, target: KeyedTargetDependency, body: Claim) -> Response:
     """Claim up to 100 messages. Waits up to 20 seconds for the first; the list is empty if there was none.
 
@@ -249,7 +261,7 @@ async def claim(request: Request, target: KeyedTargetDependency, body: Claim) ->
     return await _respond_to_claim(_ClaimOperation(target, body, request), [target])
 
 
-@list_router.post("/claim_any", response_model=ClaimedFromQueues, responses=_ERRORS)
+@list_router.post("/claim_any", response_model=ClaimedFromQueues, responses=DIRECT_ERRORS)
 async def claim_any(
     request: Request,
     context: CurrentContext,
@@ -417,7 +429,7 @@ async def ack(target: KeyedTargetDependency, body: Ack) -> Response:
     return await _settle(target, body, "acked", _ACK)
 
 
-@router.post("/ack_batch", response_model=Count, responses=_ERRORS)
+@router.post("/ack_batch", response_model=Count, responses=DIRECT_ERRORS)
 @router.post("/ack-batch", include_in_schema=False)
 async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
     """Acknowledge messages of one claim. Returns how many were still claimed."""
@@ -432,7 +444,7 @@ async def ack_batch(target: KeyedTargetDependency, body: AckBatch) -> Response:
 @router.post("/nack", response_model=Done, responses=_CLAIM_ERRORS)
 async def nack(request: JsonRequest, target: KeyedTargetDependency, body: Nack) -> Response:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-    headers = await run_beside(request, await request.text(), failure_headers, body.headers)
+    headers = await run_beside(request, await request.text(), to_limited_json, body.headers, "headers", HEADERS_LIMIT)
     values = _seconds(body.delay_seconds), _storable_text(body.error), headers
     return await _settle(target, body, "nacked", _NACK, *values)
 
@@ -465,17 +477,36 @@ async def browse_dead_messages(
     )
 
 
-@router.post("/redrive", response_model=Count, responses=_ERRORS)
+@router.post("/redrive", response_model=Count, responses=DIRECT_ERRORS)
 async def redrive(target: KeyedTargetDependency, body: Redrive) -> Response:
     """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
     return await _run_and_count(target, "redriven", lambda queue: queue.redrive(body.max_messages, body.ids))
 
 
-@router.post("/purge_dead_messages", response_model=Count, responses=_ERRORS)
+@router.post("/purge_dead_messages", response_model=Count, responses=DIRECT_ERRORS)
 @router.post("/purge-dead-letters", include_in_schema=False)
 async def purge_dead_messages(target: KeyedTargetDependency, body: Ids) -> Response:
     """Delete dead letters, all or those in `ids`. Returns how many."""
     return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
+
+
+@router.post("/cancel", response_model=Cancelled, responses=DIRECT_ERRORS)
+async def cancel(target: KeyedTargetDependency, body: Cancel) -> Response:
+    """Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone."""
+    return await _cancel(target, lambda queue: queue.cancel(body.id))
+
+
+@router.post("/cancel_by_key", response_model=Cancelled, responses=DIRECT_ERRORS)
+async def cancel_by_key(target: KeyedTargetDependency, body: CancelByKey) -> Response:
+    """Remove the message that has a `dedup_key`, as `cancel` does, and make the key free."""
+    return await _cancel(target, lambda queue: queue.cancel_by_key(body.dedup_key))
+
+
+async def _cancel(target: TargetQueue, verb: Callable[[AsyncQueue], Awaitable[bool]]) -> Response:
+    async def effect(queue: AsyncQueue) -> Answer:
+        return Answer(200, to_json({"cancelled": await verb(queue)}))
+
+    return to_response(await target.run_once(effect))
 
 
 async def _settle(

@@ -11,7 +11,7 @@ from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_erro
 from .serialization import to_json
 from .statements import Statement
 
-__all__ = ["check_sizes", "enqueue_messages", "failure_headers", "is_small"]
+__all__ = ["check_sizes", "enqueue_messages", "is_small", "to_limited_json"]
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND: Final = Statement(
@@ -110,15 +110,15 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
                 _refuse_over(f"messages[{place}].body", size, PAYLOAD_LIMIT)
 
 
-def failure_headers(headers: dict[str, Any] | None) -> str | None:
-    """The headers of a nack as JSON text. Raises `ApiError` if they are over 64 KB or nested too deeply."""
-    if headers is None:
+def to_limited_json(value: Any, field: str, limit: int) -> str | None:
+    """A value of a request as JSON text; None stays None. Raises `ApiError` if it is too large or nested too deeply."""
+    if value is None:
         return None
-    _check(headers, "headers", HEADERS_LIMIT)
+    _check(value, field, limit)
     try:
-        return to_json(headers)
+        return to_json(value)
     except RecursionError:
-        raise nesting_error("headers") from None
+        raise nesting_error(field) from None
 
 
 def _check(value: Any, field: str, limit: int) -> None:

@@ -11,7 +11,16 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from ..errors import InvalidArgument, PayloadTooLarge, QueueBusy, QueueExists, QueueNotFound, is_trouble
+from ..errors import (
+    InvalidArgument,
+    PayloadTooLarge,
+    QueueBusy,
+    QueueExists,
+    QueueNotFound,
+    ScheduleExists,
+    is_conflict,
+    is_trouble,
+)
 
 __all__ = [
     "ApiError",
@@ -57,6 +66,7 @@ _RIGHTS: Final = {
     "table": "SELECT or a right to change it",
 }
 _DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
+_EXPECTED: Final = re.compile(r"(\w+) must be (.*)\.", re.DOTALL)  # the hint of an argument that is invalid
 _CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
 
@@ -250,8 +260,10 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the same request may succeed later: the database is down, restarts, or has no resources left."""
-    return is_trouble(error) or (isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith("40"))
+    """Whether the same request may succeed later: the database is down, restarts or has no resources left, or another
+    transaction was in the way.
+    """
+    return is_trouble(error) or is_conflict(error)
 
 
 def connection_sqlstate(error: BaseException) -> str | None:
@@ -289,12 +301,20 @@ def from_database_error(error: BaseException) -> ApiError:
             return ApiError(404, "queue_not_found", detail, "queue_name")
         case QueueExists():
             return ApiError(409, "queue_exists", detail)
+        case ScheduleExists():
+            return ApiError(409, "schedule_exists", detail, "name")
         case QueueBusy():
             return ApiError(409, "queue_busy", f"{detail}: try again", headers={"Retry-After": "1"})
+        case psycopg.errors.LockNotAvailable():
+            message = "another transaction has locked what the request changes: try again"
+            return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
+        case PayloadTooLarge() if detail.startswith("headers of "):
+            return ApiError(413, "payload_too_large", detail, field="headers", limit="65536 bytes")
         case PayloadTooLarge():
             return ApiError(413, "payload_too_large", detail, field="payload", limit="the queue's max_payload_bytes")
         case InvalidArgument():
-            return ApiError(422, "invalid", detail)
+            hint = _EXPECTED.fullmatch(error.diag.message_hint or "")
+            return ApiError(422, "invalid", detail, hint and hint[1], limit=hint and hint[2])
         case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
             message = "pgqueue is not installed in this database, so it has no queues"
             return ApiError(404, "queue_not_found", message, "database_name")
@@ -303,7 +323,7 @@ def from_database_error(error: BaseException) -> ApiError:
         case psycopg.errors.QueryCanceled():
             return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
-            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
+            return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail or error}", field="body")
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
         return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail}", field="body")
     match connection_sqlstate(error):
@@ -312,6 +332,9 @@ def from_database_error(error: BaseException) -> ApiError:
         case "42501":
             message = "the database role of the server may not connect to the database: grant it CONNECT"
             return ApiError(403, "insufficient_privilege", message, "database_name")
+    if is_conflict(error):
+        message = "another transaction uses the same messages or keys: try again"
+        return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
     if is_temporary(error):
         message = "the database cannot be reached now: try again"
         return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})

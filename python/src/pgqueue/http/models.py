@@ -57,6 +57,7 @@ def _uuid(value: object) -> object:
 
 _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 Token = Annotated[UUID, BeforeValidator(_uuid)]
+_CRON: Final = "Five fields: minute, hour, day of month, month, day of week; or a word such as @daily"
 
 
 def _whole(value: object) -> object:
@@ -232,6 +233,47 @@ class Redrive(Ids):
     max_messages: RedriveLimit = Field(REDRIVE_LIMIT, description="1 to 100,000")
 
 
+class Cancel(_Request):
+    """A message to cancel."""
+
+    id: Id
+
+
+class CancelByKey(_Request):
+    """The key of a message to cancel."""
+
+    dedup_key: str = Field(min_length=1, max_length=255)
+
+
+class ScheduleName(_Request):
+    """A schedule of the queue."""
+
+    name: str = Field(min_length=1, max_length=255)
+
+
+class AlterSchedule(ScheduleName):
+    """The settings of a schedule to change; those that are null or absent stay."""
+
+    cron: str | None = Field(None, max_length=200, description=_CRON)
+    payload: Any = Field(None, description="Any JSON, max 256 KB")
+    headers: dict[str, Any] | None = Field(None, description="A JSON object, max 64 KB")
+    time_zone: str | None = Field(None, max_length=100, description="Such as Europe/Paris; by default UTC")
+    paused: bool | None = Field(None, description="Whether the schedule has no ticks; by default false")
+    catch_up: bool | None = Field(
+        None, description="Of missed ticks, send the message of the first (true, the default) or of the last (false)"
+    )
+    priority: Priority | None = Field(None, description="For a queue with priorities; 9 is the highest")
+    group_key: str | None = Field(
+        None, min_length=1, max_length=255, description="The group of the messages, for a queue with group_limit"
+    )
+
+
+class CreateSchedule(AlterSchedule):
+    """A schedule: at each tick of `cron` the queue gets a message."""
+
+    cron: str = Field(max_length=200, description=_CRON)
+
+
 # Responses. These models are for OpenAPI only; the routes write the JSON text directly.
 
 
@@ -400,6 +442,45 @@ class Done(BaseModel):
     """The message that was changed."""
 
     id: int
+
+
+class Cancelled(BaseModel):
+    """Whether a message was removed. It was not if a consumer has claimed it, or if it is gone."""
+
+    cancelled: bool
+
+
+class NextTick(BaseModel):
+    """The time of the next tick of a schedule; null if the schedule is paused."""
+
+    next_at: datetime | None
+
+
+class Dropped(BaseModel):
+    """Whether there was such a schedule."""
+
+    dropped: bool
+
+
+class Schedule(BaseModel):
+    """A schedule with its next tick, and the last one that a claim has taken."""
+
+    name: str
+    queue_name: str
+    cron: str
+    payload: Any
+    headers: dict[str, Any] | None
+    time_zone: str
+    paused: bool
+    catch_up: bool
+    next_at: datetime | None
+    last_at: datetime | None
+
+
+class Schedules(BaseModel):
+    """The schedules of a queue, by name."""
+
+    schedules: list[Schedule]
 
 
 class DirectStats(BaseModel):

@@ -93,6 +93,7 @@ class Need(NamedTuple):
 
 
 _PRODUCER: Final = Need(("producer",))
+_SENDER: Final = Need(("producer", "admin"))
 _CONSUMER: Final = Need(("consumer",))
 _ADMIN: Final = Need(("admin",))
 _READER: Final = Need(("admin", "reader"))
@@ -120,6 +121,13 @@ NEEDS: Final[Mapping[str, Need]] = {
     f"POST {_DIRECT}/redrive": _ADMIN,
     f"POST {_DIRECT}/purge_dead_messages": _ADMIN,
     f"POST {_DIRECT}/purge-dead-letters": _ADMIN,
+    f"POST {_DIRECT}/cancel": _SENDER,
+    f"POST {_DIRECT}/cancel_by_key": _SENDER,
+    f"GET {_DIRECT}/list_schedules": Need(("consumer", "admin", "reader")),
+    f"POST {_DIRECT}/create_schedule": _ADMIN,
+    f"POST {_DIRECT}/alter_schedule": _ADMIN,
+    f"POST {_DIRECT}/drop_schedule": _ADMIN,
+    f"POST {_DIRECT}/run_schedule": _SENDER,
     f"GET {_MANAGED}": _LISTS,
     f"POST {_MANAGED}": _ADMIN,
     f"GET {_MANAGED}/{{queue_name}}": _SEES,

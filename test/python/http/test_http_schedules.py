@@ -1,0 +1,202 @@
+"""The routes that cancel messages, and those of schedules."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from served import Server, Site, new_name, serving
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory), directory) as web:
+        web.create(new_name())  # installs pgqueue
+        yield web
+
+
+@pytest.fixture
+def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
+    assert web.url  # starting it has installed pgqueue
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def queue(sql: psycopg.Connection[Any]) -> str:
+    name = new_name()
+    sql.execute("select pgqueue.create_queue(%s, priorities => true)", [name])
+    return name
+
+
+def post(web: Server, queue: str, verb: str, body: Any, key: str | None = None) -> httpx.Response:
+    return web.post(f"/v1/queues/{queue}/{verb}", body, headers={"Idempotency-Key": key} if key else {})
+
+
+def schedules(web: Server, queue: str) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = web.get(f"/v1/queues/{queue}/list_schedules").json()["schedules"]
+    return listed
+
+
+def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["field"]
+
+
+def test_messages_are_cancelled_by_id_and_by_key(web: Server, queue: str) -> None:
+    messages = [{"payload": 1}, {"payload": 2, "dedup_key": "order-2", "delay_seconds": 60}]
+    first, _ = post(web, queue, "enqueue", {"messages": messages}).json()["message_ids"]
+    key = new_name()
+    for _ in range(2):  # the second time by the stored response
+        answer = post(web, queue, "cancel", {"id": first}, key)
+        assert (answer.status_code, answer.json()) == (200, {"cancelled": True})
+    assert post(web, queue, "cancel", {"id": first}).json() == {"cancelled": False}
+    assert post(web, queue, "cancel_by_key", {"dedup_key": "order-2"}).json() == {"cancelled": True}
+    assert post(web, queue, "cancel_by_key", {"dedup_key": "order-2"}).json() == {"cancelled": False}
+    stats = web.get(f"/v1/queues/{queue}/stats").json()
+    assert (stats["ready_messages"], stats["scheduled_messages"]) == (0, 0)
+
+
+def test_a_claimed_message_is_not_cancelled(web: Server, queue: str) -> None:
+    (sent,) = post(web, queue, "enqueue", {"messages": [{"payload": 1}]}).json()["message_ids"]
+    (claimed,) = post(web, queue, "claim", {}).json()["messages"]
+    assert post(web, queue, "cancel", {"id": sent}).json() == {"cancelled": False}
+    settled = post(web, queue, "ack", {"id": sent, "claim_token": claimed["claim_token"]})
+    assert settled.status_code == 200
+
+
+def test_a_schedule_is_created_altered_run_and_dropped(web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
+    name = f"{queue} nightly"
+    settings = {"cron": "0 3 * * *", "payload": {"n": 1}, "headers": {"event": "tick"}, "time_zone": "Europe/Paris"}
+    created = post(web, queue, "create_schedule", {"name": name, **settings, "priority": 7})
+    assert created.status_code == 201
+    (schedule,) = schedules(web, queue)
+    assert created.json() == {"next_at": schedule["next_at"]}
+    assert schedule["next_at"].endswith("Z")
+    assert schedule == {
+        "name": name,
+        "queue_name": queue,
+        **settings,
+        "headers": {"event": "tick", "pgqueue.priority": 7},
+        "paused": False,
+        "catch_up": True,
+        "next_at": schedule["next_at"],
+        "last_at": None,
+    }
+    altered = post(web, queue, "alter_schedule", {"name": name, "paused": True, "cron": "@hourly", "payload": [2]})
+    assert (altered.status_code, altered.json()) == (200, {"next_at": None})
+    (schedule,) = schedules(web, queue)
+    assert (schedule["paused"], schedule["cron"], schedule["payload"]) == (True, "@hourly", [2])
+    assert schedule["headers"] == {"event": "tick", "pgqueue.priority": 7}
+    ran = post(web, queue, "run_schedule", {"name": name})
+    assert ran.status_code == 201
+    (message,) = post(web, queue, "claim", {}).json()["messages"]
+    assert [message["id"]] == ran.json()["message_ids"]
+    assert (message["payload"], message["headers"]["pgqueue.schedule"]) == ([2], name)
+    assert post(web, queue, "drop_schedule", {"name": name}).json() == {"dropped": True}
+    assert schedules(web, queue) == []
+    assert sql.execute("select count(*) from pgqueue.list_schedules(%s)", [queue]).fetchall() == [(0,)]
+
+
+def test_the_group_of_a_schedule_becomes_a_header_and_no_number_is_rounded(web: Server, queue: str) -> None:
+    body = f'{{"name": "{queue}", "cron": "@daily", "payload": 0.10000000000000000001, "group_key": "backup"}}'
+    answer = web.call(
+        "POST",
+        f"/v1/queues/{queue}/create_schedule",
+        content=body,
+        headers={"Content-Type": "application/json", "Idempotency-Key": new_name()},
+    )
+    assert answer.status_code == 201
+    listed = web.get(f"/v1/queues/{queue}/list_schedules")
+    assert '"payload": 0.10000000000000000001,' in listed.text
+    assert listed.json()["schedules"][0]["headers"] == {"pgqueue.group": "backup"}
+
+
+def test_a_schedule_of_another_queue_is_not_found(web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
+    other = new_name()
+    sql.execute("select pgqueue.create_queue(%s)", [other])
+    name = f"{other} nightly"
+    assert post(web, other, "create_schedule", {"name": name, "cron": "@daily"}).status_code == 201
+    before = schedules(web, other)
+    for verb in ("alter_schedule", "drop_schedule", "run_schedule"):
+        assert failure(post(web, queue, verb, {"name": name})) == (404, "schedule_not_found", "name")
+        absent = post(web, queue, verb, {"name": f"{name} 2"})
+        assert failure(absent) == (404, "schedule_not_found", "name")
+    assert schedules(web, other) == before
+    assert schedules(web, queue) == []
+    assert failure(post(web, other, "create_schedule", {"name": name, "cron": "@daily"})) == (
+        409,
+        "schedule_exists",
+        "name",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("cron", "0 3 * *", "five fields, such as 0 9 * * mon-fri, or a word such as @daily: it has 4 fields"),
+        ("cron", "x" * 201, "at most 200 characters long"),
+        ("time_zone", "Berlin", "UTC, or the name of a region in pg_timezone_names, such as Europe/Paris"),
+        ("name", "a\nb", "1 to 255 characters, without control characters"),
+        ("name", "", "at least 1 characters long"),
+        ("priority", 10, "at most 9"),
+        ("group_key", "", "at least 1 characters long"),
+        ("headers", [], "a JSON object"),
+    ],
+)
+def test_an_invalid_setting_is_refused_with_its_limit(
+    web: Server, queue: str, field: str, value: Any, limit: str
+) -> None:
+    answer = post(web, queue, "create_schedule", {"name": queue, "cron": "@daily", field: value})
+    assert failure(answer) == (422, "invalid", field)
+    assert answer.json()["error"]["limit"] == limit
+    assert schedules(web, queue) == []
+
+
+def test_a_payload_over_the_limit_is_refused(web: Server, queue: str) -> None:
+    answer = post(web, queue, "create_schedule", {"name": queue, "cron": "@daily", "payload": "x" * 262_144})
+    assert failure(answer) == (413, "payload_too_large", "payload")
+    answer = post(web, queue, "create_schedule", {"name": queue, "cron": "@daily", "headers": {"a": "x" * 65_536}})
+    assert failure(answer) == (413, "payload_too_large", "headers")
+    assert post(web, queue, "create_schedule", {"name": queue, "cron": "@daily", "payload": "x" * 262_142}).is_success
+
+
+def test_headers_that_become_too_large_by_those_of_the_schedule_are_named(web: Server, queue: str) -> None:
+    answer = post(web, queue, "create_schedule", {"name": queue, "cron": "@daily", "headers": {"a": "x" * 65_500}})
+    assert failure(answer) == (413, "payload_too_large", "headers")
+
+
+def test_a_schedule_whose_tick_a_transaction_has_taken_is_a_conflict(
+    web: Server, queue: str, sql: psycopg.Connection[Any]
+) -> None:
+    assert post(web, queue, "create_schedule", {"name": queue, "cron": "@daily"}).is_success
+    with sql.transaction():
+        sql.execute("select from pgqueue.scheduled_messages where queue_name = %s for update", [queue])
+        answer = post(web, queue, "drop_schedule", {"name": queue})
+    assert failure(answer) == (503, "transaction_conflict", None)
+    assert post(web, queue, "drop_schedule", {"name": queue}).json() == {"dropped": True}
+
+
+def test_a_list_over_its_limit_is_refused(web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
+    sql.execute(
+        "select pgqueue.create_schedule(%s || n, %s, '@daily', to_jsonb(repeat('x', 262142)))"
+        " from generate_series(1, 32) as n",
+        [queue, queue],
+    )
+    assert len(schedules(web, queue)) == 32
+    sql.execute("select pgqueue.create_schedule(%s, %s, '@daily', '1')", [queue, queue])
+    answer = web.get(f"/v1/queues/{queue}/list_schedules")
+    assert failure(answer) == (413, "response_too_large", "queue_name")
+
+
+def test_run_schedule_counts_as_a_sent_message(web: Server, queue: str) -> None:
+    assert post(web, queue, "create_schedule", {"name": queue, "cron": "@daily"}).is_success
+    key = new_name()
+    for _ in range(2):  # the second time by the stored response
+        assert post(web, queue, "run_schedule", {"name": queue}, key).status_code == 201
+    line = next(
+        line for line in web.get("/metrics").text.splitlines() if queue in line and 'operation="enqueued"' in line
+    )
+    assert line.endswith(" 1.0")
