@@ -500,11 +500,11 @@ in it ticks the first time only. If the minute or the hour begins with *, there 
 matches. The headers of the message also have pgqueue.schedule, the name, and pgqueue.scheduled_for, the time of the
 tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
 catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
-priority (0 to 9, the highest; null is 0) is for a queue with priorities, and group_key (1 to 255 characters) for a
-queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With group_limit 1,
-the message of a tick waits until the message of the tick before is finished. While a transaction that received the
-message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never idle. Raises
-22023, PQ001, PQ003, PQ012.';
+priority (0 to 9, the highest; null is 0) is for a queue with priorities, and group_key (1 to 255 characters; null:
+none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With
+group_limit 1, the message of a tick waits until the message of the tick before is finished. While a transaction that
+received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never
+idle. Raises 22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
     name text,

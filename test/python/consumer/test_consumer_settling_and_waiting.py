@@ -393,6 +393,21 @@ async def test_a_failure_in_receive_mode_is_recorded_once_and_occupies_its_call_
     assert desk.criticals == ["a message could not be settled: it is left to be delivered again"]
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_a_failure_whose_message_is_still_locked_is_recorded_once_more(
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    monkeypatch.setattr(claims, "_RETRY_SECONDS", 0.0)
+    desk = Desk(record=lambda number: [number > 1 and is_recorded])
+    desk.claims.record_failure(*desk.hold(1), asked(b"record"), HandlerCall(cancels_task=False))
+    await desk.claims.flush()
+    assert (desk.asked, desk.claims.calls_with_unrecorded_failures) == (["record"], 1)
+    await desk.claims._runtime.wait_until(desk.claims._has_due)
+    await desk.claims.flush()
+    assert (desk.asked, desk.claims.calls_with_unrecorded_failures) == (["record"] * 2, 0)
+    assert desk.claims.is_settled
+
+
 @pytest.mark.parametrize("limit", [1, 2, 4])
 async def test_of_several_calls_one_goes_on_while_failures_cannot_be_recorded(limit: int) -> None:
     parts = runtime(mode="receive", concurrency=limit)

@@ -53,7 +53,8 @@ def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_messag
     assert (run.returned, run.criticals, run.circuits) == (["good", "good"], [], [])
     stats = run.consumer.stats
     assert (stats.failed, stats.succeeded, stats.lost, stats.abandoned) == (stats.timed_out, 2, 0, 0)
-    assert stats.timed_out == 2
+    # In receive mode a server that ends the transaction late gives the message out again without counting the attempt.
+    assert stats.timed_out == 2 or (stats.timed_out > 2 and form.mode == "receive")
     inserted = 2 if form.is_transactional else 0
     assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
 

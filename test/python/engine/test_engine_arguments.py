@@ -11,13 +11,13 @@ MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead"
     " max_in_flight rate_limit rate_period",
-    "alter_schedule": "cron payload headers time_zone paused catch_up priority",
+    "alter_schedule": "cron payload headers time_zone paused catch_up priority group_key",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
     "claim_any": "visibility_timeout claimed_by",
     "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit",
-    "create_schedule": "headers priority",
+    "create_schedule": "headers priority group_key",
     "drop_schedule": "name",
     "enqueue": "headers expires_in message_id body dedup_key group_key priority",
     "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys group_keys priorities",

@@ -452,6 +452,10 @@ class Claims:
                         self._note_lock(result.message)
                 elif result is not None:
                     self._answered(result, rows[0])
+                elif failure is not None and not rows[0] and not met_lock:
+                    # The server may not have ended the transaction of an aborted connection yet.
+                    self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
+                    continue
             if failure is not None:
                 self._unrecorded.pop(failure, None)
                 self._runtime.signal()  # A call may start.

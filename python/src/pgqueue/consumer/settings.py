@@ -107,7 +107,8 @@ class Settings:
         if self.prefetch and self.in_transaction:
             raise ValueError("invalid prefetch: messages are prefetched in lease mode only, and not with transactional")
         if as_duration("peek_delay", self.peek_delay) < timedelta(milliseconds=100):
-            raise ValueError(f"invalid peek_delay: {self.peek_delay}; must be at least 100 ms")
+            bounds = "must be at least 100 ms; 100 ms to 10 s are recommended"
+            raise ValueError(f"invalid peek_delay: {self.peek_delay}; {bounds}")
         if self.visibility_timeout is not None and not (
             timedelta(seconds=1) <= as_duration("visibility_timeout", self.visibility_timeout) <= timedelta(hours=12)
         ):
