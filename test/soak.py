@@ -824,9 +824,9 @@ class Soak:
         while (cycle := (time.monotonic() - start) / self.plan.seconds) < self.plan.cycles:
             part, now = cycle % 1, time.monotonic()
             self._supervise()
-            if now >= next_kill and self.plan.kill_every:
+            # A process that is paused or has been told to stop is not killed: another one is chosen at once.
+            if now >= next_kill and self.plan.kill_every and self._kill_or_stop_one():
                 next_kill = now + self.chance.uniform(0.5, 1.5) * self.plan.kill_every
-                self._kill_or_stop_one()
             if now >= next_terminate and _within(part, self.plan.terminate):
                 next_terminate = now + 1
                 self._terminate()
@@ -898,21 +898,22 @@ class Soak:
         self.figures["killed by a message"] += code == -signal.SIGKILL and not child.killed
         child.close()
 
-    def _kill_or_stop_one(self) -> None:
-        """Kill a process, mostly a consumer, or force it to stop."""
+    def _kill_or_stop_one(self) -> bool:
+        """Kill a process, mostly a consumer, or, after the first kill, force it to stop. False if it cannot be now."""
         kind = self.chance.random()
         places = self._consumers if kind > 0.15 or not self._producers else self._producers
         child = self.chance.choice(places)
         if child is None or not child.is_up() or child.told_at is not None or child.paused_until is not None:
-            return
-        if places is self._consumers and kind > 0.8:
+            return False
+        if places is self._consumers and kind > 0.8 and self.figures["kills"]:
             self._did("forced stops", child.history)
             child.tell("force")
-            return
+            return True
         self._did("kills", child.history)
         child.kill()
         if places is self._consumers and self.plan.killers and self.chance.random() < 0.3:
             self._send_killer()
+        return True
 
     def _send_killer(self) -> None:
         """Send a message that kills the process of its handler."""

@@ -358,7 +358,7 @@ def proven(plan: Plan, home: Path) -> dict[str, Any]:
     figures = outcome.figures
     print(outcome)
     for trouble in ("kills", "backends terminated", "started again"):
-        assert figures[trouble] > 0, f"no {trouble}:\n{outcome}"
+        assert figures.get(trouble), f"no {trouble}:\n{outcome}"
     assert figures["messages"] > 100, str(outcome)
     return figures
 
