@@ -77,15 +77,17 @@ def is_late(error: BaseException) -> bool:
 
 
 def completed(start: Callable[[], Any]) -> Any:
-    """Start a query and wait for its end; start it again if its Python process was late. Returns the query."""
+    """Start a query and wait for its end; start it up to four times more if its Python process was late. Returns it."""
     from pyspark.errors import StreamingQueryException
 
+    tries = 5
     while True:
         query = start()
+        tries -= 1
         try:
             query.awaitTermination()
         except StreamingQueryException as error:
-            if not is_late(error):
+            if not tries or not is_late(error):
                 raise
         else:
             return query

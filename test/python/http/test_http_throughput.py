@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import re
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -358,11 +357,14 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
         # The rates are those of the last seconds, which a busy machine can miss.
         def until_rate_of(what: str, statement: str) -> int:
             number = 0
-            while True:
+
+            def is_seen() -> bool:
+                nonlocal number
                 number += connection.execute(statement, {"name": name}).rowcount
-                if (metric(web, f"pgqueue_{what}_per_second", queue=name) or 0) > 0:
-                    return number
-                time.sleep(0.1)
+                return (metric(web, f"pgqueue_{what}_per_second", queue=name) or 0) > 0
+
+            web.until(is_seen)
+            return number
 
         sent = until_rate_of("in", "select pgqueue.enqueue_batch(%(name)s, array_fill('1'::jsonb, array[40]))")
         web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)

@@ -453,7 +453,7 @@ class Claims:
                 elif result is not None:
                     self._answered(result, rows[0])
                 elif failure is not None and not rows[0] and not met_lock:
-                    # The server may not have ended the transaction of an aborted connection yet.
+                    # The message may still be locked: the server may end the transaction of an aborted connection late.
                     self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
                     continue
             if failure is not None:
