@@ -287,9 +287,7 @@ begin
     if not pgqueue._has_fixed_snapshot() and pgqueue._is_compaction_on()
         and exists (select from pgqueue._tables_to_compact())
     then
-        -- The caller may have set all constraints to immediate. The lock would then last until its transaction ends.
-        set constraints pgqueue.compact_at_commit deferred;
-        insert into pgqueue.compactions (tried_at) values (at);
+        perform pgqueue._request_at_commit('_compact_overgrown', at);
     end if;
 exception when others then
     -- A full disk or a lock must not fail a claim.
@@ -303,12 +301,17 @@ create or replace function pgqueue._compact_overgrown(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '20 ms'
 as $$
 declare
     candidate record;
     done pgqueue.compaction;
     next_at timestamptz := at + interval '1 s';
 begin
+    delete from pgqueue.compactions c
+    where c.ctid = any (array(
+        select o.ctid from pgqueue.compactions o
+        where o.tried_at not between at - interval '1 day' and at + interval '1 day' for update skip locked));
     -- One session compacts at a time. It holds this lock until its commit. No queue can have this name.
     if not pg_try_advisory_xact_lock(pgqueue._lock_key('compact_queues()')) then
         return;
@@ -328,44 +331,15 @@ begin
     if next_at > at + interval '1 s' then
         perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(next_at));
     end if;
-end;
-$$;
-comment on function pgqueue._compact_overgrown(timestamptz) is
-'Compacts the largest of the overgrown tables that can be compacted. The next attempt is due in one second. If a table
-tried before was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, in 60 seconds.';
-
-create or replace function pgqueue._compact_at_commit()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '20 ms'
-as $$
-declare
-    at constant timestamptz := pgqueue._now();
-begin
-    if not pgqueue._is_at_commit() then
-        return null;
-    end if;
-    delete from pgqueue.compactions c
-    where c.ctid = any (array(
-        select o.ctid from pgqueue.compactions o
-        where o.outcome is null or o.tried_at not between at - interval '1 day' and at + interval '1 day'
-        for update skip locked));
-    perform pgqueue._compact_overgrown(at);
-    return null;
 exception when query_canceled or others then
     -- The compaction was undone, for example by a cancel. It must not fail the transaction of a claim.
     perform setval('pgqueue.next_maintenance_at', pgqueue._to_micros(at + interval '60 s'));
-    return null;
 end;
 $$;
-comment on function pgqueue._compact_at_commit() is
-'Deferred trigger of compactions: carries out a request when its transaction commits, so that the lock of the table is
-held for the time of the compaction and the commit only, however long the transaction is.';
-
-drop trigger if exists compact_at_commit on pgqueue.compactions;
-create constraint trigger compact_at_commit after insert on pgqueue.compactions deferrable initially deferred
-for each row when (new.outcome is null and new.table_name is null) execute function pgqueue._compact_at_commit();
+comment on function pgqueue._compact_overgrown(timestamptz) is
+'Compacts the largest of the overgrown tables that can be compacted. It runs at the commit, so the lock of the table is
+held for the time of the compaction and the commit only. The next attempt is due in one second. If a table tried before
+was in use or has an obstacle, it is due in 10 seconds; if one has too many living rows, or after an error, in 60.';
 
 create or replace function pgqueue._compact_tables(verb text, relations regclass[])
 returns setof pgqueue.compaction

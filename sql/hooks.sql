@@ -102,7 +102,7 @@ comment on function pgqueue._do_at_commit() is
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
-for each row when (new.outcome is null and new.table_name is not null) execute function pgqueue._do_at_commit();
+for each row when (new.outcome is null) execute function pgqueue._do_at_commit();
 
 create or replace function pgqueue._request_at_commit(handler text, at timestamptz)
 returns void

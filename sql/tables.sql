@@ -547,9 +547,8 @@ create unlogged table pgqueue.compactions (
     bytes_after bigint
 );
 comment on table pgqueue.compactions is
-'The automatic compactions of the last day, and requests, which have no outcome: one without table_name makes its
-transaction compact tables when it commits, another one makes it call the function that table_name names. Unlogged: a
-crash of the server empties it.';
+'The automatic compactions of the last day, and requests, which have no outcome: a request makes its transaction call
+the function that table_name names when it commits. Unlogged: a crash of the server empties it.';
 
 -- Vacuum truncates no table, as for messages: its exclusive lock would make a parallel pg_dump fail, which locks a
 -- member of an extension only when it copies it, and does not wait for the lock then.

@@ -101,7 +101,7 @@ begin
     perform pgqueue.claim('compact');
     perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'compact';
     perform pgqueue.claim('compact');
-    return (select count(*) from pgqueue.compactions c where c.outcome is null and c.table_name is null);
+    return (select count(*) from pgqueue.compactions c where c.outcome is null and c.table_name = '_compact_overgrown');
 end;
 $$;
 select is(pg_temp.requests('yes', 50000, 'on'), 1::bigint, 'claims request a compaction at most once a second if a table is overgrown and the horizon is pinned');
@@ -119,11 +119,11 @@ select is(pg_temp.requests('yes', 50000, 'off'), 0::bigint, 'claims request no c
 select is(pg_temp.requests('yes', 50000, ''), exists (select from pg_extension e where e.extname = 'pgqueue')::int::bigint, 'by default claims request compactions only if pgqueue is an extension');
 
 delete from pgqueue.compactions;
-insert into pgqueue.compactions (tried_at) values (now());
+select pgqueue._request_at_commit('_compact_overgrown', now()) \g /dev/null
 select pg_relation_filenode('pgqueue.dead_messages') as file \gset
-set constraints pgqueue.compact_at_commit immediate;
+set constraints pgqueue.do_at_commit immediate;
 select is(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'set constraints carries out no request, because the transaction does not end');
-set constraints pgqueue.compact_at_commit deferred;
+set constraints pgqueue.do_at_commit deferred;
 select set_config('test.overgrown', 'yes', true), set_config('test.pinned', '0', true), pgqueue._compact_overgrown(now()) \g /dev/null
 select is(pg_relation_filenode('pgqueue.dead_messages'), :file::oid, 'no table is compacted if the horizon is not pinned any more');
 select set_config('test.pinned', '50000', true) as set \gset

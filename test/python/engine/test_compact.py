@@ -148,9 +148,8 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
         with owner.transaction():
             owner.execute(f"set constraints all {constraints}".encode())
             assert len(queue.receive(1)) == 1
-            assert (
-                one(owner, "select count(*) from pgqueue.compactions where outcome is null and table_name is null") == 1
-            )
+            requests = "select count(*) from pgqueue.compactions where outcome is null"
+            assert one(owner, f"{requests} and table_name = '_compact_overgrown'") == 1
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
         assert one(owner, FILES) != before
         assert [message.payload for message in queue.claim(9)] == [3]
@@ -161,8 +160,8 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
 ) -> None:
     owner.execute(FORCED_COMPACTION)
     owner.execute(
-        "create or replace function pgqueue._compact_overgrown(at timestamptz) returns void"
-        " language sql volatile as 'select pg_sleep(1000)'"
+        "create or replace function pgqueue._compact_table(relation regclass, row_type regtype)"
+        " returns pgqueue.compaction language plpgsql volatile as 'begin perform pg_sleep(1000); return null; end'"
     )
     queue = pgqueue.Queue(owner, "a")
     queue.enqueue(1)
