@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import commands
@@ -27,7 +28,7 @@ DOCUMENTS = sorted(
     if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts)
 )
 # Pasted as a whole below; the chapter on Spark by a test of its own, which needs Spark.
-PASTED = ("README.md", "python/README.md", "python/src/pgqueue/http/README.md", "sql/REFERENCE.md")
+PASTED = ("README.md", "python/README.md", "python/src/pgqueue/http/README.md", "sql/README.md", "sql/REFERENCE.md")
 SPARK = "python/src/pgqueue/spark/README.md"
 
 
@@ -38,7 +39,10 @@ class Block(NamedTuple):
 
 def blocks(document: str | Path, language: str = "") -> list[Block]:
     text = (ROOT / document).read_text(encoding="utf-8")
-    found = [Block(*each) for each in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    found = [
+        Block(language, dedent(code))
+        for _, language, code in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE)
+    ]
     return [block for block in found if block.language == language or not language]
 
 
@@ -257,14 +261,14 @@ def test_the_command_line_works_on_the_private_server(
 
 def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives to the headings."""
-    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         file = ((ROOT / document).parent / path).resolve() if path else ROOT / document
