@@ -4297,6 +4297,25 @@ comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestampt
 that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
 ready messages, locked.';
 
+create function pgqueue._sweep_locked(
+    q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if exists (
+        select from pgqueue.requeued_messages r where r.held and r.queue_name = q.name and r.check_at >= since
+    ) then
+        return pgqueue._sweep_requeued(q, taken, at, wanted, since, true);
+    end if;
+    return '{}';
+end;
+$$;
+comment on function pgqueue._sweep_locked(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
+'Checks the messages that _record_locked_messages recorded. Returns up to wanted ids of ready messages, locked.';
+
 create function pgqueue._sweep_recent_and_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, fresh_from_id bigint, recent_count int
 )
@@ -4306,15 +4325,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
-    candidate_ids bigint[] := '{}'::bigint[];
+    candidate_ids bigint[] := pgqueue._sweep_locked(q, taken, at, wanted, state.first_check_at);
     visible_ids bigint[];
 begin
-    if exists (
-        select from pgqueue.requeued_messages r
-        where r.held and r.queue_name = q.name and r.check_at >= state.first_check_at
-    ) then
-        candidate_ids := pgqueue._sweep_requeued(q, taken, at, wanted, state.first_check_at, true);
-    end if;
     if cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select w.id
@@ -5135,7 +5148,7 @@ comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigin
 'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
 ready, the first ones of ids, not those with the lowest ids.';
 
-create function pgqueue._sweep_recent_levels(
+create function pgqueue._sweep_recent_and_locked_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
@@ -5156,13 +5169,20 @@ declare
             limit 1000
         ) w
         limit 1000);
+    candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
 begin
-    return pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
+    if cardinality(candidate_ids) < wanted then
+        candidate_ids := candidate_ids || pgqueue._sweep_locked(
+            q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
+            pgqueue._first_check_at_of(q.name, at));
+    end if;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
-'Checks the last recent_count places of each priority that claims have passed, where transactions roll back or commit
-late. Returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_recent_and_locked_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
+have passed, where transactions roll back or commit late, and the messages that _record_locked_messages recorded.
+Returns up to wanted ids of ready messages, locked.';
 
 create function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -5180,6 +5200,7 @@ declare
     span bigint;
     found_count int;
     visible_ids bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -5188,7 +5209,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
@@ -5231,12 +5252,18 @@ begin
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
+                passed_ids := passed_ids || visible_ids;
+            end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
+    if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
+        perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
+    end if;
     perform setval(q.sweep_resume_id, greatest(next_position, 1));
     -- If there may be more messages, the next claim continues the sweep at once.
     perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
@@ -5277,7 +5304,7 @@ begin
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.
     if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
@@ -7721,7 +7748,7 @@ begin
         return next row('warning', q.name, 'long_claims',
             format('messages are in flight, the first claimed and extended for %s: a handler may hang', at - claimed_since),
             format(
-                'select id, claimed_by, claimed_at from pgqueue.browse(%L, ''inflight'') order by claimed_at;'
+                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
                 ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -7947,8 +7974,8 @@ transactions of other roles), few_locks (for the number of dedicated queues), au
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
 for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
-transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a transport,
+by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -11812,10 +11839,14 @@ declare
     relation constant text := format('%I.%I', schema_name, table_name);
 begin
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
-    -- show the subscriptions of a queue without a relation. Their address is the name of the queue.
+    -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
+    -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
     execute format(
         'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
-        ' where s.queue_address <> s.queue_name', relation);
+        ' where case when s.queue_address <> s.queue_name then exists ('
+        'select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace'
+        ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
+        relation);
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
@@ -11937,14 +11968,24 @@ declare
     top_id bigint;
     last_id bigint;
     register regclass;
+    address text;
     partition constant regclass := pgqueue._partition_of(q);
     expires boolean;
 begin
     if to_regclass(pgqueue._transport_table(q)) is not null then
         execute format(
-            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register,'
+            ' pgqueue._transport_address(t.relation) from %s t',
             pgqueue._partition_of(q), pgqueue._transport_table(q))
-        into top_id, register;
+        into top_id, register, address;
+        if address is null then
+            return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
+                format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
+        elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
+            return next row('warning', q.name, 'renamed_relation',
+                format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
+                format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
+        end if;
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
             return next row('error', q.name, 'ids_above_sequence',
@@ -11977,8 +12018,8 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
-subscription that endpoints do not find because there is no relation.';
+'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an index
+on expires is missing, or endpoints do not find a subscription because there is no relation.';
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.

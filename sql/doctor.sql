@@ -291,7 +291,7 @@ begin
         return next row('warning', q.name, 'long_claims',
             format('messages are in flight, the first claimed and extended for %s: a handler may hang', at - claimed_since),
             format(
-                'select id, claimed_by, claimed_at from pgqueue.browse(%L, ''inflight'') order by claimed_at;'
+                'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
                 ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
     end if;
     if ahead_until is not null then
@@ -517,5 +517,5 @@ transactions of other roles), few_locks (for the number of dedicated queues), au
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
 for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, subscriber_without_relation (endpoints of a
-transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a transport,
+by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

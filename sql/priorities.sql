@@ -219,7 +219,7 @@ comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigin
 'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
 ready, the first ones of ids, not those with the lowest ids.';
 
-create or replace function pgqueue._sweep_recent_levels(
+create or replace function pgqueue._sweep_recent_and_locked_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
 )
 returns bigint[]
@@ -240,13 +240,20 @@ declare
             limit 1000
         ) w
         limit 1000);
+    candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
 begin
-    return pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
+    if cardinality(candidate_ids) < wanted then
+        candidate_ids := candidate_ids || pgqueue._sweep_locked(
+            q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
+            pgqueue._first_check_at_of(q.name, at));
+    end if;
+    return candidate_ids;
 end;
 $$;
-comment on function pgqueue._sweep_recent_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
-'Checks the last recent_count places of each priority that claims have passed, where transactions roll back or commit
-late. Returns up to wanted ids of ready messages, locked.';
+comment on function pgqueue._sweep_recent_and_locked_levels(pgqueue.queues, bigint[], timestamptz, int, int) is
+'Checks the places where a message can appear at any time: the last recent_count places of each priority that claims
+have passed, where transactions roll back or commit late, and the messages that _record_locked_messages recorded.
+Returns up to wanted ids of ready messages, locked.';
 
 create or replace function pgqueue._sweep_levels(q pgqueue.queues, taken bigint[], at timestamptz, wanted int)
 returns bigint[]
@@ -264,6 +271,7 @@ declare
     span bigint;
     found_count int;
     visible_ids bigint[];
+    passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
@@ -272,7 +280,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
-    candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+    candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
 
@@ -315,12 +323,18 @@ begin
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
+                passed_ids := passed_ids || visible_ids;
+            end if;
             -- If there may be more messages here, the next sweep begins here.
             next_position := case when cardinality(candidate_ids) < wanted then below_position else next_position end;
         end loop;
         -- After a full pass the next sweep starts with the highest priority.
         next_position := 1;
     end loop;
+    if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
+        perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
+    end if;
     perform setval(q.sweep_resume_id, greatest(next_position, 1));
     -- If there may be more messages, the next claim continues the sweep at once.
     perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
@@ -361,7 +375,7 @@ begin
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.
     if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
-        candidate_ids := candidate_ids || pgqueue._sweep_recent_levels(
+        candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);

@@ -817,10 +817,14 @@ declare
     relation constant text := format('%I.%I', schema_name, table_name);
 begin
     -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
-    -- show the subscriptions of a queue without a relation. Their address is the name of the queue.
+    -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
+    -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
     execute format(
         'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
-        ' where s.queue_address <> s.queue_name', relation);
+        ' where case when s.queue_address <> s.queue_name then exists ('
+        'select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace'
+        ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
+        relation);
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
@@ -942,14 +946,24 @@ declare
     top_id bigint;
     last_id bigint;
     register regclass;
+    address text;
     partition constant regclass := pgqueue._partition_of(q);
     expires boolean;
 begin
     if to_regclass(pgqueue._transport_table(q)) is not null then
         execute format(
-            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register from %s t',
+            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register,'
+            ' pgqueue._transport_address(t.relation) from %s t',
             pgqueue._partition_of(q), pgqueue._transport_table(q))
-        into top_id, register;
+        into top_id, register, address;
+        if address is null then
+            return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
+                format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
+        elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
+            return next row('warning', q.name, 'renamed_relation',
+                format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
+                format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
+        end if;
         execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
         if top_id > last_id then
             return next row('error', q.name, 'ids_above_sequence',
@@ -982,5 +996,5 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: a sequence that is behind, a missing index on expires, or a
-subscription that endpoints do not find because there is no relation.';
+'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an index
+on expires is missing, or endpoints do not find a subscription because there is no relation.';

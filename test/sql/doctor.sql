@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(171);
+select plan(173);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -52,6 +52,7 @@ begin
     perform pgqueue.extend(queue, later.id, later.claim_token, '4 h');
     perform pg_temp.pass('01:00:01');
     return next ok(pg_temp.detail(queue) like 'messages are in flight, the first claimed and extended for 02:00:02: %', queue || ': doctor names the time of the longest claim');
+    return next lives_ok((select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'long_claims'), queue || ': the query that doctor proposes for long claims runs');
     perform pgqueue.ack(queue, later.id, later.claim_token);
     perform pgqueue.alter_queue(queue, visibility_timeout => '00:12:01');
     perform pg_temp.pass('8 s');

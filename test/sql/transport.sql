@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(215);
+select plan(221);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -324,6 +324,16 @@ select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', '
 select is_empty($$ select from pgqueue.doctor() f where f.queue_name in ('transport-pub', 'transport-sub') $$, 'doctor reports no subscribed queue that has a relation');
 select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
 select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
+alter view public."transport-pub" rename to moved;
+select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the old address of a relation that was renamed by hand');
+select is((select f.finding from pgqueue.doctor() f where f.queue_name = 'transport-pub'), 'renamed_relation', 'doctor reports a subscriber whose relation was renamed');
+select f.repair from pgqueue.doctor() f where f.queue_name = 'transport-pub' \gexec
+select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"moved\""}', 'the repair of doctor gives the subscriptions the new address');
+drop view public.moved;
+select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of a relation that was dropped by hand');
+select is((select f.finding from pgqueue.doctor() f where f.queue_name = 'transport-pub'), 'missing_relation', 'doctor reports a relation that was dropped by hand');
+select unnest(string_to_array(f.repair, '; ')) from pgqueue.doctor() f where f.queue_name = 'transport-pub' \gexec
+select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the repair of doctor creates the relation again');
 select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
 select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of an unexposed subscriber');
 select is((select array_agg(s.queue_address) from pgqueue.subscriptions s where s.topic = 'Ns.Event'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
