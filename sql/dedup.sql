@@ -277,16 +277,10 @@ begin
         with moved as (
             delete from pgqueue.messages m
             where delay > interval '0' and m.queue_name = q.name and m.id = _replace_message.id
-            returning *
+            returning m
         )
-        insert into pgqueue.scheduled_messages (
-            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error
-        )
-        select
-            d.id, d.queue_name, new_due_at, d.enqueued_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-            d.payload, d.body, d.headers, d.claimed_by, d.last_error
-        from moved d;
+        insert into pgqueue.scheduled_messages
+        select (pgqueue._as_scheduled(d.m, new_due_at, (d.m).attempt_count)).* from moved d;
     end if;
     perform pgqueue._announce_due(q, new_due_at);
     return true;

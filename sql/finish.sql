@@ -123,6 +123,18 @@ $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
 'A scheduled message as a row of messages that becomes visible at its due time. Inlined.';
 
+create or replace function pgqueue._as_scheduled(m pgqueue.messages, due_at timestamptz, attempt_count int)
+returns pgqueue.scheduled_messages
+language sql immutable parallel safe
+as $$
+    select row(
+        m.id, m.queue_name, due_at, m.enqueued_at, attempt_count, m.max_attempts, m.expires_at, m.message_id,
+        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
+    )::pgqueue.scheduled_messages
+$$;
+comment on function pgqueue._as_scheduled(pgqueue.messages, timestamptz, int) is
+'A message as a row of scheduled_messages that is due at due_at. Inlined.';
+
 create or replace function pgqueue._as_dead_letter(m pgqueue.messages, at timestamptz, reason text)
 returns pgqueue.dead_messages
 language sql immutable parallel safe

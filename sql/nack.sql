@@ -68,14 +68,8 @@ begin
         perform pgqueue._announce_due(q, due_at);
         return;
     end if;
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    values (
-        m.id, m.queue_name, pgqueue._clamp_due_at(due_at), m.enqueued_at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
-        m.payload, m.body, m.headers, m.claimed_by, m.last_error, m.transport_headers
-    );
+    insert into pgqueue.scheduled_messages
+    select (pgqueue._as_scheduled(m, pgqueue._clamp_due_at(due_at), m.attempt_count)).*;
     perform pgqueue._announce_due(q, due_at);
 end;
 $$;
@@ -261,18 +255,14 @@ begin
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, release.claim_token)
-        returning m.*
+        returning m
     )
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, expires_at, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    select
-        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
-        -- scan the dead index entries of all messages already taken.
-        g.id, g.queue_name, pgqueue._clamp_due_at(at + (row_number() over () - cardinality(ids)) * interval '1 microsecond'), g.enqueued_at, g.attempt_count - 1, g.max_attempts, g.expires_at, g.message_id,
-        g.payload, g.body, g.headers, g.claimed_by, g.last_error, g.transport_headers
-    from given_back g;
+    insert into pgqueue.scheduled_messages
+    select (pgqueue._as_scheduled(
+        g.m, pgqueue._clamp_due_at(at + (g.n - cardinality(ids)) * interval '1 microsecond'), (g.m).attempt_count - 1)).*
+    -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would scan
+    -- the dead index entries of all messages already taken.
+    from (select b.m, row_number() over () as n from given_back b) g;
     get diagnostics released = row_count;
     if released > 0 then
         perform pgqueue._announce_due(q, at + (1 - cardinality(ids)) * interval '1 microsecond');

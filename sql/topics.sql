@@ -247,7 +247,7 @@ begin
         where q.name = any (names)
         order by q.name;
         get diagnostics sent = row_count;
-        perform pgqueue._wake(q)
+        perform pgqueue._wake_if_waiting(q, at)
         from pgqueue.queues q
         where q.name = any (names) and pg_sequence_last_value(q.waiting_until) > pgqueue._to_micros(at);
     end if;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(64);
+select plan(66);
 
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -95,6 +95,11 @@ begin
     perform pg_temp.pass('1 h');
     s := pgqueue.stats(queue);
     return next ok(s.ready_messages = 400 and s.oldest_age_seconds = 3600, queue || ': stats does not count a requeued message that has expired');
+    perform pgqueue.purge_queue(queue);
+    -- Bursts of messages with gaps between their ids.
+    insert into pgqueue.messages (id, queue_name, payload) select far + n + 200 * (n / 50), queue, '1' from generate_series(0, 9899) n;
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.estimates)::text, '(9900,{})', queue || ': stats counts up to 10,000 messages exactly also if they were sent in bursts');
     perform pgqueue.purge_queue(queue);
     -- Stats samples more than ten thousand requeued messages.
     insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
