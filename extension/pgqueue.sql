@@ -993,7 +993,7 @@ $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: the role does not exist.';
 
-create function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+create function pgqueue._raise_not_allowed(role_name name, action text, object text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -1001,7 +1001,7 @@ as $$
 begin
     raise exception using
         errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, deed, object),
+        message = format('role %I may not %s %I', role_name, action, object),
         hint = 'The owner can grant this privilege.';
 end;
 $$;
@@ -1175,21 +1175,6 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
-
-create function pgqueue._is_first_statement()
-returns boolean
-language sql volatile
-as $$
-    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
-    -- where a scheduled job calls drop_idle_queues.
-    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
-        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
-$$;
-comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
-ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
-each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
-to work in it.';
 
 create function pgqueue._is_at_commit()
 returns boolean
@@ -1724,9 +1709,10 @@ as $$
 $$;
 comment on function pgqueue._is_dump_running() is
 'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
--- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
--- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
--- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
+-- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
+-- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
+-- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
+-- functions by name costs some 0.1 ms each.
 
 create function pgqueue._handlers(event text)
 returns setof regproc
@@ -1758,9 +1744,9 @@ begin
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
-after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
-exist. The queue is locked, exclusively for queue_dropping.';
+'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
+_on_queue_altered_<module>(before, after), and _on_queue_dropping_<module>(q). At queue_dropping, the row of the queue
+is deleted and its messages still exist. The queue is locked, exclusively for queue_dropping.';
 
 create function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -1778,9 +1764,9 @@ begin
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at) of each room that defines it. A sweep calls this once an hour, so a handler must
-not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier
-time.';
+'Calls _on_housekeeping_due_<module>(at) of each module that defines it. A sweep calls this once an hour, so a handler
+must not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an
+earlier time.';
 
 create function pgqueue._do_maintenance(at timestamptz)
 returns void
@@ -1797,9 +1783,25 @@ begin
 end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact and dedup request what is done at the
+'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
 commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
 wants to be called later sets pgqueue.next_maintenance_at.';
+
+create function pgqueue._do_maintenance_if_due(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._do_maintenance(at);
+    end if;
+end;
+$$;
+comment on function pgqueue._do_maintenance_if_due(timestamptz) is
+'Calls _do_maintenance if the register next_maintenance_at says that it is due.';
 
 create function pgqueue._do_at_commit()
 returns trigger
@@ -1824,7 +1826,7 @@ exception when query_canceled or others then
 end;
 $$;
 comment on function pgqueue._do_at_commit() is
-'Deferred trigger of compactions: calls the function that a room has requested, when the transaction commits.';
+'Deferred trigger of compactions: calls the function that a module has requested, when the transaction commits.';
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
@@ -1843,9 +1845,10 @@ end;
 $$;
 comment on function pgqueue._request_at_commit(text, timestamptz) is
 'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
-room uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for long.';
+module uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for
+long.';
 
-create function pgqueue._room_findings(q pgqueue.queues default null)
+create function pgqueue._module_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -1858,9 +1861,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._room_findings(pgqueue.queues) is
-'What _findings_of_<room>(q) of each room reports to doctor, about the queue or, if q is null, about what belongs to no
-queue.';
+comment on function pgqueue._module_findings(pgqueue.queues) is
+'What _findings_of_<module>(q) of each module reports to doctor, about the queue or, if q is null, about what belongs to
+no queue.';
 -- Notifications: an enqueue notifies waiting consumers. If no consumer waits, it sends no notification.
 
 create function pgqueue.channel(queue_name text)
@@ -2354,30 +2357,29 @@ comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
     interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
-'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore.
-visibility_timeout (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100)
-attempts a message goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the
-dead letters if dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it
-for a few queues with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and
-blocks all queues meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes
-(1 byte to 100 MB) limits the size of a payload or body. The delay after a failed attempt is backoff_base times
-backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter
-(0 to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the
-minimum time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none.
-expires_after_idle (1 s to 10 years) is for temporary queues, such as one for the replies to one instance of a
-service. Such a queue is dropped, as by drop_idle_queues, if it holds no message and no session has claimed, received
-or waited for this long. The next create_queue of any queue drops it; if it is dedicated, the next call that creates
-or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with
-the same dedup_key; 0 means as long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most
-so many messages with the same group_key are in flight at a time, in the order of their ids; the queue is then
-dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of its group waiting. With
-on_dead skip a group goes on after one of its messages has become a dead letter; with hold the group waits until the
-dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the queue are in flight
-at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims and receives take so
-many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With
-priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and cannot have a
-group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
-being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
+(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
+goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
+dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
+with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues
+meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB)
+limits the size of a payload or body. The delay after a failed attempt is backoff_base times backoff_factor for each
+attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists
+is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum time for which
+acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is
+for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as by
+drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
+dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
+long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
+same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
+message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
+of its messages has become a dead letter; with hold the group waits until the dead letter is redriven or purged. At most
+max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
+dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
+up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
+first; the queue is then dedicated, and cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if
+a longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -4316,7 +4318,7 @@ begin
     ) then
         return pgqueue._sweep_requeued(q, taken, at, wanted, since, true);
     end if;
-    return '{}';
+    return '{}'::bigint[];
 end;
 $$;
 comment on function pgqueue._sweep_locked(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
@@ -4396,11 +4398,7 @@ begin
     then
         perform pgqueue._do_housekeeping(at);
     end if;
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
-        perform pgqueue._do_maintenance(at);
-    end if;
+    perform pgqueue._do_maintenance_if_due(at);
 end;
 $$;
 comment on function pgqueue._do_periodic_work(timestamptz) is
@@ -4588,9 +4586,9 @@ comment on function pgqueue._sweep(pgqueue.queues, bigint[], timestamptz, int, b
 'Makes one sweep below fresh_from_id: appends to taken the ids of ready messages, locked, until there are wanted ids,
 and sets the time of the next sweep. If fewer were found, that is after 20 times the duration of this sweep, at least 50
 ms and at most 500 ms, as messages that commit late wait for it; else at once.';
--- Message groups. A queue with group_limit keeps at most so many messages of a group in flight, in the order of their
--- ids. Whether a group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to
--- be kept up to date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
+-- Message groups. At most group_limit messages of a group are in flight at a time, in the order of their ids. Whether a
+-- group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to be kept up to
+-- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The dedicated table of such a queue has two more indexes, which list its messages by group.
 
 create function pgqueue._group_position(headers jsonb, id bigint)
@@ -4638,7 +4636,7 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
-create function pgqueue._group_room(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+create function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -4656,7 +4654,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._group_room(pgqueue.queues, timestamptz, bigint, bigint) is
+comment on function pgqueue._group_places_left(pgqueue.queues, timestamptz, bigint, bigint) is
 'How many more messages of the group at this position may be in flight.';
 
 create function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
@@ -4665,7 +4663,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._group_room(q, at, place, first_id) > 0 and exists (
+    return pgqueue._group_places_left(q, at, place, first_id) > 0 and exists (
         select from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
             and pgqueue._group_position(m.headers, m.id) = place
@@ -4693,7 +4691,7 @@ begin
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_room(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -5080,7 +5078,7 @@ comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], 
 'The ids of up to wanted ready messages that no claim has passed, locked, without those in taken: those with the highest
 priority, or, in one call of ten, first those with the priority whose next message has the lowest place.';
 
-create function pgqueue._pass_unready(q pgqueue.queues)
+create function pgqueue._move_levels_past_unready(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5102,11 +5100,11 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._pass_unready(pgqueue.queues) is
+comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
-create function pgqueue._leave_on_levels(q pgqueue.queues, ids bigint[])
+create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5125,7 +5123,7 @@ begin
     group by w.position >> 59;
 end;
 $$;
-comment on function pgqueue._leave_on_levels(pgqueue.queues, bigint[]) is
+comment on function pgqueue._set_levels_back(pgqueue.queues, bigint[]) is
 'Sets the registers back to messages that a claim has found and does not take.';
 
 create function pgqueue._lock_ready_in_order(
@@ -5312,7 +5310,7 @@ begin
     if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
-    elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
+    elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;
     return candidate_ids;
@@ -5438,7 +5436,7 @@ returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
 comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
-'The time that it takes until there are so many more tokens, rounded up.';
+'The time until there are this number of further tokens, rounded up.';
 
 create function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
 returns timestamptz[]
@@ -5690,7 +5688,7 @@ begin
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
         if q.priorities then
-            perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
+            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
             return candidate_ids[:tokens_taken];
         end if;
         -- Sweeps find those below the register again. It must not go back beyond dead rows for them.
@@ -6638,7 +6636,7 @@ whole queue unless pgqueue.messages has an index on expires_at; doctor reports a
 creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';
 -- Counts the messages that could be claimed, without changing or locking them.
 
-create function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
+create function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
@@ -6655,14 +6653,14 @@ as $$
             - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
             is not distinct from 'in progress'
 $$;
-comment on function pgqueue._is_under_way(xid, pg_snapshot) is
+comment on function pgqueue._was_running_at_snapshot(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
 
 create function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
-as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
+as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';
@@ -7780,7 +7778,7 @@ begin
             format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
             format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    found := array(select f from pgqueue._room_findings(q) f);
+    found := array(select f from pgqueue._module_findings(q) f);
     -- A room that needs another index reports that one instead.
     if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
         and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
@@ -7914,7 +7912,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    return query select f.* from pgqueue._room_findings() f;
+    return query select f.* from pgqueue._module_findings() f;
 end;
 $$;
 comment on function pgqueue._installation_findings() is
@@ -7973,8 +7971,9 @@ transactions of other roles), few_locks (for the number of dedicated queues), au
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
 for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a transport,
-by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a
+transport, by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
+unless peek_delay is from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -11417,11 +11416,8 @@ begin
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
-        -- The same as in a sweep, which this queue may never have.
-        if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-        then
-            perform pgqueue._do_maintenance(at);
-        end if;
+        -- As in a sweep, which this queue may never have.
+        perform pgqueue._do_maintenance_if_due(at);
     end if;
     return t.head;
 end;
@@ -12017,8 +12013,8 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an index
-on expires is missing, or endpoints do not find a subscription because there is no relation.';
+'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an
+index on expires is missing, or endpoints do not find a subscription because there is no relation.';
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
@@ -12179,6 +12175,21 @@ expose_contract created it and nothing else is in it. The tables and their messa
 longer transaction uses a view, and 2BP01 if another object depends on one.';
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
+
+create function pgqueue._is_first_statement()
+returns boolean
+language sql volatile
+as $$
+    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
+    -- where a scheduled job calls drop_idle_queues.
+    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
+        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
+$$;
+comment on function pgqueue._is_first_statement() is
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
+to work in it.';
 
 create function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
@@ -13103,8 +13114,7 @@ end;
 $$;
 comment on function pgqueue._apply_rights(name, text) is
 'Makes the privileges of a role on the rights views of these queues those that the views of access give. A pattern to
-which more than 1,000 queues belong gets views for so many of them. For the others the check reads the views of
-access.';
+which more than 1,000 queues belong gets views for 1,000 of them. For the others the check reads the views of access.';
 
 create function pgqueue._serialize_grants()
 returns void

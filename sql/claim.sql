@@ -119,7 +119,7 @@ begin
     if tokens_taken < cardinality(candidate_ids) then
         -- Another claim has taken tokens since. The messages above the limit are left to later claims.
         if q.priorities then
-            perform pgqueue._leave_on_levels(q, candidate_ids[tokens_taken + 1:]);
+            perform pgqueue._set_levels_back(q, candidate_ids[tokens_taken + 1:]);
             return candidate_ids[:tokens_taken];
         end if;
         -- Sweeps find those below the register again. It must not go back beyond dead rows for them.

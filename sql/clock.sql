@@ -15,21 +15,6 @@ comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
 
-create or replace function pgqueue._is_first_statement()
-returns boolean
-language sql volatile
-as $$
-    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
-    -- where a scheduled job calls drop_idle_queues.
-    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
-        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
-$$;
-comment on function pgqueue._is_first_statement() is
-'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
-ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
-each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
-to work in it.';
-
 create or replace function pgqueue._is_at_commit()
 returns boolean
 language sql stable

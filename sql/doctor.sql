@@ -324,7 +324,7 @@ begin
             format('messages expire after as little as %s, but consumers poll every %s', shortest, peek_delay),
             format('Let consumers poll more often than every %s.', shortest))::pgqueue.finding;
     end if;
-    found := array(select f from pgqueue._room_findings(q) f);
+    found := array(select f from pgqueue._module_findings(q) f);
     -- A room that needs another index reports that one instead.
     if shortest is not null and not pgqueue._has_index(pgqueue._partition_of(q), 'queue_name, expires_at')
         and not pgqueue._has_index(pgqueue._partition_of(q), '(expires_at AT TIME ZONE ''UTC''::text)')
@@ -458,7 +458,7 @@ begin
     group by m.queue_name
     order by m.queue_name;
 
-    return query select f.* from pgqueue._room_findings() f;
+    return query select f.* from pgqueue._module_findings() f;
 end;
 $$;
 comment on function pgqueue._installation_findings() is
@@ -517,5 +517,6 @@ transactions of other roles), few_locks (for the number of dedicated queues), au
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
 for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
 consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a transport,
-by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a
+transport, by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
+unless peek_delay is from 0 to 10 years.';

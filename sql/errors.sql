@@ -126,7 +126,7 @@ $$;
 comment on function pgqueue._raise_role_not_found(name) is
 'Raises 42704: the role does not exist.';
 
-create or replace function pgqueue._raise_not_allowed(role_name name, deed text, object text)
+create or replace function pgqueue._raise_not_allowed(role_name name, action text, object text)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -134,7 +134,7 @@ as $$
 begin
     raise exception using
         errcode = 'insufficient_privilege',
-        message = format('role %I may not %s %I', role_name, deed, object),
+        message = format('role %I may not %s %I', role_name, action, object),
         hint = 'The owner can grant this privilege.';
 end;
 $$;

@@ -262,8 +262,7 @@ end;
 $$;
 comment on function pgqueue._apply_rights(name, text) is
 'Makes the privileges of a role on the rights views of these queues those that the views of access give. A pattern to
-which more than 1,000 queues belong gets views for so many of them. For the others the check reads the views of
-access.';
+which more than 1,000 queues belong gets views for 1,000 of them. For the others the check reads the views of access.';
 
 create or replace function pgqueue._serialize_grants()
 returns void

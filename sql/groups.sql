@@ -1,6 +1,6 @@
--- Message groups. A queue with group_limit keeps at most so many messages of a group in flight, in the order of their
--- ids. Whether a group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to
--- be kept up to date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
+-- Message groups. At most group_limit messages of a group are in flight at a time, in the order of their ids. Whether a
+-- group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to be kept up to
+-- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
 -- The dedicated table of such a queue has two more indexes, which list its messages by group.
 
 create or replace function pgqueue._group_position(headers jsonb, id bigint)
@@ -48,7 +48,7 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
-create or replace function pgqueue._group_room(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
+create or replace function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -66,7 +66,7 @@ begin
     );
 end;
 $$;
-comment on function pgqueue._group_room(pgqueue.queues, timestamptz, bigint, bigint) is
+comment on function pgqueue._group_places_left(pgqueue.queues, timestamptz, bigint, bigint) is
 'How many more messages of the group at this position may be in flight.';
 
 create or replace function pgqueue._has_group_candidate(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
@@ -75,7 +75,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._group_room(q, at, place, first_id) > 0 and exists (
+    return pgqueue._group_places_left(q, at, place, first_id) > 0 and exists (
         select from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
             and pgqueue._group_position(m.headers, m.id) = place
@@ -103,7 +103,7 @@ begin
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_room(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;

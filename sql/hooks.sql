@@ -1,6 +1,7 @@
--- Events from the core to the rooms: a queue was created, altered or is being dropped, housekeeping or maintenance is
--- due, doctor collects findings. A room defines a function of the matching name. So the core calls no room by name, and
--- a new room changes no core file. All events are rare: the lookup of the functions by name costs some 0.1 ms each.
+-- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
+-- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
+-- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
+-- functions by name costs some 0.1 ms each.
 
 create or replace function pgqueue._handlers(event text)
 returns setof regproc
@@ -32,9 +33,9 @@ begin
 end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
-'Calls _on_<event>_<room> of each room that defines it: _on_queue_created_<room>(q), _on_queue_altered_<room>(before,
-after), and _on_queue_dropping_<room>(q). At queue_dropping, the row of the queue is deleted and its messages still
-exist. The queue is locked, exclusively for queue_dropping.';
+'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
+_on_queue_altered_<module>(before, after), and _on_queue_dropping_<module>(q). At queue_dropping, the row of the queue
+is deleted and its messages still exist. The queue is locked, exclusively for queue_dropping.';
 
 create or replace function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -52,9 +53,9 @@ begin
 end;
 $$;
 comment on function pgqueue._do_housekeeping(timestamptz) is
-'Calls _on_housekeeping_due_<room>(at) of each room that defines it. A sweep calls this once an hour, so a handler must
-not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an earlier
-time.';
+'Calls _on_housekeeping_due_<module>(at) of each module that defines it. A sweep calls this once an hour, so a handler
+must not wait for a lock or raise an error. A handler that has more to do sets pgqueue.next_housekeeping_at to an
+earlier time.';
 
 create or replace function pgqueue._do_maintenance(at timestamptz)
 returns void
@@ -71,9 +72,25 @@ begin
 end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
-'Calls _on_maintenance_due_<room>(at) of each module that defines it: compact and dedup request what is done at the
+'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
 commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
 wants to be called later sets pgqueue.next_maintenance_at.';
+
+create or replace function pgqueue._do_maintenance_if_due(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The register is at most a minute ahead, or was set while the clock was ahead.
+    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
+    then
+        perform pgqueue._do_maintenance(at);
+    end if;
+end;
+$$;
+comment on function pgqueue._do_maintenance_if_due(timestamptz) is
+'Calls _do_maintenance if the register next_maintenance_at says that it is due.';
 
 create or replace function pgqueue._do_at_commit()
 returns trigger
@@ -98,7 +115,7 @@ exception when query_canceled or others then
 end;
 $$;
 comment on function pgqueue._do_at_commit() is
-'Deferred trigger of compactions: calls the function that a room has requested, when the transaction commits.';
+'Deferred trigger of compactions: calls the function that a module has requested, when the transaction commits.';
 
 drop trigger if exists do_at_commit on pgqueue.compactions;
 create constraint trigger do_at_commit after insert on pgqueue.compactions deferrable initially deferred
@@ -117,9 +134,10 @@ end;
 $$;
 comment on function pgqueue._request_at_commit(text, timestamptz) is
 'Requests a call of pgqueue.<handler>(time of the commit) when the transaction commits, with the rights of the owner. A
-room uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for long.';
+module uses it for what takes an exclusive lock: the transaction can be that of a receive, whose handler works for
+long.';
 
-create or replace function pgqueue._room_findings(q pgqueue.queues default null)
+create or replace function pgqueue._module_findings(q pgqueue.queues default null)
 returns setof pgqueue.finding
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -132,6 +150,6 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._room_findings(pgqueue.queues) is
-'What _findings_of_<room>(q) of each room reports to doctor, about the queue or, if q is null, about what belongs to no
-queue.';
+comment on function pgqueue._module_findings(pgqueue.queues) is
+'What _findings_of_<module>(q) of each module reports to doctor, about the queue or, if q is null, about what belongs to
+no queue.';

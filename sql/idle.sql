@@ -1,6 +1,21 @@
 -- Temporary queues, such as one for the replies to each instance of a service. A queue with expires_after_idle is
 -- dropped when it is empty and was not used for that long. No daemon is needed: creating a queue drops idle ones.
 
+create or replace function pgqueue._is_first_statement()
+returns boolean
+language sql volatile
+as $$
+    -- A function cannot know whether its transaction commits at once. Without this guess, idle queues would go only
+    -- where a scheduled job calls drop_idle_queues.
+    select statement_timestamp() - transaction_timestamp() < interval '5 ms'
+        and current_query() !~* e'(^|;)\\s*(begin|start)\\M|\\mreceive\\M'
+$$;
+comment on function pgqueue._is_first_statement() is
+'Whether the transaction probably consists of this statement alone, and may commit right after it: it began less than 5
+ms before the statement. The times are not compared for equality, as a driver sends a statement as several messages,
+each with a time of its own. False if the same query begins a transaction or calls receive, as the caller then continues
+to work in it.';
+
 create or replace function pgqueue._last_used_at(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile

@@ -116,7 +116,7 @@ returns bigint
 language sql immutable parallel safe
 as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.rate_limit $$;
 comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
-'The time that it takes until there are so many more tokens, rounded up.';
+'The time until there are this number of further tokens, rounded up.';
 
 create or replace function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
 returns timestamptz[]

@@ -1,6 +1,6 @@
 -- Counts the messages that could be claimed, without changing or locking them.
 
-create or replace function pgqueue._is_under_way(xid xid, snapshot pg_snapshot)
+create or replace function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
 returns boolean
 language sql stable parallel safe
 as $$
@@ -17,14 +17,14 @@ as $$
             - ((pg_snapshot_xmax(snapshot)::text::bigint - xid::text::bigint) & 4294967295))::text::xid8)
             is not distinct from 'in progress'
 $$;
-comment on function pgqueue._is_under_way(xid, pg_snapshot) is
+comment on function pgqueue._was_running_at_snapshot(xid, pg_snapshot) is
 'Whether a transaction had not ended when the snapshot was taken.';
 
 create or replace function pgqueue._is_locked(xmax xid)
 returns boolean
 language sql stable parallel safe
 -- The expression is short enough to be inlined. Most rows are locked by no transaction, and need no function call.
-as $$ select xmax <> '0' and pgqueue._is_under_way(xmax, pg_current_snapshot()) $$;
+as $$ select xmax <> '0' and pgqueue._was_running_at_snapshot(xmax, pg_current_snapshot()) $$;
 comment on function pgqueue._is_locked(xid) is
 'Whether another transaction holds a row, derived from the row''s xmax without taking a lock. Shared row locks may be
 misjudged.';

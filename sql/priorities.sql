@@ -145,7 +145,7 @@ comment on function pgqueue._walk_levels(pgqueue.queues, timestamptz, bigint[], 
 'The ids of up to wanted ready messages that no claim has passed, locked, without those in taken: those with the highest
 priority, or, in one call of ten, first those with the priority whose next message has the lowest place.';
 
-create or replace function pgqueue._pass_unready(q pgqueue.queues)
+create or replace function pgqueue._move_levels_past_unready(q pgqueue.queues)
 returns boolean
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -167,11 +167,11 @@ begin
     return found;
 end;
 $$;
-comment on function pgqueue._pass_unready(pgqueue.queues) is
+comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
-create or replace function pgqueue._leave_on_levels(q pgqueue.queues, ids bigint[])
+create or replace function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -190,7 +190,7 @@ begin
     group by w.position >> 59;
 end;
 $$;
-comment on function pgqueue._leave_on_levels(pgqueue.queues, bigint[]) is
+comment on function pgqueue._set_levels_back(pgqueue.queues, bigint[]) is
 'Sets the registers back to messages that a claim has found and does not take.';
 
 create or replace function pgqueue._lock_ready_in_order(
@@ -377,7 +377,7 @@ begin
     if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
-    elsif cardinality(candidate_ids) < wanted and (pgqueue._pass_unready(q) or not is_sweep_due) then
+    elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
         candidate_ids := pgqueue._sweep_levels(q, candidate_ids, at, wanted);
     end if;
     return candidate_ids;

@@ -252,30 +252,29 @@ comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
     interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
-'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore.
-visibility_timeout (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100)
-attempts a message goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the
-dead letters if dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it
-for a few queues with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and
-blocks all queues meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes
-(1 byte to 100 MB) limits the size of a payload or body. The delay after a failed attempt is backoff_base times
-backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter
-(0 to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the
-minimum time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none.
-expires_after_idle (1 s to 10 years) is for temporary queues, such as one for the replies to one instance of a
-service. Such a queue is dropped, as by drop_idle_queues, if it holds no message and no session has claimed, received
-or waited for this long. The next create_queue of any queue drops it; if it is dedicated, the next call that creates
-or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with
-the same dedup_key; 0 means as long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most
-so many messages with the same group_key are in flight at a time, in the order of their ids; the queue is then
-dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones of its group waiting. With
-on_dead skip a group goes on after one of its messages has become a dead letter; with hold the group waits until the
-dead letter is redriven or purged. With max_in_flight (1 to 10000) at most so many messages of the queue are in flight
-at a time, over all consumers; the queue is then dedicated. With rate_limit (1 to 1000000) claims and receives take so
-many messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With
-priorities true, messages with a higher priority are claimed first; the queue is then dedicated, and cannot have a
-group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from
-being attached.';
+'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
+(1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
+goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
+dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
+with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues
+meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB)
+limits the size of a payload or body. The delay after a failed attempt is backoff_base times backoff_factor for each
+attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists
+is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum time for which
+acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is
+for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as by
+drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
+dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
+long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
+same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
+message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
+of its messages has become a dead letter; with hold the group waits until the dead letter is redriven or purged. At most
+max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
+dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
+up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
+first; the queue is then dedicated, and cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if
+a longer transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void

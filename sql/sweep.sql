@@ -356,7 +356,7 @@ begin
     ) then
         return pgqueue._sweep_requeued(q, taken, at, wanted, since, true);
     end if;
-    return '{}';
+    return '{}'::bigint[];
 end;
 $$;
 comment on function pgqueue._sweep_locked(pgqueue.queues, bigint[], timestamptz, int, timestamptz) is
@@ -436,11 +436,7 @@ begin
     then
         perform pgqueue._do_housekeeping(at);
     end if;
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
-        perform pgqueue._do_maintenance(at);
-    end if;
+    perform pgqueue._do_maintenance_if_due(at);
 end;
 $$;
 comment on function pgqueue._do_periodic_work(timestamptz) is

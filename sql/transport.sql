@@ -396,11 +396,8 @@ begin
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
         using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
-        -- The same as in a sweep, which this queue may never have.
-        if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-        then
-            perform pgqueue._do_maintenance(at);
-        end if;
+        -- As in a sweep, which this queue may never have.
+        perform pgqueue._do_maintenance_if_due(at);
     end if;
     return t.head;
 end;
@@ -996,5 +993,5 @@ begin
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an index
-on expires is missing, or endpoints do not find a subscription because there is no relation.';
+'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an
+index on expires is missing, or endpoints do not find a subscription because there is no relation.';

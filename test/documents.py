@@ -1,4 +1,4 @@
-"""Checks the form of prose: the size of README.md, and the length of lines in documents and in comments of SQL.
+"""Checks the form of prose: the size of README.md, and the length of lines in documents and comments of SQL and specs.
 
 Lines of tables, code and generated text may be longer.
 """
@@ -12,23 +12,26 @@ ROOT = Path(__file__).resolve().parent.parent
 README_BYTES = 20_000
 WIDTH = 120
 EXEMPT = re.compile(r"\||!\[")
+# How the lines of a comment begin, by the suffix of the file.
+COMMENTS = {".sql": ("--",), ".spec": ("#", "--")}
 
 
 def files() -> Iterator[Path]:
-    """The documents, and the SQL written by hand."""
+    """The documents, the SQL written by hand, and the isolation specs."""
     yield from ROOT.glob("*.md")
+    yield from ROOT.glob("test/isolation/specs/*.spec")
     for directory in ("sql", "python", "test"):
         for pattern in ("**/*.md", "**/*.sql"):
             yield from (path for path in (ROOT / directory).glob(pattern) if "node_modules" not in path.parts)
 
 
-def prose(text: str, is_document: bool) -> Iterator[tuple[int, str]]:
-    """The lines that people read as text, with their numbers."""
+def prose(text: str, suffix: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file with this suffix that people read as text, with their numbers."""
     is_code = is_generated = is_comment = False
     for number, line in enumerate(text.splitlines(), 1):
-        if not is_document:
+        if suffix in COMMENTS:
             is_comment |= line.startswith("comment on ")
-            if is_comment or line.lstrip().startswith("--"):
+            if is_comment or line.lstrip().startswith(COMMENTS[suffix]):
                 yield number, line
             is_comment &= not line.endswith(";")
         elif line.lstrip().startswith("```"):
@@ -46,7 +49,7 @@ def main() -> int:
     if size > README_BYTES:
         problems.append(f"README.md has {size} bytes; it may have {README_BYTES}: move details beside the code")
     for file in files():
-        for number, line in prose(file.read_text(encoding="utf-8"), file.suffix == ".md"):
+        for number, line in prose(file.read_text(encoding="utf-8"), file.suffix):
             if len(line) > WIDTH:
                 where = f"{file.relative_to(ROOT)}:{number}"
                 problems.append(f"{where}: {len(line)} characters; a line of prose may have {WIDTH}")

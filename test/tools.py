@@ -124,11 +124,11 @@ def plpgsql_check() -> None:
 
 
 def browser() -> None:
-    """Fetch Chromium for the test of the web page, with the libraries that it and playwright's Node lack here."""
+    """Fetch Chromium for the test of the page, and curl, with the libraries that they and playwright's Node lack."""
     home = CACHE / "chromium"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    missing = [] if shutil.which("chromium") is not None else ["chromium"]
+    missing = [name for name in ("chromium", "curl") if shutil.which(name) is None]
     try:
         ctypes.CDLL("libatomic.so.1")
     except OSError:
@@ -137,7 +137,7 @@ def browser() -> None:
         return
     apt = updated_apt(home)
     names = ", ".join(missing)
-    archives, failure = home / "cache/archives", f"{names}, needed for the test of the page: Debian 12 has them"
+    archives, failure = home / "cache/archives", f"{names}, needed for the tests of the HTTP server: Debian 12 has them"
     # A download for an installation includes all missing dependencies. The packages are then unpacked here.
     run(*apt, "--no-install-recommends", "--download-only", "--yes", "install", *missing, failure=failure)
     if "chromium" in missing:
@@ -149,6 +149,17 @@ def browser() -> None:
     shutil.rmtree(home / "state")
     if "chromium" in missing:
         settle_browser(home)
+    if "curl" in missing:
+        root = home / "root"
+        libraries = root / "usr/lib/x86_64-linux-gnu", root / "lib/x86_64-linux-gnu"
+        write_command(home / "curl", root / "usr/bin/curl", libraries)
+
+
+def write_command(command: Path, program: Path, libraries: tuple[Path, ...], variables: str = "") -> None:
+    """Write a script that starts an unpacked program with its unpacked libraries."""
+    path = ":".join(map(str, libraries))
+    command.write_text(f"#!/bin/sh\nexport LD_LIBRARY_PATH='{path}' {variables}\nexec '{program}' \"$@\"\n")
+    command.chmod(0o755)
 
 
 def settle_browser(home: Path) -> None:
@@ -165,12 +176,7 @@ def settle_browser(home: Path) -> None:
         '<?xml version="1.0"?>\n<!DOCTYPE fontconfig SYSTEM "fonts.dtd">\n'
         f"<fontconfig><dir>{root / 'usr/share/fonts'}</dir><cachedir>{home / 'fonts'}</cachedir></fontconfig>\n"
     )
-    command = home / "chromium"
-    command.write_text(
-        f"#!/bin/sh\nexport LD_LIBRARY_PATH='{':'.join(map(str, places))}' FONTCONFIG_FILE='{fonts}'\n"
-        f"exec '{program}' \"$@\"\n"
-    )
-    command.chmod(0o755)
+    write_command(home / "chromium", program, places, f"FONTCONFIG_FILE='{fonts}'")
 
 
 def servers() -> None:

@@ -112,15 +112,15 @@ def pressures(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
     seconds, under = part["cells"][0]["seconds"], part["cells"][0]["under"]
     lasts = under["stretch_seconds"] * len(under["stretches"])
     if part["cells"][0].get("beside"):
-        shared = f", in turns within {lasts:.0f} s of it, clean in another database"
+        shared = f", in turns during {lasts:.0f} s; the clean cycle takes the same turns in another database"
     else:
-        shared = f", in turns within {lasts:.0f} s of it, behind a fifth" if lasts > seconds else ", behind a third"
-        shared += " of that without it"
+        shared = f", in turns during {lasts:.0f} s" if lasts > seconds else ""
+        shared += f" under the condition; before that, a {'fifth' if lasts > seconds else 'third'} as long without it"
     more = f" Each for {seconds:g} s{shared}. The bystander updates one row 20 times a second."
     if any(cell["system"] == "PgQ" for cell in part["cells"]):
         more += (
-            " Of PgQ it is events, inserted by three clients and finished in batches by the fourth; p99 is that of"
-            " inserts."
+            " For PgQ the figures count events: three clients insert them, a fourth finishes them in batches. p99 is"
+            " that of inserts."
         )
     return part["title"], headings, rows, about(part) + more
 
@@ -171,7 +171,8 @@ def horizons(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]
         (
             "completions per second",
             lambda cell: completions(cell, cleans[cell["system"]]),
-            about(part) + " The per cent are of the phase clean. An exit is the end of an adapter by itself.",
+            about(part)
+            + " Percentages are of the rate in the phase clean. An exit is an adapter that ended by itself.",
         ),
         (
             "p99 from sending to the handler, ms",
@@ -213,8 +214,9 @@ def note(part: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     """The note below a table of rates: circumstances, rounds, and the meaning of each number."""
     rounds = f"{part['rounds']} round{'s' * (part['rounds'] > 1)}"
     more = (
-        f" Median of {rounds} of {cells[0]['seconds']:g} s ± the farthest of them; × is {cells[0]['system']} as a"
-        " multiple of this one, taken within each round: median, lowest and highest."
+        f" Median of {rounds} of {cells[0]['seconds']:g} s; ± is the largest deviation of a round; × is the rate of"
+        f" {cells[0]['system']} divided by the rate of this column, taken within each round: median, lowest and"
+        " highest."
     )
     return about(part, cells) + more
 

@@ -1,4 +1,4 @@
-"""Headless Chromium for the tests."""
+"""Headless Chromium and curl for the tests."""
 
 import os
 import shutil
@@ -18,6 +18,15 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP {OTHER
 def chromium() -> str | None:
     """The Chromium of this machine, or the one that test/tools.py has unpacked."""
     return shutil.which("chromium") or (str(UNPACKED) if UNPACKED.exists() else None)
+
+
+@pytest.fixture
+def curl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program `curl` is on the PATH: that of this machine, or the one that test/tools.py has unpacked."""
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}{UNPACKED.parent}")
+    if shutil.which("curl") is None:
+        assert not os.environ.get("CI"), "curl is missing: make test-tools fetches it"
+        pytest.skip("curl is missing: make test-tools fetches it")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import hypothesis
 import psutil
 import psycopg
 import pytest
-from browsers import browser
+from browsers import browser, curl
 from clients import PATIENCE
 from commands import Done, in_process, stop_keepers
 from psycopg import sql
@@ -36,7 +36,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["browser", "jre", "killed", "role", "s3", "spark"]  # fixtures
+__all__ = ["browser", "curl", "jre", "killed", "role", "s3", "spark"]  # fixtures
 
 _numbers = count(1)
 

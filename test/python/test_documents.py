@@ -3,7 +3,6 @@
 import inspect
 import re
 import shlex
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -28,7 +27,13 @@ DOCUMENTS = sorted(
     if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts)
 )
 # Pasted as a whole below; the chapter on Spark by a test of its own, which needs Spark.
-PASTED = ("README.md", "python/README.md", "python/src/pgqueue/http/README.md", "sql/README.md", "sql/REFERENCE.md")
+PASTED = (
+    "README.md",
+    "python/README.md",
+    "python/src/pgqueue/http/README.md",
+    "sql/README.md",
+    "sql/REFERENCE.md",
+)
 SPARK = "python/src/pgqueue/spark/README.md"
 
 
@@ -123,8 +128,6 @@ class Pasting:
 
     def curl(self, code: str) -> None:
         """Run it against a server on the database."""
-        if shutil.which("curl") is None:
-            pytest.skip("there is no curl")
         with commands.running("serve", "--port", "0", directory=self.directory, **self.variables) as server:
             url = server.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", server.err))[1]
             script = ["bash", "-c", code.replace("http://127.0.0.1:8080", url)]
@@ -133,6 +136,7 @@ class Pasting:
         self.out += done.stdout
 
 
+@pytest.mark.usefixtures("curl")
 @pytest.mark.parametrize("document", PASTED)
 def test_every_block_can_be_pasted_in_order_into_one_database(
     document: str, empty_database: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -268,7 +272,9 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         file = ((ROOT / document).parent / path).resolve() if path else ROOT / document

@@ -257,7 +257,7 @@ select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_a', 'consumer') $$
 select set_eq($$ select access || ' ' || queue_name from pgqueue.list_access() where role_name = 'pgqueue_test_a' $$, array['consumer access-own', 'reader access-p-*'], 'access to one queue stays if that to all is revoked');
 select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-own') $$), '3 rows', 'the role still uses its queue');
 select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-foreign') $$), 'PQ001', 'the role uses no other queue');
-select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.claim('access-p-own') $$), 'PQ001', 'a kind of access to one queue is not that to another');
+select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.claim('access-p-own') $$), 'PQ001', 'consumer access to one queue does not allow a claim from another');
 select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.browse('access-p-own') $$), '1 rows', 'several kinds of access go together');
 select lives_ok($$ select pgqueue.revoke_access('pgqueue_test_a', 'consumer', 'access-own') $$, 'access to a queue is revoked');
 select is(pg_temp.outcome('pgqueue_test_a', $$ select pgqueue.claim('access-own') $$), '42501', 'without access of a kind a role may not execute its verbs');

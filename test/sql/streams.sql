@@ -28,7 +28,7 @@ as $$ select array(select m.id from pgqueue.stream_read(b.queue_name, b.stream_n
 create function pg_temp.claimed_by_others(queue text) returns bigint[] language sql
 as $$ select coalesce(array_agg(c.id), '{}') from pgqueue.claim(queue, 100, '1 h') c $$;
 
-create function pg_temp.learnt(queue text, below_id bigint) returns void language plpgsql as $$ begin
+create function pg_temp.record_as_vacant(queue text, below_id bigint) returns void language plpgsql as $$ begin
     update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, below_id)) where w.queue_name = queue;
     perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
 end $$;
@@ -263,7 +263,7 @@ begin
     perform pg_temp.pass('31 s');
     t := pgqueue.stream_open(queue, 'run');
     more := pg_temp.sent(queue, 2);
-    perform pg_temp.learnt(queue, more[1]);
+    perform pg_temp.record_as_vacant(queue, more[1]);
     select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
     return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id returns a requeued message from a vacant range');
     perform pgqueue.drop_stream(queue, 'run');
@@ -280,7 +280,7 @@ begin
         perform pgqueue.claim(queue, 2000, '1 s');
     end loop;
     perform pg_temp.pass('1 s');
-    perform pg_temp.learnt(queue, more[1001]);
+    perform pg_temp.record_as_vacant(queue, more[1001]);
     select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
     return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id finds a requeued message behind 1,000 requeued messages above that id');
     perform pgqueue.drop_stream(queue, 'run');

@@ -174,7 +174,7 @@ select lives_ok($$
     from pgqueue.queues q where q.name = 'scattered' $$, '_record_vacant_ids succeeds with 60 vacant ranges');
 
 -- Recording vacant ids costs more than a fast pass of the sweep. After fast passes it therefore happens rarely.
-create function pg_temp.learns_after(span interval) returns boolean language plpgsql as $$
+create function pg_temp.records_after(span interval) returns boolean language plpgsql as $$
 begin
     perform pg_temp.pass(span);
     perform pgqueue.enqueue('rare', '1');
@@ -184,11 +184,11 @@ begin
 end;
 $$;
 select pgqueue.create_queue('rare');
-select ok(pg_temp.learns_after('1 s'), 'the first sweep records vacant ids');
-select ok(not pg_temp.learns_after('29 s'), 'the next sweep after a fast pass does not record vacant ids for 29 seconds');
-select ok(pg_temp.learns_after('2 s'), 'a sweep after a fast pass records vacant ids after half a minute');
+select ok(pg_temp.records_after('1 s'), 'the first sweep records vacant ids');
+select ok(not pg_temp.records_after('29 s'), 'the next sweep after a fast pass does not record vacant ids for 29 seconds');
+select ok(pg_temp.records_after('2 s'), 'a sweep after a fast pass records vacant ids after half a minute');
 select setval(sweep_resume_id, 2) from pgqueue.queues where name = 'rare';
-select ok(pg_temp.learns_after('1.1 s'), 'a sweep after a slow pass records vacant ids after about a second');
+select ok(pg_temp.records_after('1.1 s'), 'a sweep after a slow pass records vacant ids after about a second');
 
 -- Distant messages cost nothing. All rows that this transaction deletes stay in the tables, as with a horizon held
 -- back.

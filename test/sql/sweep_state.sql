@@ -12,7 +12,7 @@ select plan(73);
 create function pg_temp.state(queue text) returns pgqueue.sweep_state language sql
 as $$ select s from pgqueue.sweep_state s where s.queue_name = queue $$;
 -- As _record_vacant_ids does when no writer runs. In this transaction one always does.
-create function pg_temp.learn(queue text) returns pgqueue.sweep_state language plpgsql as $$
+create function pg_temp.record_vacant_ids(queue text) returns pgqueue.sweep_state language plpgsql as $$
 declare
     q pgqueue.queues;
     s pgqueue.sweep_state := pg_temp.state(queue);
@@ -60,7 +60,7 @@ begin
 end;
 $$;
 
-create function pg_temp.learns(queue text, has_table boolean) returns setof text language plpgsql as $$
+create function pg_temp.records_first_keys(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     low_id bigint;
     high_id bigint;
@@ -77,33 +77,33 @@ begin
     -- first_id is the lowest id in any of the three tables.
     low_id := pgqueue.enqueue(queue, '"low"');
     high_id := pgqueue.enqueue(queue, '"high"');
-    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a ready message');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, low_id, queue || ': first_id is the id of a ready message');
     select * into m from pgqueue.claim(queue);
-    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a message in flight');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, low_id, queue || ': first_id is the id of a message in flight');
     perform pgqueue.nack(queue, m.id, m.claim_token, '1 h');
-    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a scheduled message');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, low_id, queue || ': first_id is the id of a scheduled message');
     perform pg_temp.pass('1 h');
     select * into m from pgqueue.claim(queue);
     return next is(m.id, low_id, queue || ': the scheduled message is claimed');
     perform pgqueue.reject(queue, m.id, m.claim_token);
-    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a dead letter');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, low_id, queue || ': first_id is the id of a dead letter');
     perform pgqueue.redrive(queue);
-    return next is((pg_temp.learn(queue)).first_id, low_id, queue || ': first_id is the id of a redriven message');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, low_id, queue || ': first_id is the id of a redriven message');
     select * into m from pgqueue.claim(queue);
     perform pgqueue.ack(queue, m.id, m.claim_token);
-    return next is((pg_temp.learn(queue)).first_id, high_id, queue || ': after its acknowledgement, first_id is the next id');
+    return next is((pg_temp.record_vacant_ids(queue)).first_id, high_id, queue || ': after its acknowledgement, first_id is the next id');
     perform pg_temp.settle(queue, 10);
-    s := pg_temp.learn(queue);
+    s := pg_temp.record_vacant_ids(queue);
     return next is(s.first_id, s.settled_id + 1, queue || ': first_id of an empty queue is the first id that is not settled');
 
     -- first_due_at.
     return next is(s.first_due_at, pgqueue._now() - interval '5 s', queue || ': without scheduled messages, first_due_at is five seconds ago');
     perform pgqueue.enqueue(queue, '"due"', delay => '10 s');
     perform pg_temp.pass('20 s');
-    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '10 s', queue || ': first_due_at is the due time of the first scheduled message');
+    return next is((pg_temp.record_vacant_ids(queue)).first_due_at, pgqueue._now() - interval '10 s', queue || ': first_due_at is the due time of the first scheduled message');
     perform pg_temp.pass('1 min');
     return next is(pg_temp.settle(queue, 10), 1, queue || ': a message at first_due_at is claimed');
-    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is higher after the message has left');
+    return next is((pg_temp.record_vacant_ids(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is higher after the message has left');
 
     -- Plain SQL sets a due time in the past, and the register does not know it. Once an hour a sweep starts at the
     -- earliest time.
@@ -115,14 +115,14 @@ begin
     perform pg_temp.pass('1 h');
     return next is(pg_temp.settle(queue, 10), 1, queue || ': a message with a due time before first_due_at is claimed within an hour');
 
-    -- The clock is set back. Times in the future are ignored, and learned again.
-    perform pg_temp.learn(queue);
+    -- The clock is set back. Times in the future are ignored, and recorded again.
+    perform pg_temp.record_vacant_ids(queue);
     perform pg_temp.pass('-1 d');
     perform pgqueue.enqueue(queue, '"back"', delay => '1 s');
     perform setval(q.first_due_at, 9223372036854775807) from pgqueue.queues q where q.name = queue;
     perform pg_temp.pass('2 s');
     return next is(pgqueue.peek(queue), 1, queue || ': peek counts a message that came due after the clock was set back');
-    return next is((pg_temp.learn(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is recorded again after the clock was set back');
+    return next is((pg_temp.record_vacant_ids(queue)).first_due_at, pgqueue._now() - interval '5 s', queue || ': first_due_at is recorded again after the clock was set back');
     update pgqueue.sweep_state set first_due_at = pgqueue._now() + interval '1 d' where queue_name = queue;
     return next is(pg_temp.settle(queue, 10), 1, queue || ': a message that came due after the clock was set back is claimed');
 
@@ -131,15 +131,15 @@ begin
     perform pg_temp.pass('2 s');
     perform pgqueue.claim(queue, 101, '12 h');
     perform pg_temp.pass('1 h');
-    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '1 h', queue || ': first_check_at is the time of the first row');
+    return next is((pg_temp.record_vacant_ids(queue)).first_check_at, pgqueue._now() - interval '1 h', queue || ': first_check_at is the time of the first row');
     perform pgqueue.ack(queue, c.id, c.claim_token) from pgqueue.browse(queue, 'inflight', 1) c;
     delete from pgqueue.requeued_messages r
     where r.queue_name = queue and not exists (select from pgqueue.messages c where c.queue_name = queue and c.id = r.id);
-    perform pg_temp.learn(queue);
+    perform pg_temp.record_vacant_ids(queue);
     return next is((select array[count(*), count(distinct r.check_at)] from pgqueue.requeued_messages r where r.queue_name = queue and r.check_at = pgqueue._now()),
         array[100, 1]::bigint[], queue || ': a hundred old rows get the present time');
     perform pg_temp.pass('10 s');
-    return next is((pg_temp.learn(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is the new time of the old rows');
+    return next is((pg_temp.record_vacant_ids(queue)).first_check_at, pgqueue._now() - interval '10 s', queue || ': first_check_at is the new time of the old rows');
     perform pgqueue.purge_queue(queue);
 
     -- Claims that find enough due messages make no sweep. They remove as many rows of earlier messages as they add.
@@ -170,7 +170,7 @@ begin
         perform pg_temp.pass('1 s');
     end loop;
     perform pg_temp.pass('1 min');
-    perform pg_temp.learn(queue);
+    perform pg_temp.record_vacant_ids(queue);
     perform pgqueue.claim(queue);
     foreach call in array array[
         'pgqueue.peek(%L)', 'pgqueue.next_due_at(%L)', 'pgqueue.stats(%L)', 'pgqueue.browse(%L)', 'pgqueue.browse(%L, ''scheduled'')',
@@ -186,8 +186,8 @@ begin
     return next cmp_ok((select max(b) from unnest(claims) b), '<', 200, queue || ': claims do not read rows that were removed from the queue');
 end;
 $$;
-select * from pg_temp.learns('shared', false);
-select * from pg_temp.learns('dedicated', true);
+select * from pg_temp.records_first_keys('shared', false);
+select * from pg_temp.records_first_keys('dedicated', true);
 
 select is(pgqueue._clamp_due_at(pgqueue._now() + interval '1 h'), pgqueue._now() + interval '1 h', 'a due time in the future is kept');
 select is(pgqueue._clamp_due_at(pgqueue._now() - interval '1 h'), pgqueue._now() - interval '1 s', 'a due time in the past becomes one second ago');

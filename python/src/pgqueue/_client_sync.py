@@ -357,13 +357,13 @@ class Queue(_Calls):
         archive) keeps acknowledged messages in the table `archived_messages` for at least that time. With
         `expires_after_idle` (1 s to 3652.5 days; None: never) the queue is dropped when it was empty and unused for
         that time. `dedup_window` (1 s to 30 days; 5 min) is the time for which a `dedup_key` is taken; `timedelta(0)`
-        means as long as its message lives, at most 30 days. With `group_limit` (1 to 1000; None: no groups) at most so
-        many messages with the same `group_key` are in flight at a time, in the order of their ids; the queue is then
-        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it). With
-        `max_in_flight` (1 to 10000; None: any number) at most so many messages of the queue are in flight at a time,
-        over all consumers; the queue is then dedicated, and `receive` refuses it. With `rate_limit` (1 to 1000000;
-        None: any number) claims and receives take so many messages in each `rate_period` (1 ms to 1 day; 1 s), and up
-        to `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
+        means as long as its message lives, at most 30 days. `group_limit` (1 to 1000; None: no groups) is how many
+        messages with the same `group_key` may be in flight at a time, in the order of their ids; the queue is then
+        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it).
+        `max_in_flight` (1 to 10000; None: any number) is how many messages of the queue may be in flight at a time,
+        over all consumers; the queue is then dedicated, and `receive` refuses it. `rate_limit` (1 to 1000000; None: any
+        number) is how many messages claims and receives take in each `rate_period` (1 ms to 1 day; 1 s), and up to
+        `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
         are claimed first; the queue is then dedicated, and cannot have a `group_limit`.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.

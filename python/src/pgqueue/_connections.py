@@ -14,6 +14,8 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
+from ._coroutines import done, run_to_end
+
 __all__ = [
     "complete_conninfo",
     "connect",
@@ -44,22 +46,23 @@ def complete_conninfo(conninfo: str, application: str, **defaults: Any) -> str:
 
 def connect(conninfo: str, autocommit: bool = True, kind: type[Connection[Any]] = Connection) -> Connection[Any]:
     """A connection that is set up. Raises `psycopg.Error`."""
-    connection = kind.connect(conninfo, autocommit=autocommit)
-    try:
-        connection.wait(set_up(connection))
-    except BaseException:
-        connection.close()
-        raise
+    connection: Connection[Any] = run_to_end(_connect(conninfo, autocommit, kind))
     return connection
 
 
 async def connect_async(conninfo: str) -> AsyncConnection[Any]:
     """A connection in autocommit mode that is set up. Raises `psycopg.Error`."""
-    connection = await AsyncConnection.connect(conninfo, autocommit=True)
+    connection: AsyncConnection[Any] = await _connect(conninfo, True, AsyncConnection)
+    return connection
+
+
+async def _connect(conninfo: str, autocommit: bool, kind: Any) -> Any:
+    """A connection of either kind that is set up. If the kind is synchronous, this never suspends."""
+    connection = await done(kind.connect(conninfo, autocommit=autocommit))
     try:
-        await connection.wait(set_up(connection))
+        await done(connection.wait(set_up(connection)))
     except BaseException:
-        await connection.close()
+        await done(connection.close())
         raise
     return connection
 

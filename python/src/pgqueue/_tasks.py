@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-__all__ = ["end_tasks", "in_thread", "is_async", "run_to_end", "unwrapped", "within"]
+__all__ = ["end_tasks", "in_thread", "is_async", "unwrapped", "within"]
 
 T = TypeVar("T")
 
@@ -28,17 +28,6 @@ def is_async(function: Any) -> bool:
     """Whether a call of a function, or of an object with `__call__`, returns a coroutine."""
     function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    coroutine.close()
-    raise RuntimeError("a coroutine has suspended in a thread")
 
 
 async def in_thread(function: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:

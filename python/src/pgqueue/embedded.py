@@ -123,7 +123,7 @@ class EmbeddedServer:
             timeout: seconds that starting and stopping may each take.
 
         Raises:
-            EmbeddedServerError: there is no PostgreSQL to start.
+            EmbeddedServerError: there is no PostgreSQL to start, or the user has no account to run it.
         """
         self._bindir = Path(bindir).absolute() if bindir is not None else _packaged_bindir()
         self._data_dir = Path(data_dir).absolute() if data_dir is not None else None
@@ -657,7 +657,8 @@ def _identity() -> _Identity:
     if _runs(namespace):
         return _Identity(namespace, None)
     if uid != 0:
-        return _Identity([], None)
+        remedy = "add a line for it to /etc/passwd, or run as another user"
+        raise EmbeddedServerError(f"user id {uid} has no account, which PostgreSQL needs: {remedy}")
     capable = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
     capable += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override", "--securebits=+no_setuid_fixup"]
     return _Identity(capable if _runs(capable) else [], _NOBODY)

@@ -71,6 +71,8 @@ def _traced(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
             f"process {queue_name}", context=context, kind=SpanKind.CONSUMER, attributes=attributes, links=links
         )
 
+    # A consumer checks whether its handler is a coroutine function. `wraps` does not make the wrapper one, so each kind
+    # of handler has a wrapper of its own. The span of a coroutine ends when the coroutine has ended.
     if is_async(handler):
 
         @wraps(handler)

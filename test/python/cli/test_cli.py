@@ -912,7 +912,7 @@ def test_a_role_without_access_is_reported(empty_database: Callable[[], str]) ->
     assert "grant_access" in done.err
 
 
-def test_a_traceback_needs_debug(tmp_path: Path) -> None:
+def test_a_traceback_is_printed_only_with_debug(tmp_path: Path) -> None:
     for words in (("--dsn", f"host={tmp_path}", "list"), ("list", "--dsn", f"host={tmp_path}")):
         done = in_process("", *words)
         assert done.status == 1

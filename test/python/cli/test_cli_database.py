@@ -4,12 +4,13 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import typer
 from clients import PATIENCE
 from commands import COMMAND, Done, environment, in_process, run, running, terminal
 from psycopg import sql
@@ -17,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import _files
+from pgqueue.cli import app
 from pgqueue.embedded import _packaged_bindir
 
 pytestmark = pytest.mark.usefixtures("no_other_database")
@@ -326,6 +328,19 @@ def test_names_of_queues_are_completed(empty_database: Callable[[], str], tmp_pa
     assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
     assert completions("pgqueue stats or", PGQUEUE_HOME=tmp_path / "home") == []
     assert not (tmp_path / "home").exists()
+
+
+def parameters(command: Any) -> Iterator[Any]:
+    """The parameters of a command and of its subcommands."""
+    yield from command.params
+    for subcommand in getattr(command, "commands", {}).values():
+        yield from parameters(subcommand)
+
+
+def test_every_parameter_that_is_a_queue_is_completed() -> None:
+    queues = [each for each in parameters(typer.main.get_command(app)) if (each.metavar or "").startswith("QUEUE")]
+    assert len(queues) > 30
+    assert [each.name for each in queues if each._custom_shell_complete is None] == []
 
 
 def test_an_unknown_queue_is_reported_with_the_most_similar_name(

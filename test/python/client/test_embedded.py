@@ -279,6 +279,15 @@ def test_root_can_keep_data_and_programs_where_only_root_may_enter(
         assert connection.execute("select 1").fetchone() == (1,)
 
 
+def test_a_user_id_without_an_account_is_named_where_user_namespaces_are_denied(
+    denied: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denied("unshare")
+    monkeypatch.setattr(os, "geteuid", lambda: 1_234_567)
+    with pytest.raises(EmbeddedServerError, match=r"user id 1234567 has no account, .* add a line .* to /etc/passwd"):
+        EmbeddedServer()
+
+
 def test_a_start_timeout_names_the_limit() -> None:
     with pytest.raises(EmbeddedServerError, match=r"did not start within 0\.001 s"):
         EmbeddedServer(durable=False, timeout=0.001).start()

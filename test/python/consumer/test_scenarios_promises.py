@@ -708,7 +708,9 @@ def test_any_exception_of_a_handler_fails_its_message_and_not_the_consumer(
 
 
 @each
-def test_a_batch_is_one_call(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_handler_gets_a_batch_in_one_call_and_one_transaction(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch(list(range(20)))
     connection.execute(f'create table "{name}" (n int, x xid8 default pg_current_xact_id())')

@@ -216,13 +216,13 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
                 queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
                 left -= len(claimed)
 
-        def is_learned() -> bool:
+        def is_recorded() -> bool:
             assert not queue.claim()
             state = connection.execute("select first_id from pgqueue.sweep_state where queue_name = %s", [name])
             (first_id,) = state.fetchone() or (0,)
             return bool(first_id > claimed[-1].id)
 
-        wait_for(is_learned)
+        wait_for(is_recorded)
         queue.enqueue_batch(keys, group_keys=keys)
         assert buffers_of_claims(connection, name) < 200  # 100
 

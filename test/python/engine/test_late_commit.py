@@ -181,7 +181,7 @@ def test_late_messages_of_every_way_to_send_are_delivered(
     assert committed_late(dsn, late_queue, tmp_path, send, 20_000, 3, prepared) < MISSED
 
 
-def learn(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
+def record_vacant_ids(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
     """Claim, and let the claim record vacant ids, which it normally does once a second."""
     connection.execute(
         "update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00' where queue_name = %s", (queue,)
@@ -212,14 +212,14 @@ def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: E
         for _ in range(3):
             consumer.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
             consume_all(consumer, late_queue)
-            learn(consumer, late_queue)
+            record_vacant_ids(consumer, late_queue)
         producer.execute("prepare transaction 'survivor'")
     embedded.restart(immediate=True)
     with connect(embedded.dsn) as consumer:
         for _ in range(4):
             consumer.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
             consume_all(consumer, late_queue)
-            learn(consumer, late_queue)
+            record_vacant_ids(consumer, late_queue)
         consumer.execute("commit prepared 'survivor'")
         wait_for(lambda: ids[0] in consume_all(consumer, late_queue))
 
@@ -244,11 +244,11 @@ def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str)
         for _ in range(5):
             last = connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,)).fetchone()[0]
             consume_all(connection, late_queue)
-            learn(connection, late_queue)
+            record_vacant_ids(connection, late_queue)
         assert head(connection, late_queue) <= late
         writer.rollback()
         # On a busy machine a sweep can end before it has recorded the ids.
-        wait_for(lambda: learn(connection, late_queue) == [] and head(connection, late_queue) > last)
+        wait_for(lambda: record_vacant_ids(connection, late_queue) == [] and head(connection, late_queue) > last)
 
 
 def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue: str) -> None:
@@ -262,13 +262,13 @@ def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue:
             for _ in range(3):
                 connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
                 consume_all(connection, late_queue)
-                learn(connection, late_queue)
+                record_vacant_ids(connection, late_queue)
             assert head(connection, late_queue) > first
             connection.execute(
                 "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (late_queue,)
             )
-            assert [row[0] for row in learn(connection, late_queue)] == [first]
-            assert learn(connection, late_queue) == []
+            assert [row[0] for row in record_vacant_ids(connection, late_queue)] == [first]
+            assert record_vacant_ids(connection, late_queue) == []
             connection.execute(
                 "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (late_queue,)
             )
@@ -316,8 +316,8 @@ STEPS = [
     "lapse",
     "undo",
     "receive",
-    "learn",
-    "learn",
+    "record",
+    "record",
 ]
 
 
@@ -393,17 +393,17 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
                     )
                 case "undo":
                     with consumer.transaction(force_rollback=True):
-                        learn(consumer, queue)
+                        record_vacant_ids(consumer, queue)
                 case "receive":
                     with consumer.transaction(force_rollback=writer > 1):
                         rows = consumer.execute(
                             "select id from pgqueue.receive(%s, %s)", (queue, 1 + writer)
                         ).fetchall()
-                        learn(consumer, queue)
+                        record_vacant_ids(consumer, queue)
                     if writer <= 1:
                         gone.update(row[0] for row in rows)
-                case "learn":
-                    settle(learn(consumer, queue))
+                case "record":
+                    settle(record_vacant_ids(consumer, queue))
 
         for what, writer in steps:
             step(what, writer)
@@ -424,5 +424,5 @@ def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
         step("due", 0)
         deadline = time.monotonic() + PATIENCE
         while gone != committed:
-            step("learn", 0)
+            step("record", 0)
             assert time.monotonic() < deadline, f"lost: {committed - gone}"

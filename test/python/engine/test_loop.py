@@ -51,7 +51,7 @@ def test_a_wrong_name_is_refused_with_those_that_are_close(kind: str, name: str,
         find(kind, [name])
 
 
-def test_a_name_must_be_given() -> None:
+def test_a_call_without_a_name_is_refused_with_the_possible_names() -> None:
     with pytest.raises(SystemExit, match=r"make spec NAME=…: NAME is missing\. Possible names: ack_batches, "):
         find("spec", [])
 

@@ -66,7 +66,7 @@ def churned(empty_database: Callable[[], str]) -> Any:
         connection.execute("call churn(%s)", (ROUNDS,))
         connection.execute("create table ended as select clock_timestamp() as at")
 
-        def is_learned() -> bool:
+        def is_recorded() -> bool:
             # As a sweep does by itself, but only twice a minute after fast ones.
             assert connection.execute("select pgqueue.claim('orders')").fetchall() == []
             connection.execute("""
@@ -82,7 +82,7 @@ def churned(empty_database: Callable[[], str]) -> Any:
             assert row is not None
             return bool(row[0])
 
-        wait_for(is_learned)
+        wait_for(is_recorded)
         yield connection
 
 
@@ -122,7 +122,7 @@ def test_a_claim_among_new_messages_reads_few_buffers(churned: psycopg.Connectio
     assert max(buffers(churned, "pgqueue.claim('orders')") for _ in range(20)) <= 200
 
 
-def test_stats_and_doctor_do_not_read_what_was_sent_later_than_a_backlog_and_has_left(
+def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
     churned: psycopg.Connection[Any],
 ) -> None:
     churned.execute("select pgqueue.create_queue('deep', visibility_timeout => '12 h')")
@@ -131,7 +131,7 @@ def test_stats_and_doctor_do_not_read_what_was_sent_later_than_a_backlog_and_has
     churned.execute("select pgqueue.enqueue_batch('deep', array_fill('1'::jsonb, array[10000]))")
     churned.execute("select pgqueue.ack('deep', c.id, c.claim_token) from pgqueue.claim('deep', 10000) c")
 
-    def is_learned() -> bool:
+    def is_recorded() -> bool:
         churned.execute("""
             select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))
             from pgqueue.queues q where q.name = 'deep'
@@ -141,7 +141,7 @@ def test_stats_and_doctor_do_not_read_what_was_sent_later_than_a_backlog_and_has
         assert row is not None
         return bool(row[0])
 
-    wait_for(is_learned)
+    wait_for(is_recorded)
     for call in (
         "pgqueue.stats('deep')",
         "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'",

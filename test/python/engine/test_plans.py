@@ -134,7 +134,7 @@ def states(quiet_server: EmbeddedServer) -> Iterator[dict[str, str]]:
             last_id = Session(connection, "q").last_id()
             consume(connection, "q", DEAD_ROWS)
             connection.execute("vacuum")
-            Session(connection, "q").learn(last_id)
+            Session(connection, "q").record_vacant_ids(last_id)
             fill(connection, "q", 10_000)
             size = connection.execute("select pg_relation_size('pgqueue.messages_shared')").fetchone()
             assert size is not None
@@ -218,23 +218,23 @@ class Session:
         elif state != "empty":
             fill(self.connection, self.queue, OWN_DEPTH)
             self.execute("select count(*) from pgqueue.claim(:q, %s)", OWN_IN_FLIGHT)
-        self.learn(dead_id)
+        self.record_vacant_ids(dead_id)
         fill(self.connection, self.queue, OWN_DEPTH if state == "bloated" else 200)
 
-    def learn(self, dead_id: int = 0) -> None:
+    def record_vacant_ids(self, dead_id: int = 0) -> None:
         """Sweep until the ids up to `dead_id` are recorded as vacant.
 
         One sweep records the running writers, the next one the ids below them, and further ones continue.
         """
 
-        def has_learnt() -> bool:
+        def has_recorded() -> bool:
             self.sweeps()
             self.execute("select pgqueue.claim(:q)")
             return bool(self.execute("select pgqueue._first_possible_id_of(:q) > %s", dead_id).fetchone()[0])
 
         for _ in range(3):
-            has_learnt()
-        wait_for(has_learnt)
+            has_recorded()
+        wait_for(has_recorded)
 
     def last_id(self) -> int:
         """Return the highest id of a message of the queue."""

@@ -502,7 +502,7 @@ def test_claim_any_claims_from_several_queues_and_waits_for_each(web: Server, sq
 
 
 @pytest.mark.parametrize("names", [[], ["a", "a"], [f"q{number}" for number in range(101)], ["a", None], None])
-def test_claim_any_refuses_names(web: Server, names: Any) -> None:
+def test_claim_any_refuses_names_that_are_missing_repeated_null_or_more_than_100(web: Server, names: Any) -> None:
     answer = web.post("/v1/queues/claim_any", {"queue_names": names})
     assert code(answer, 422) == "invalid"
     assert answer.json()["error"]["field"].startswith("queue_names")

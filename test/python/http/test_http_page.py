@@ -1063,7 +1063,9 @@ def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> Non
 
 if SHOTS:  # only then, as it proves nothing
 
-    def test_pictures_of_the_chapter(browser: Browser, empty_database: Callable[[], str], tmp_path: Path) -> None:
+    def test_the_screenshots_of_the_readme_are_written(
+        browser: Browser, empty_database: Callable[[], str], tmp_path: Path
+    ) -> None:
         control, shop = empty_database(), empty_database()
         database = str(conninfo_to_dict(shop)["dbname"])
         config = configuration(tmp_path, control, {"shop": (shop, [database])})

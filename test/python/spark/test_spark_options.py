@@ -53,7 +53,7 @@ def test_options_of_another_use_are_refused() -> None:
     assert "option source is not for writes" in refused(WRITE, source="dead")
 
 
-def test_a_path_is_refused() -> None:
+def test_option_path_is_refused_with_a_hint_at_option_queue() -> None:
     assert "set option queue" in refused(READ, path="/tmp/x")
 
 

@@ -251,7 +251,7 @@ def test_a_report_without_plotly_says_what_is_missing(tmp_path: Path, monkeypatc
         flow_report(None, tmp_path, ["q"])
 
 
-def test_units_of_durations() -> None:
+def test_durations_are_shown_in_the_unit_that_fits_and_shares_in_per_cent() -> None:
     told = [report_page.seconds(value) for value in (2e8, 7200.0, 90.0, 0.02, 2e-6, 0.0, -1.0, None)]
     assert told == ["2,315 d", "2 h", "90 s", "20 ms", "2 µs", "0 s", "0 s", ""]
     assert [report_page.share(5.0), report_page.share(0.0123456)] == ["500 %", "1.23 %"]

@@ -30,7 +30,7 @@ from sparks import completed
 import pgqueue
 from pgqueue.spark import connections
 from pgqueue.spark.columns import source_schema
-from pgqueue.spark.connections import Places
+from pgqueue.spark.connections import ConnectionSlots
 from pgqueue.spark.options import READ, STREAM, WRITE, OptionError, parse
 from pgqueue.spark.snapshot import IdRange, divide
 from pgqueue.spark.source import PgQueueDataSource
@@ -365,7 +365,7 @@ def test_any_ranges_are_divided_without_gaps_and_evenly(steps: list[Any], most: 
 # The limit of connections.
 
 
-def test_a_task_of_a_write_waits_for_a_place_and_is_not_connected_meanwhile(
+def test_a_task_of_a_write_waits_for_a_slot_and_is_not_connected_meanwhile(
     queues: Queues, database: str, connection: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "maxConnections": "2"})
@@ -382,7 +382,7 @@ def test_a_task_of_a_write_waits_for_a_place_and_is_not_connected_meanwhile(
         return row[0]
 
     done: list[Any] = []
-    with writer.places.connect(database) as one, writer.places.connect(database):
+    with writer.slots.connect(database) as one, writer.slots.connect(database):
         before = connected()
 
         def sleep(_seconds: float) -> None:
@@ -400,8 +400,8 @@ def test_a_task_of_a_write_waits_for_a_place_and_is_not_connected_meanwhile(
         assert len(done) == 1
 
 
-def test_each_write_has_places_of_its_own(database: str) -> None:
-    with Places(1).connect(database), Places(1).connect(database):
+def test_each_write_has_slots_of_its_own(database: str) -> None:
+    with ConnectionSlots(1).connect(database), ConnectionSlots(1).connect(database):
         pass
 
 
@@ -631,7 +631,7 @@ def test_a_job_for_kafka_runs_with_the_format_and_options_of_pgqueue(
     assert report == {"ready_messages": 0, "oldest_age_seconds": None, "replays": 0}
 
 
-def test_once_and_processing_time_read_several_queues(
+def test_triggers_once_and_processing_time_read_all_queues_of_a_pattern(
     spark: Any, queues: Queues, database: str, name: str, tmp_path: Path
 ) -> None:
     seen: list[list[tuple[str, int]]] = []

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -122,14 +121,12 @@ def test_the_table_of_contents_lists_all_chapters() -> None:
     assert re.findall(r"^\* \[(.+)\]\(#.+\)$", CHAPTER, re.MULTILINE) == chapters
 
 
-@pytest.mark.usefixtures("jre")
+@pytest.mark.usefixtures("jre", "curl")
 def test_the_quick_start_runs_as_one_script(home: Path, tmp_path: Path) -> None:
     """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port.
 
     The `python3` of PATH lacks the package.
     """
-    if shutil.which("curl") is None:
-        pytest.skip("there is no curl")
     text = (Path(pgqueue.__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     with socket.socket() as free:

@@ -676,20 +676,20 @@ def test_a_commit_whose_answer_was_lost_is_repeated_and_takes_effect_once(
     assert [record for record in caplog.messages if "committed" in record] == []
 
 
-def test_a_wait_for_a_place_does_not_count_as_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server refuses a connection, later has no place for a while, and then refuses one again."""
+def test_a_wait_for_a_slot_does_not_count_as_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses a connection, later has no slot for a while, and then refuses one again."""
 
     class Server(SimpleNamespace):
         def execute(self, *_: object) -> Any:
-            return SimpleNamespace(fetchone=lambda: (self.has_place,))
+            return SimpleNamespace(fetchone=lambda: (self.has_slot,))
 
         def close(self) -> None: ...
 
     def answers() -> Iterator[Any]:
         yield psycopg.OperationalError("too many connections")
-        yield Server(has_place=False)
+        yield Server(has_slot=False)
         yield psycopg.OperationalError("too many connections")
-        yield Server(has_place=True)
+        yield Server(has_slot=True)
 
     def connect(_: str) -> Any:
         answer = next(coming)
@@ -705,8 +705,8 @@ def test_a_wait_for_a_place_does_not_count_as_an_outage(monkeypatch: pytest.Monk
     monkeypatch.setattr(connections, "connect", connect)
     monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     options = SimpleNamespace(retry_timeout=timedelta(seconds=120), max_connections=1)
-    task = SimpleNamespace(options=options, places=connections.Places(1), conninfo="")
-    assert sink_module._Writer._connect_task(task).has_place  # type: ignore[arg-type, attr-defined]
+    task = SimpleNamespace(options=options, slots=connections.ConnectionSlots(1), conninfo="")
+    assert sink_module._Writer._connect_task(task).has_slot  # type: ignore[arg-type, attr-defined]
 
 
 def test_a_commit_retries_no_longer_than_retry_timeout(sink: Sink) -> None:

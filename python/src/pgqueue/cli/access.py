@@ -7,6 +7,7 @@ import typer
 
 import pgqueue
 
+from .parameters import QUEUE
 from .session import Session
 
 __all__ = ["access", "grant", "revoke"]
@@ -29,7 +30,7 @@ Kind = Annotated[Access, typer.Argument(metavar="ACCESS", help=f"One of {', '.jo
 
 Queue = Annotated[
     str | None,
-    typer.Argument(metavar="QUEUE", help="Only this queue, or those of a pattern: 'billing-*'.", show_default=False),
+    typer.Argument(help="Only this queue, or those of a pattern: 'billing-*'.", **QUEUE),
 ]
 
 

@@ -18,6 +18,7 @@ from ..embedded import default_home, given_server, shared_server
 from ..message import ArchivedMessage, DeadMessage, Message
 
 __all__ = [
+    "QUEUE",
     "After",
     "All",
     "AlsoQueues",
@@ -33,6 +34,7 @@ __all__ = [
     "Yes",
     "after_phrase",
     "browse_pages",
+    "complete_queue",
     "duration_option",
     "is_internal",
     "parse_duration",
@@ -119,11 +121,11 @@ def is_internal(queue_name: str) -> bool:
     return queue_name.startswith("pgqueue-")
 
 
-_QUEUE: Any = {"metavar": "QUEUE", "show_default": False, "autocompletion": complete_queue}
-QueueName = Annotated[str, typer.Argument(help="The name of a queue.", **_QUEUE)]
-OnlyQueue = Annotated[str | None, typer.Argument(help="Only this queue.", **_QUEUE)]
-OnlyQueues = Annotated[list[str] | None, typer.Option("--queue", help="Only this queue (all).", **_QUEUE)]
-AlsoQueues = Annotated[list[str] | None, typer.Option("--also", help="A further queue, in this order.", **_QUEUE)]
+QUEUE: Any = {"metavar": "QUEUE", "show_default": False, "autocompletion": complete_queue}
+QueueName = Annotated[str, typer.Argument(help="The name of a queue.", **QUEUE)]
+OnlyQueue = Annotated[str | None, typer.Argument(help="Only this queue.", **QUEUE)]
+OnlyQueues = Annotated[list[str] | None, typer.Option("--queue", help="Only this queue (all).", **QUEUE)]
+AlsoQueues = Annotated[list[str] | None, typer.Option("--also", help="A further queue, in this order.", **QUEUE)]
 Ids = Annotated[list[int] | None, typer.Argument(metavar="ID", help="Only these messages.", show_default=False)]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Max = Annotated[int, typer.Option(min=1, metavar="N", help="At most N messages.")]

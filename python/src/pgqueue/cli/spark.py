@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from .._connections import connect
 from ..client import Queues
 from .formatting import counted
-from .parameters import OnlyQueue, OnlyQueues, QueueName, Yes, duration_option
+from .parameters import QUEUE, OnlyQueue, OnlyQueues, QueueName, Yes, complete_queue, duration_option
 from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ def replay(
     path: Path_,
     queue: QueueName,
     where: Where = "true",
-    of: Annotated[
-        list[str] | None, typer.Option(metavar="QUEUE", help="Only messages of these queues.", show_default=False)
-    ] = None,
+    of: Annotated[list[str] | None, typer.Option(help="Only messages of these queues.", **QUEUE)] = None,
     since: Since = None,
     until: Until = None,
     app_id: AppId = None,
@@ -247,8 +245,12 @@ def flow_report(
 def summarize_flights(
     session: Session,
     path: Path_,
-    queue: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the flights.")] = "flights",
-    summaries: Annotated[str, typer.Option(metavar="QUEUE", help="The queue of the summaries.")] = "flight-summaries",
+    queue: Annotated[
+        str, typer.Option(metavar="QUEUE", help="The queue of the flights.", autocompletion=complete_queue)
+    ] = "flights",
+    summaries: Annotated[
+        str, typer.Option(metavar="QUEUE", help="The queue of the summaries.", autocompletion=complete_queue)
+    ] = "flight-summaries",
     master: Master = "local[*]",
 ) -> None:
     """Add up the flights of the demo, exactly once.

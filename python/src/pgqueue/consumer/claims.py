@@ -313,7 +313,7 @@ class Claims:
             self.lose(result.message)
 
     def renew(self, message: ClaimedMessage) -> ClaimedMessage:
-        """Take a claim from a call that was given up, and can change its message no more. Returns it for another."""
+        """Move the claim of an abandoned call to a new ClaimedMessage, so that the call cannot change its state."""
         renewed = ClaimedMessage(message.message)
         renewed.claimed_until, renewed.renew_at = message.claimed_until, message.renew_at
         renewed.is_locked = message.is_locked
@@ -322,7 +322,7 @@ class Claims:
         return renewed
 
     def forget(self, message: ClaimedMessage) -> None:
-        """Keep a message that was not settled no longer: it is delivered again after its claim has expired."""
+        """Stop extending the claim of an unsettled message; it is delivered again when the claim expires."""
         self._held.discard(message)
         message.try_become(State.RELEASED)
 

@@ -23,6 +23,7 @@ from .._calls import Bound
 from .._client_rows import read_leniently
 from .._connections import complete_conninfo, correction_statement, is_broken, set_up
 from .._connections import execute_command as execute_command
+from .._coroutines import done
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
 
@@ -49,7 +50,7 @@ _adapters: WeakKeyDictionary[AnyConnection, AdaptersMap] = WeakKeyDictionary()  
 
 
 class _Origin(NamedTuple):
-    """How the connection of a handler was opened: how its session becomes so again, and what its attributes were."""
+    """The state of a new connection: the statements that restore its session, and its attributes."""
 
     reset: bytes
     attributes: tuple[Any, ...]
@@ -83,11 +84,6 @@ def new_cursor(connection: Any, row_factory: Any = None) -> Any:
     """A cursor for the consumer's statements, on a connection of either kind."""
     kind: Any = _ConsumerCursor if isinstance(connection, Connection) else _AsyncConsumerCursor
     return kind(connection, row_factory=row_factory)
-
-
-async def done(value: Any) -> Any:
-    """The result of a method of psycopg, which is awaitable if its connection is of the event loop."""
-    return await value if hasattr(value, "__await__") else value
 
 
 class ConnectionFactory:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
+from .._coroutines import run_to_end
 from .._signals import stop_signals
-from .._tasks import end_tasks, is_async, run_to_end, unwrapped
+from .._tasks import end_tasks, is_async, unwrapped
 from .delivery import ConsumerStats
 from .polling import Poller
 from .runtime import Runtime
@@ -198,7 +199,7 @@ class Consumer(_Base):
         circuit_breaker_after: how long nothing may succeed before the consumer slows down to one handler.
         handler_timeout: the time limit of a handler or policy. Then it is cancelled, and its attempt has failed, by
             `TimeoutError`; `on_failure` is not called. One that does not end is given up, and another handler runs in
-            its place. `on_critical` is told. If more than `concurrency` do not end, the consumer stops, and raises
+            its place. `on_critical` is called. If more than `concurrency` do not end, the consumer stops, and raises
             `RuntimeError`. With None, the consumer logs handlers that run for more than ten visibility timeouts.
         grace_period: how long a stop lets handlers run before it cancels them.
         claimed_by: the name in `claimed_by` of messages; by default host, process and queue.

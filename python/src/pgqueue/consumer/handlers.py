@@ -208,7 +208,7 @@ class HandlerCalls:
                     self._report_late(call)
                 else:
                     self._time_out(call, limit)
-            # None of those that begin later is due earlier.
+            # A call that begins later cannot reach its limit earlier.
             began_at = min((call.began_at for call in self.running if not call.is_late), default=now)
             await asyncio.sleep(max(0.0, min(began_at, now) + seconds - time.monotonic()))
 
@@ -251,7 +251,8 @@ class HandlerCalls:
         self._count()
         count, most = len(self._abandoned), self._settings.slots
         ids = ", ".join(str(message.id) for message in call.in_hand)
-        text = f"the handler of message {ids} does not end after its handler_timeout: {count} run on in vain"
+        text = f"the handler of message {ids} does not end after its handler_timeout"
+        text += f"; handlers that were given up and still run: {count}"
         self._runtime.critical(error, text)
         if count > most:
             text = f"{counted(count, 'handler')} exceeded the handler_timeout and did not end"

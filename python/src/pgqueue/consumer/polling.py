@@ -47,8 +47,8 @@ class PollSchedule:
     a look has found and no claim could take, the next looks are due after 0.1, 0.2, 0.4 … s, up to the delay. One of
     `claim_every` empty looks is a claim.
 
-    While messages arrive one after another, each is notified. To ask after each message when the next one is due would
-    cost more than to claim it: see `trusts_notifications` and `can_wait`.
+    While messages arrive one after another, each is notified. A query for the next due time after each message would
+    cost more than the claim: see `trusts_notifications` and `can_wait`.
     """
 
     def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
@@ -101,7 +101,7 @@ class PollSchedule:
             self._due_at = at
 
     def notifications_on(self, seconds: float, is_empty: bool) -> None:
-        """Note that senders notify, that a message is due in so many seconds, and whether none is ready."""
+        """Note that senders notify, that a message is due in `seconds`, and whether none is ready."""
         now = self._clock()
         if seconds > _SHORTEST_WAIT:
             self._misses = 0  # The missed message is not due any more.
@@ -426,11 +426,11 @@ class Poller:
                 return 0, False
             stats.waits += 1
             stats.peeks += 1
-            most = self._most(free_slots)
+            limit = self._peek_limit(free_slots)
             wait = timedelta(seconds=_WAIT_SECONDS)
-            call = _calls.prepare_wait_and_look(self._claims.queue_names, most, wait)
+            call = _calls.prepare_wait_and_look(self._claims.queue_names, limit, wait)
             [(seconds, count)] = await self._runtime.run(call, "peek")
-            self._saw_all = count < most
+            self._saw_all = count < limit
             schedule.notifications_on(seconds, is_empty=not count)
             if schedule.is_notified:
                 schedule.changed()
@@ -444,12 +444,12 @@ class Poller:
         return self._schedule.is_notified or self._claims.has_freed_place or self._runtime.is_stopping
 
     async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
-        most = self._most(free_slots)
-        (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, most), "peek")
-        self._saw_all = count < most
+        limit = self._peek_limit(free_slots)
+        (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, limit), "peek")
+        self._saw_all = count < limit
         return (count, True) if count else None
 
-    def _most(self, free_slots: int) -> int:
+    def _peek_limit(self, free_slots: int) -> int:
         """How many messages to ask a peek for."""
         return min(self._settings.peek_batch_size or max(10 * self._settings.slots, free_slots), MOST_MESSAGES)
 
@@ -476,11 +476,11 @@ class Poller:
 
     async def _peek_and_claim(self, free_slots: int) -> tuple[int, bool] | None:
         """Look, and claim as many messages as there is room for; None if nothing was seen."""
-        now, most, wanted = time.monotonic(), self._most(free_slots), min(free_slots, MOST_MESSAGES)
-        seen, rows = await self._claims.peek_and_claim(most, wanted)
+        now, limit, wanted = time.monotonic(), self._peek_limit(free_slots), min(free_slots, MOST_MESSAGES)
+        seen, rows = await self._claims.peek_and_claim(limit, wanted)
         if not seen:
             return None
-        self._saw_all = seen < most and len(rows) == min(seen, wanted)
+        self._saw_all = seen < limit and len(rows) == min(seen, wanted)
         self._claimed(rows, now, expected_by_peek=True)
         if not rows:
             return await self._wait(free_slots, claim_found_nothing=True)

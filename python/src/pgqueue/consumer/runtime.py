@@ -181,7 +181,8 @@ class Runtime:
     def failed(self, kind: str, error: BaseException) -> None:
         """Note that a kind of work failed, for the circuit breaker.
 
-        Conflicts with other transactions do not count, and of several queues one that does not exist only if none does.
+        Conflicts with other transactions are not counted. Of several queues, a missing one is counted only if all are
+        missing.
         """
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return

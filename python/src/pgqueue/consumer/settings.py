@@ -30,7 +30,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def _check_callable(name: str, function: Any, arguments: int) -> None:
-    """Raises `TypeError` if a function cannot be called with so many arguments, as far as its signature is known."""
+    """Raises `TypeError` if a function cannot take this number of arguments, as far as its signature is known."""
     if not callable(function):
         raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
     try:

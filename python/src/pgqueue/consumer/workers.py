@@ -25,11 +25,11 @@ from psycopg.pq import ExecStatus, TransactionStatus
 from .. import _calls
 from .._calls import Bound
 from .._client_rows import read_leniently
-from .._tasks import in_thread, run_to_end
+from .._coroutines import done, run_to_end
+from .._tasks import in_thread
 from .connections import (
     ConnectionFactory,
     ConnectionPool,
-    done,
     execute_command,
     new_cursor,
     reset_statements,
@@ -270,7 +270,8 @@ def _answered(value: Any) -> Answer:
     if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
         if inspect.iscoroutine(value) or inspect.isgenerator(value):
             value.close()
-        return Answer(error=TypeError(f"a {type(value).__name__} was returned, of which nothing has run"))
+        kind = type(value).__name__
+        return Answer(error=TypeError(f"the function returned an object of type {kind}, which was not run"))
     return Answer(value)
 
 

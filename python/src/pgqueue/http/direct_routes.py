@@ -417,7 +417,8 @@ async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, secon
                 finally:  # nothing else refers to these tasks: one that still waits would be collected as garbage
                     for notification in notifications:
                         notification.cancel()
-                await targets[0].context.admission.pace.begin()  # a message can wake thousands of requests
+                # A message can wake thousands of requests.
+                await targets[0].context.admission.start_limiter.wait_to_start()
     finally:
         stopping.cancel()
     return None

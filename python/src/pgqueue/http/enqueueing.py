@@ -55,8 +55,8 @@ _SEND_MANY: Final = Statement(
         " order by e.place)"
     ),
 )
-# A text of so many ASCII characters is within all limits: PostgreSQL writes a space after a comma and a colon. Only a
-# number with an exponent can become longer.
+# A text of at most `_SMALL_TEXT` ASCII characters is within all limits: PostgreSQL writes a space after a comma and a
+# colon. Only a number with an exponent can become longer.
 _SMALL_TEXT: Final = min(HEADERS_LIMIT // 2, FRACTION_DIGITS)
 _TO_EXPONENT: Final = bytes.maketrans(b"123456789E", b"000000000e")  # makes any exponent 0e
 

@@ -85,7 +85,7 @@ class RequestMiddleware:
         )
         try:
             async with asyncio.timeout(self._seconds) as response.time_limit:
-                await self._admission.pace.begin()
+                await self._admission.start_limiter.wait_to_start()
                 await self._admit(get_scope, limit)
                 await self._app(get_scope, _LimitedReceive(receive, limit, memory), response.send)
         except ApiError as error:

@@ -60,7 +60,7 @@ Token = Annotated[UUID, BeforeValidator(_uuid)]
 _CRON: Final = "Five fields: minute, hour, day of month, month, day of week; or a word such as @daily"
 
 
-def _whole(value: object) -> object:
+def _int_if_whole(value: object) -> object:
     if isinstance(value, ExactNumber):
         number = float(value)
         if 2**53 <= abs(number) <= 2 * MAX_ID and (exact := Decimal(value.text)) == exact.to_integral_value():
@@ -70,16 +70,16 @@ def _whole(value: object) -> object:
 
 
 # JSON has no integer type: 30.0 is accepted, too.
-_Whole = BeforeValidator(_whole)
-Delay = Annotated[int, Field(ge=0, le=DELAY_LIMIT), _Whole]
-Expiry = Annotated[int, Field(ge=0, le=EXPIRY_LIMIT), _Whole]
-Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _Whole]
-Attempts = Annotated[int, Field(ge=1, le=100), _Whole]
-Id = Annotated[int, Field(ge=1, le=MAX_ID), _Whole]
-Batch = Annotated[int, Field(ge=1, le=BATCH_LIMIT), _Whole]
-RedriveLimit = Annotated[int, Field(ge=1, le=REDRIVE_LIMIT), _Whole]
-Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _Whole]
-Priority = Annotated[int, Field(ge=0, le=9), _Whole]
+_IntIfWhole = BeforeValidator(_int_if_whole)
+Delay = Annotated[int, Field(ge=0, le=DELAY_LIMIT), _IntIfWhole]
+Expiry = Annotated[int, Field(ge=0, le=EXPIRY_LIMIT), _IntIfWhole]
+Timeout = Annotated[int, Field(ge=1, le=TIMEOUT_LIMIT), _IntIfWhole]
+Attempts = Annotated[int, Field(ge=1, le=100), _IntIfWhole]
+Id = Annotated[int, Field(ge=1, le=MAX_ID), _IntIfWhole]
+Batch = Annotated[int, Field(ge=1, le=BATCH_LIMIT), _IntIfWhole]
+RedriveLimit = Annotated[int, Field(ge=1, le=REDRIVE_LIMIT), _IntIfWhole]
+Wait = Annotated[int, Field(ge=0, le=WAIT_LIMIT), _IntIfWhole]
+Priority = Annotated[int, Field(ge=0, le=9), _IntIfWhole]
 
 
 class CreateQueue(_Request):

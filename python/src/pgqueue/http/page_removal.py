@@ -32,17 +32,17 @@ _RELATION: Final = "select t.relation::text from pgqueue.transports t where t.qu
 async def purge_form(context: CurrentContext, place: CurrentPlace) -> Response:
     """The page that asks before all messages of a queue are removed, except for its dead letters."""
     async with open_queue(context, place) as queue:
-        return await _ask("Purge", queue, place)
+        return await _confirmation_page("Purge", queue, place)
 
 
 @router.get("/queue/drop_queue")
 async def drop_form(context: CurrentContext, place: CurrentPlace) -> Response:
     """The page that asks before a queue is dropped."""
     async with open_queue(context, place) as queue:
-        return await _ask("Drop", queue, place)
+        return await _confirmation_page("Drop", queue, place)
 
 
-async def _ask(
+async def _confirmation_page(
     verb: str, queue: AsyncQueue, place: Place, typed: str = "", problem: ApiError | None = None
 ) -> Response:
     settings, stats = await queue.get_queue(), await queue.stats()
@@ -80,7 +80,7 @@ async def purge(request: Request, context: CurrentContext, place: CurrentPlace) 
             async with queue.connection.transaction():
                 removed = await queue.purge_queue()
         except (ApiError, psycopg.Error) as error:
-            return await _ask("Purge", queue, place, typed, _explain(error))
+            return await _confirmation_page("Purge", queue, place, typed, _explain(error))
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     return RedirectResponse("../" + queue_url("queue", place, done=f"Purged: {count(removed, 'message')}"), 303)
 
@@ -96,7 +96,7 @@ async def drop(request: Request, context: CurrentContext, place: CurrentPlace) -
             async with queue.connection.transaction():
                 removed = await queue.drop_queue()
         except (ApiError, psycopg.Error) as error:
-            return await _ask("Drop", queue, place, typed, _explain(error))
+            return await _confirmation_page("Drop", queue, place, typed, _explain(error))
     if managed is not None:
         async with context.databases.control() as connection, connection.transaction():
             if await registry.begin_deletion(connection, place[0], place[2]) is not None:

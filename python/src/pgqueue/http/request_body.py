@@ -154,9 +154,9 @@ async def run_beside(
 ) -> _Result:
     """Call a function that works on the body of a request: in a thread if the body is large, else directly.
 
-    A user has one thread at a time, so its bodies delay those of no other user. After a call the thread rests as long
-    as the call took, but at most `_REST_SECONDS`: Python's JSON parser keeps the interpreter for hundreds of
-    milliseconds, and the event loop needs it several times for each request.
+    A user has one thread at a time, so large bodies of one user do not delay other users. After a call the
+    thread rests as long as the call took, but at most `_REST_SECONDS`: Python's JSON parser keeps the interpreter for
+    hundreds of milliseconds, and the event loop needs it several times for each request.
     """
     if len(body) <= _LARGE:
         return function(*arguments, **more)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ _RATE_SAMPLES: Final = 5  # over which rates are computed
 _RECORD_SECONDS: Final = 60.0  # between two records for the charts
 _MAX_TIME_SHARE: Final = 0.05  # the largest share of time in which a database is sampled
 _MOST_SWEEPS: Final = 20  # of a queue in one sample
+_SWEEP_SECONDS: Final = 60.0  # between two sweeps of a queue whose dead letters do not grow in number
 
 Place = tuple[str, str, str]  # service, database, queue
 
@@ -98,7 +100,7 @@ class Sampler:
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.sampled = asyncio.Event()
-        self._unswept: set[tuple[str, str, str]] = set()  # queues in which the last sample left messages to sweep
+        self._sweep_at: dict[Place, float] = {}  # when to sweep a queue with dead letters again
         self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
         self._all_sampled = asyncio.Event()
 
@@ -142,21 +144,28 @@ class Sampler:
             cost = time.monotonic() - began if was_sampled else 0.0
             await asyncio.sleep(max(self._settings.limits.sample_seconds, cost / _MAX_TIME_SHARE))
 
-    async def _bury(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
-        """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so."""
+    async def _sweep(self, place: tuple[str, str], connection: Connection, found: list[QueueStats]) -> None:
+        """Have messages without attempts moved to the dead letters: perhaps no consumer is left to do so.
+
+        The figure of dead letters includes both. So a queue is swept when its figure has grown, and once a minute.
+        """
         for stats in found:
             key = (*place, stats.queue_name)
             history = self.history(key)
-            if key in self._unswept or stats.dead_messages > (history.last.stats.dead_messages if history else 0):
-                self._unswept.discard(key)
-                # The role of the server may lack the right, and the queue may have been dropped since.
-                with suppress(psycopg.errors.InsufficientPrivilege, QueueNotFound):
-                    for _ in range(_MOST_SWEEPS):
-                        async with connection.transaction():
-                            if not await AsyncQueue(connection, stats.queue_name).sweep_queue():
-                                break
-                    else:
-                        self._unswept.add(key)
+            has_grown = stats.dead_messages > (history.last.stats.dead_messages if history else 0)
+            if not stats.dead_messages or not (has_grown or time.monotonic() >= self._sweep_at.get(key, 0.0)):
+                continue
+            self._sweep_at[key] = 0.0
+            try:
+                for _ in range(_MOST_SWEEPS):
+                    async with connection.transaction():
+                        if not await AsyncQueue(connection, stats.queue_name).sweep_queue():
+                            self._sweep_at[key] = time.monotonic() + _SWEEP_SECONDS
+                            break
+            except psycopg.errors.InsufficientPrivilege:  # of the role of the server
+                self._sweep_at[key] = math.inf
+            except QueueNotFound:  # It was dropped since.
+                pass
 
     async def _record_repeatedly(self) -> None:
         """Record the samples in the control database each minute, for the charts of an hour and of a day."""
@@ -181,7 +190,7 @@ class Sampler:
         try:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
-                await self._bury(place, connection, found)
+                await self._sweep(place, connection, found)
                 self._last_message_ids[place] = await _last_message_id(connection)
         except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
             found = []  # pgqueue is not installed there yet
@@ -195,6 +204,7 @@ class Sampler:
         names = {stats.queue_name for stats in found}
         for gone in [each for each in self._histories if each[:2] == place and each[2] not in names]:
             del self._histories[gone]
+            self._sweep_at.pop(gone, None)
         for stats in found:
             history = self._histories.setdefault((*place, stats.queue_name), History())
             history.add(now, stats)

@@ -1,19 +1,19 @@
-"""Turns of users for what is scarce, and of requests that begin."""
+"""Where requests wait: users take turns for what is scarce, and few requests start in a turn of the event loop."""
 
 import asyncio
 from collections import deque
 from typing import Final
 
-__all__ = ["Gate", "Pace"]
+__all__ = ["Gate", "RequestStartLimiter"]
 
-_RESERVED_SHARE: Final = 5  # one place in so many is for other users; at least one, if there are two
+_RESERVED_SHARE: Final = 5  # a fifth of the places is for other users; at least one place, if there are two
 
 
 class Gate:
-    """Lets so many requests pass at a time. The users whose requests wait take turns.
+    """Lets at most `places` requests pass at a time. The users whose requests wait take turns.
 
-    One user cannot have all places: a fifth of them is for others, so requests that take long delay those of no other
-    user. What the server does by itself has no user, and may have all places.
+    One user cannot have all places: a fifth of them is for others, so slow requests of one user do not delay other
+    users. What the server does by itself has no user, and may have all places.
     """
 
     def __init__(self, places: int) -> None:
@@ -59,11 +59,11 @@ class Gate:
                 self._waiting[each] = turns
 
 
-class Pace:
-    """Lets a few requests begin in each turn of the event loop, in the order of their arrival.
+class RequestStartLimiter:
+    """Lets a few requests start in each turn of the event loop, in the order of their arrival.
 
-    A request takes several turns of the loop. If thousands of requests arrived at once and all of them began, each of
-    these turns would last as long as the begin of all others.
+    A request takes several turns of the loop. If thousands of requests arrived at once and all of them started, each
+    turn of the loop would last until all of them have started.
     """
 
     _AT_ONCE: Final = 8
@@ -73,8 +73,8 @@ class Pace:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_running = False
 
-    async def begin(self) -> None:
-        """Wait until the request may begin."""
+    async def wait_to_start(self) -> None:
+        """Wait until the request may start."""
         loop = asyncio.get_running_loop()
         if not self._is_running:
             self._is_running = True

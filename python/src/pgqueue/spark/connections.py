@@ -19,7 +19,7 @@ from .._connections import complete_conninfo
 from ..embedded import given_server
 from .options import OptionError
 
-__all__ = ["Backoff", "Places", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
+__all__ = ["Backoff", "ConnectionSlots", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
 
 _log = logging.getLogger("pgqueue.spark")
 
@@ -46,7 +46,7 @@ READ_ONLY = "25006"
 _TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
-_PLACE_PAUSE = (0.3, 1.2)  # seconds between two looks for a free place
+_SLOT_PAUSE = (0.3, 1.2)  # seconds between two looks for a free slot
 
 
 class Backoff:
@@ -147,39 +147,39 @@ def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
     return connection
 
 
-class Places:
-    """The transactions of the tasks of a write: at most `most` of them are open at once.
+class ConnectionSlots:
+    """The slots for the transactions of the tasks of a write: at most `limit` of them are open at once.
 
-    A place is an advisory lock of the task's transaction, which also works behind a pooler. Made on the driver, and
-    sent to the tasks.
+    A slot is an advisory lock of the task's transaction, which also works behind a pooler. The driver makes this object
+    and sends it to the tasks.
     """
 
-    def __init__(self, most: int | None) -> None:
-        self._most = most
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
         self._key = random.SystemRandom().getrandbits(31)
 
     def connect(self, conninfo: str, reached: Callable[[], object] = lambda: None) -> psycopg.Connection[Any]:
-        """Open a connection for one transaction, once there is a place for it. Raises psycopg.Error.
+        """Open a connection for one transaction, once there is a slot for it. Raises psycopg.Error.
 
-        `reached` is called whenever the server has answered, also if there is no place yet.
+        `reached` is called whenever the server has answered, also if there is no slot yet.
         """
         while True:
             connection = connect(conninfo)
             reached()
             try:
-                if self._most is None or self._take(connection):
+                if self._limit is None or self._take(connection):
                     return connection
             except BaseException:
                 connection.close()
                 raise
             # A connection that waited in the database would be one too many.
             connection.close()
-            time.sleep(random.uniform(*_PLACE_PAUSE))  # noqa: S311 - no secret
+            time.sleep(random.uniform(*_SLOT_PAUSE))  # noqa: S311 - no secret
 
     def _take(self, connection: psycopg.Connection[Any]) -> bool:
         # The search ends at the first lock that is free.
         row = connection.execute(
             "select exists (select from generate_series(1, %s) as n where pg_try_advisory_xact_lock(%s::int, n))",
-            [self._most, self._key],
+            [self._limit, self._key],
         ).fetchone()
         return row == (True,)

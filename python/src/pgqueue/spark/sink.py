@@ -30,7 +30,7 @@ from ..client import Queue, Queues
 from ..errors import InvalidArgument
 from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, split_rows
 from .column_mapping import ColumnMapping, map_columns
-from .connections import Backoff, Places, connect, resolve_conninfo
+from .connections import Backoff, ConnectionSlots, connect, resolve_conninfo
 from .kafka import from_kafka, sink_schema
 from .options import OptionError, Options
 from .shipped import Shipped
@@ -73,7 +73,7 @@ class _Writer(Shipped):
         self.kafka = sink_schema(schema, options.queue) if options.columns == "kafka" else None
         self.mapping = map_columns(self.kafka or schema, options.queue)
         self.conninfo = resolve_conninfo(options.dsn)
-        self.places = Places(options.max_connections)
+        self.slots = ConnectionSlots(options.max_connections)
         self.run = uuid4()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
@@ -103,7 +103,7 @@ class _Writer(Shipped):
         backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
-                return self.places.connect(self.conninfo, backoff.reset)
+                return self.slots.connect(self.conninfo, backoff.reset)
             except psycopg.Error as error:
                 if self.options.max_connections is None and not _is_retry():
                     raise

@@ -52,7 +52,7 @@ class StreamDriver:
         except BaseException:
             self.stop()
             raise
-        threading.Thread(target=self._beat, name="pgqueue heartbeat", daemon=True).start()
+        threading.Thread(target=self._heartbeat_loop, name="pgqueue heartbeat", daemon=True).start()
 
     def queues(self) -> list[str]:
         """Return the queues to read, and open their streams: those that are named, or now match the pattern."""
@@ -154,7 +154,7 @@ class StreamDriver:
         if self._connection.closed:
             self._connection = None
 
-    def _beat(self) -> None:
+    def _heartbeat_loop(self) -> None:
         options = self._options
         interval = (options.heartbeat_interval or options.lease_duration / 3).total_seconds()
         pause = interval
