@@ -3027,7 +3027,8 @@ begin
             end if;
         end loop;
     end loop;
-    -- Of several elements with a key, one has got it from another in the later period, and that one has lost it since.
+    -- If several elements have one key, an element can have recorded as holder another element that lost the key later.
+    -- That element has recorded the present holder.
     return array(
         select coalesce(o.holder, u.holder)
         from unnest(holders) with ordinality as u (holder, n)
@@ -5563,8 +5564,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
-'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
-one. False if another transaction keeps the lock for longer than 100 ms.';
+'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
+of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
 create function pgqueue._take_tokens(q pgqueue.queues, wanted int)
 returns int
@@ -10479,7 +10480,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- There is a tick after early and up to at, and none after late and up to at.
+    -- Invariant: (early, at] contains a tick, (late, at] contains none.
     early timestamptz;
     late timestamptz := at;
     middle timestamptz;

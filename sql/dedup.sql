@@ -223,7 +223,8 @@ begin
             end if;
         end loop;
     end loop;
-    -- Of several elements with a key, one has got it from another in the later period, and that one has lost it since.
+    -- If several elements have one key, an element can have recorded as holder another element that lost the key later.
+    -- That element has recorded the present holder.
     return array(
         select coalesce(o.holder, u.holder)
         from unnest(holders) with ordinality as u (holder, n)

@@ -215,8 +215,8 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue._lock_max_in_flight(pgqueue.queues) is
-'Locks the places of a queue with max_in_flight until the transaction ends: only then do other claims see those of this
-one. False if another transaction keeps the lock for longer than 100 ms.';
+'Locks the places of a queue with max_in_flight until the transaction ends, because other claims do not see the claims
+of this transaction before. False if another transaction keeps the lock for longer than 100 ms.';
 
 create or replace function pgqueue._take_tokens(q pgqueue.queues, wanted int)
 returns int

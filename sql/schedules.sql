@@ -214,7 +214,7 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- There is a tick after early and up to at, and none after late and up to at.
+    -- Invariant: (early, at] contains a tick, (late, at] contains none.
     early timestamptz;
     late timestamptz := at;
     middle timestamptz;

@@ -182,7 +182,7 @@ class HandlerCall:
         return not self.is_cancelled and not self.is_lost
 
     def cancel(self) -> None:
-        """Let the work of the handler no longer count."""
+        """Mark the call as cancelled, so that its result is ignored."""
         self.is_cancelled = True
         self.cancel_task()
 
