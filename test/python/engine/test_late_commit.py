@@ -71,7 +71,9 @@ def by_insert(connection: psycopg.Connection[Any], queue: str) -> list[int]:
 
 
 def by_insert_into_the_leaf(connection: psycopg.Connection[Any], queue: str) -> list[int]:
-    statement = "insert into pgqueue.messages_shared (queue_name, payload) values (%s, %s) returning id"
+    statement = (
+        "insert into pgqueue.messages_shared (queue_name, payload, max_attempts) values (%s, %s, 100) returning id"
+    )
     return [row[0] for row in connection.execute(statement, (queue, LATE)).fetchall()]
 
 
