@@ -952,7 +952,7 @@ begin
     raise exception using
         errcode = 'PQ004',
         message = format('queue %L is busy: %s could not obtain a lock', queue_name, verb),
-        hint = 'Another transaction holds a lock on the queue, its messages or its table. Nothing was changed. Try again later.';
+        hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
 end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is
@@ -1690,23 +1690,29 @@ comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
 
-create function pgqueue._is_dump_running()
-returns boolean
+create function pgqueue._dumping_processes()
+returns int[]
 language sql volatile
 as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
+    select array(
+        select l.pid from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+            and l.pid is distinct from pg_catalog.pg_backend_pid()
+        union
+        select a.pid from pg_catalog.pg_stat_activity a
+        where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+            and a.pid <> pg_catalog.pg_backend_pid()
+    )
 $$;
+comment on function pgqueue._dumping_processes() is
+'The processes that dump this database. A prepared transaction that has read pg_extension counts, too, as null.';
+
+create function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$ select pgqueue._dumping_processes() <> '{}' $$;
 comment on function pgqueue._is_dump_running() is
 'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
 -- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
@@ -2537,7 +2543,7 @@ become dead letters under the name of the queue, with reason queue_dropped, the 
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
 called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
-longer transaction uses the queue or keeps a dedicated table from being dropped.';
+longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -2623,7 +2629,13 @@ as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
+    verb constant text := case when dropping then 'drop_queue' else 'purge_queue' end;
 begin
+    if pgqueue._is_dump_running() then
+        -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
+        -- parallel dump would also fail if it met a session that waits for the table.
+        perform pgqueue._raise_queue_busy(q.name, verb);
+    end if;
     -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
     -- a deadlock this statement fails, not that of a client.
     if dropping then
@@ -2634,13 +2646,13 @@ begin
     execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, case when dropping then 'drop_queue' else 'purge_queue' end);
+    perform pgqueue._raise_queue_busy(q.name, verb);
     return null;
 end;
 $$;
 comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
-within 500 ms, as other sessions wait behind it.';
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
+and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -2660,7 +2672,7 @@ $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
 stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
-messages or a dedicated table.';
+messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
@@ -7491,13 +7503,22 @@ as $$
     union all
     select
         null,
-        pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
-        pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+        case
+            when s.active then pg_catalog.format('a query on the standby that uses replication slot %s, snapshot %s transactions old',
+                s.slot_name, age(s.xmin))
+            else pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, s.xmin)
+        end,
+        case
+            when s.active then 'End the long transaction on that standby, or set hot_standby_feedback = off there.'
+            else pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+        end
     from pg_catalog.pg_replication_slots s
-    where s.xmin is not null and not s.active
+    -- A standby in use always holds a recent transaction.
+    where s.xmin is not null and (not s.active or age(s.xmin) >= 50000)
 $$;
 comment on function pgqueue._horizon_holders() is
-'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
+'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
+long queries on standbys with hot_standby_feedback.';
 
 create function pgqueue._space_used()
 returns text
@@ -7506,16 +7527,18 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
-    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+    return format('the tables of pgqueue, without the archive, occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
         pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
     from pg_class c
-    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+        -- Nothing is deleted from the archive row by row.
+        and c.relname !~ '^archived_messages_';
 exception when lock_not_available then
     return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
 end;
 $$;
 comment on function pgqueue._space_used() is
-'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+'What all tables but the archive occupy, with indexes and toast, and their dead rows by the statistics, as text.';
 
 create function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)
@@ -12832,7 +12855,8 @@ begin
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
                     when not pgqueue._is_compaction_on() then 'automatic compaction is off'
-                    when pgqueue._is_dump_running() then 'it is not compacted while a dump runs'
+                    when pgqueue._is_dump_running() then format('it is not compacted while a dump runs (process %s)',
+                        array_to_string(pgqueue._dumping_processes(), ', ', 'a prepared transaction'))
                     when t.is_huge then 'only compact_queue compacts a table of this size'
                     when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
                     when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'

@@ -473,7 +473,8 @@ begin
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
                     when not pgqueue._is_compaction_on() then 'automatic compaction is off'
-                    when pgqueue._is_dump_running() then 'it is not compacted while a dump runs'
+                    when pgqueue._is_dump_running() then format('it is not compacted while a dump runs (process %s)',
+                        array_to_string(pgqueue._dumping_processes(), ', ', 'a prepared transaction'))
                     when t.is_huge then 'only compact_queue compacts a table of this size'
                     when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
                     when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'

@@ -36,13 +36,22 @@ as $$
     union all
     select
         null,
-        pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, coalesce(s.xmin, s.catalog_xmin)),
-        pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+        case
+            when s.active then pg_catalog.format('a query on the standby that uses replication slot %s, snapshot %s transactions old',
+                s.slot_name, age(s.xmin))
+            else pg_catalog.format('unused replication slot %s holds transaction %s', s.slot_name, s.xmin)
+        end,
+        case
+            when s.active then 'End the long transaction on that standby, or set hot_standby_feedback = off there.'
+            else pg_catalog.format('select pg_drop_replication_slot(%L);', s.slot_name)
+        end
     from pg_catalog.pg_replication_slots s
-    where s.xmin is not null and not s.active
+    -- A standby in use always holds a recent transaction.
+    where s.xmin is not null and (not s.active or age(s.xmin) >= 50000)
 $$;
 comment on function pgqueue._horizon_holders() is
-'What keeps vacuum from removing dead rows: open transactions, prepared transactions and unused replication slots.';
+'What keeps vacuum from removing dead rows: open transactions, prepared transactions, unused replication slots, and
+long queries on standbys with hot_standby_feedback.';
 
 create or replace function pgqueue._space_used()
 returns text
@@ -51,16 +60,18 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '100 ms'
 as $$
 begin
-    return format('the tables of pgqueue occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
+    return format('the tables of pgqueue, without the archive, occupy %s and have about %s', pg_size_pretty(sum(pg_total_relation_size(c.oid))),
         pgqueue._with_number(sum(pg_stat_get_dead_tuples(c.oid))::bigint, 'dead row'))
     from pg_class c
-    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r';
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
+        -- Nothing is deleted from the archive row by row.
+        and c.relname !~ '^archived_messages_';
 exception when lock_not_available then
     return 'the size of the tables of pgqueue cannot be read, as one of them is locked';
 end;
 $$;
 comment on function pgqueue._space_used() is
-'What all tables occupy, with indexes and toast, and their dead rows by the statistics, as text.';
+'What all tables but the archive occupy, with indexes and toast, and their dead rows by the statistics, as text.';
 
 create or replace function pgqueue._orphaned_messages()
 returns table (table_name text, queue_name text)

@@ -85,7 +85,7 @@ begin
     raise exception using
         errcode = 'PQ004',
         message = format('queue %L is busy: %s could not obtain a lock', queue_name, verb),
-        hint = 'Another transaction holds a lock on the queue, its messages or its table. Nothing was changed. Try again later.';
+        hint = 'Another transaction holds a lock on the queue, its messages or its table, or the database is being dumped. Nothing was changed. Try again later.';
 end;
 $$;
 comment on function pgqueue._raise_queue_busy(text, text) is

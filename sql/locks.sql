@@ -195,22 +195,28 @@ comment on function pgqueue._try_lock_existing_queue(pgqueue.queues) is
 'Locks the queue against drop_queue until the transaction ends, without waiting. False if the queue no longer exists or
 is being dropped.';
 
-create or replace function pgqueue._is_dump_running()
-returns boolean
+create or replace function pgqueue._dumping_processes()
+returns int[]
 language sql volatile
 as $$
     -- pg_dump reads pg_extension before it locks tables, so it holds a lock there until it ends. Few other clients do.
-    select exists (
-            select from pg_catalog.pg_locks l
-            where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
-                and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
-                and l.pid is distinct from pg_catalog.pg_backend_pid()
-        )
-        or exists (
-            select from pg_catalog.pg_stat_activity a
-            where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
-                and a.pid <> pg_catalog.pg_backend_pid()
-        )
+    select array(
+        select l.pid from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pg_catalog.pg_extension'::regclass
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+            and l.pid is distinct from pg_catalog.pg_backend_pid()
+        union
+        select a.pid from pg_catalog.pg_stat_activity a
+        where a.datname = pg_catalog.current_database() and a.application_name ~ '^pg_dump'
+            and a.pid <> pg_catalog.pg_backend_pid()
+    )
 $$;
+comment on function pgqueue._dumping_processes() is
+'The processes that dump this database. A prepared transaction that has read pg_extension counts, too, as null.';
+
+create or replace function pgqueue._is_dump_running()
+returns boolean
+language sql volatile
+as $$ select pgqueue._dumping_processes() <> '{}' $$;
 comment on function pgqueue._is_dump_running() is
 'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';

@@ -432,7 +432,7 @@ become dead letters under the name of the queue, with reason queue_dropped, the 
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
 called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
-longer transaction uses the queue or keeps a dedicated table from being dropped.';
+longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -518,7 +518,13 @@ as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     removed bigint;
+    verb constant text := case when dropping then 'drop_queue' else 'purge_queue' end;
 begin
+    if pgqueue._is_dump_running() then
+        -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
+        -- parallel dump would also fail if it met a session that waits for the table.
+        perform pgqueue._raise_queue_busy(q.name, verb);
+    end if;
     -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
     -- a deadlock this statement fails, not that of a client.
     if dropping then
@@ -529,13 +535,13 @@ begin
     execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, case when dropping then 'drop_queue' else 'purge_queue' end);
+    perform pgqueue._raise_queue_busy(q.name, verb);
     return null;
 end;
 $$;
 comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 if it does not get its locks
-within 500 ms, as other sessions wait behind it.';
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
+and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
 create or replace function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -555,7 +561,7 @@ $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
 stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
-messages or a dedicated table.';
+messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue

@@ -221,7 +221,7 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
             " as $$ select clock_timestamp() + interval '2 min' $$"
         )
         detail, repair = findings()["pinned_horizon"]
-        space = r"the tables of pgqueue occupy \d+ kB and have about \d+ dead rows?"
+        space = r"the tables of pgqueue, without the archive, occupy \d+ kB and have about \d+ dead rows?"
         cause = r"prepared transaction 'holder' of postgres, for 00:02:\S+: vacuum cannot"
         assert re.search(rf"^{cause} remove rows deleted or updated since; {space}$", detail)
     finally:
@@ -445,6 +445,41 @@ def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_pat
                 make_due(promoted)
                 queue.claim()
                 assert one(promoted, compactions) > compacted
+
+
+def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_unused_one(tmp_path: Path) -> None:
+    copy = tmp_path / "standby"
+    found = "select detail, repair from pgqueue.doctor() where finding = 'pinned_horizon'"
+    with EmbeddedServer() as primary, connect(primary.dsn) as owner:
+        owner.execute("create extension pgqueue")
+        programs = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", copy, "-R", "-c", "fast"]
+        subprocess.run([*programs, "--create-slot", "--slot", "shadow"], check=True)
+        settings = {"hot_standby_feedback": "on", "wal_receiver_status_interval": "1s"}
+        with EmbeddedServer(data_dir=copy, settings=settings) as standby, psycopg.connect(standby.dsn) as reader:
+            reader.execute("set transaction isolation level repeatable read")
+            reader.execute("select 1")
+            wait_for(lambda: one(owner, "select xmin is not null from pg_replication_slots"))
+            assert owner.execute(found).fetchall() == []
+            owner.execute("""
+                do $$ begin
+                    create temporary table burnt (n int);
+                    for i in 1..50000 loop
+                        begin
+                            insert into burnt values (i);
+                        exception when division_by_zero then
+                            null;
+                        end;
+                    end loop;
+                end $$
+            """)
+            ((detail, repair),) = owner.execute(found).fetchall()
+            assert re.match(r"a query on the standby that uses replication slot shadow, snapshot \d+ trans", detail)
+            assert "hot_standby_feedback = off" in repair
+        wait_for(lambda: one(owner, "select not active from pg_replication_slots"))
+        ((detail, repair),) = owner.execute(found).fetchall()
+        assert detail.startswith("unused replication slot shadow holds transaction ")
+        owner.execute(repair)
+        assert owner.execute(found).fetchall() == []
 
 
 def dumped_ids(server: Server, database: str) -> set[int] | None:

@@ -1,12 +1,14 @@
 """Users of the HTTP service: what they may do and see, their tokens, their sessions, and what is recorded of them."""
 
+import asyncio
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import commands
@@ -14,10 +16,11 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
-from served import ADMIN, SERVICE, Server, Site, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, configuration, new_name, serving
 
 from pgqueue.http import Limits, Service, Settings, User, create_app
 from pgqueue.http import admission as admission_module
+from pgqueue.http import audit as audit_module
 from pgqueue.http import tokens as tokens_module
 from pgqueue.http.admission import safe_target
 from pgqueue.http.passwords import hash_password
@@ -431,6 +434,97 @@ async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatc
         assert (seen[2].headers["retry-after"], code(seen[2])) == ("1", "too_many_requests")
         assert (await client.get("/docs", auth=("bob", "x"))).status_code == 200
         assert (await client.get("/docs", auth=("ann", "wrong"))).status_code == 401
+
+
+async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the control database does not answer, acts wait for one connection, and those above a limit are logged."""
+    monkeypatch.setattr(audit_module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(audit_module, "_MOST_AT_ONCE", 2)
+    stored: list[list[int]] = []
+    answers, tasks = asyncio.Event(), set()
+
+    class Connection:
+        @asynccontextmanager
+        async def transaction(self) -> AsyncIterator[None]:
+            yield
+
+        @asynccontextmanager
+        async def cursor(self) -> AsyncIterator["Connection"]:
+            yield self
+
+        async def executemany(self, _: str, records: list[dict[str, Any]]) -> None:
+            await answers.wait()
+            stored.append([each["status"] for each in records])
+
+    @asynccontextmanager
+    async def control() -> AsyncIterator[Connection]:
+        yield Connection()
+
+    context: Any = SimpleNamespace(
+        databases=SimpleNamespace(control=control), run_in_background=lambda work: tasks.add(asyncio.create_task(work))
+    )
+    audit = audit_module.Audit(context)
+    monkeypatch.setattr(audit_module, "current_or_none", lambda: SimpleNamespace(administers=True))
+    monkeypatch.setattr(audit_module, "_record", lambda _, __, status: {"status": status})
+    audit.note({"type": "http", "method": "POST"}, 0)
+    await asyncio.sleep(0)
+    for status in range(1, 6):
+        audit.note({"type": "http", "method": "POST"}, status)
+    assert len(tasks) == 1
+    assert [each.levelname for each in caplog.records] == ["WARNING", "WARNING"]
+    answers.set()
+    await asyncio.gather(*tasks)
+    assert stored == [[0], [1, 2], [3]]
+
+
+def test_the_server_works_with_the_rights_that_the_chapter_grants(
+    empty_database: Callable[[], str], tmp_path: Path
+) -> None:
+    chapter = (ROOT / "python/src/pgqueue/http/README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(create role pgqueue_serve.*?)```", chapter, re.DOTALL)
+    role = f"serve_{new_name()[2:]}"
+    make, schema, of_control, of_service = block.replace("pgqueue_serve", role).split("\n\n")
+    control, target = empty_database(), empty_database()
+    database = str(psycopg.conninfo.conninfo_to_dict(target)["dbname"])
+    with psycopg.connect(control, autocommit=True) as one, psycopg.connect(target, autocommit=True) as other:
+        one.execute(make.encode())
+        try:
+            for connection, grants in ((one, of_control), (other, of_service)):
+                connection.execute("create extension pgqueue")
+                connection.execute(schema.encode())
+                connection.execute(grants.encode())
+            as_role = (psycopg.conninfo.make_conninfo(each, user=role, password="…") for each in (control, target))
+            config = configuration(tmp_path, next(as_role), {SERVICE: (next(as_role), [database])})
+            with serving(config, tmp_path / "run") as web:
+                web.create("shop-orders", max_attempts=1)
+                assert len(web.enqueue("shop-orders", {"n": 1})) == 1
+                path = "/v1/queues/shop-orders"
+                sent = {"messages": [{"payload": 2}]}
+                for _ in range(2):
+                    answer = web.post(f"{path}/enqueue", sent, headers={"Idempotency-Key": "one"})
+                    assert answer.status_code == 201, answer.text
+                claimed = web.post(f"{path}/claim", {"max_messages": 9, "wait_seconds": 1}).json()["messages"]
+                assert [each["payload"] for each in claimed] == [{"n": 1}, 2]
+                for verb, each in zip(("ack", "nack"), claimed, strict=True):
+                    body = {"id": each["id"], "claim_token": each["claim_token"]}
+                    assert web.post(f"{path}/{verb}", body).status_code == 200
+                assert web.post(f"{path}/redrive", {}).json() == {"count": 1}
+                assert web.post(f"{path}/create_schedule", {"name": "daily", "cron": "@daily"}).status_code == 201
+                assert web.post(f"{path}/run_schedule", {"name": "daily"}).status_code == 201
+                place = {"service": SERVICE, "database": database, "name": "shop-orders"}
+                for page in ("/", "/queue"):
+                    assert web.get(page, params=place).status_code == 200
+                assert web.get("/readyz").status_code == 200
+                assert web.call("DELETE", f"{web.queues}/shop-orders").status_code in (200, 202, 204)
+                web.until(lambda: web.status("shop-orders") is None)
+                assert web.post(web.queues, {"name": "other"}).status_code == 201
+                web.until(lambda: web.status("other") == "Failed")
+        finally:
+            for connection in (one, other):
+                connection.execute(f"drop owned by {role}".encode())
+            one.execute(f"drop role {role}".encode())
 
 
 def test_administrative_acts_are_recorded(web: Server, site: Site, config: str) -> None:

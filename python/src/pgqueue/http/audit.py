@@ -3,12 +3,14 @@ database.
 """
 
 import logging
+from collections import deque
 from typing import Final
 
 import psycopg
 from psycopg_pool import PoolTimeout
 from starlette.types import Scope
 
+from .._wording import counted
 from .admission import address_of
 from .context import Context
 from .rights import Caller, current_or_none
@@ -18,6 +20,8 @@ __all__ = ["Audit"]
 logger = logging.getLogger("pgqueue.audit")
 
 _MOST_CHARACTERS: Final = 300
+_MOST_WAITING: Final = 10_000  # records that are not stored yet
+_MOST_AT_ONCE: Final = 500  # records in one transaction
 _INSERT: Final = (
     "insert into pgqueue_http.audit (user_name, token_name, address, act, place, status)"
     " values (%(user)s, %(token)s, %(address)s, %(act)s, %(place)s, %(status)s)"
@@ -29,6 +33,8 @@ class Audit:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._waiting: deque[dict[str, object]] = deque()
+        self._is_storing = False
 
     def note(self, scope: Scope, status: int) -> None:
         """Record the request that this task has served, if it is such a request."""
@@ -37,14 +43,31 @@ class Audit:
             return
         record = _record(scope, caller, status)
         logger.info("audit", extra=record)
-        self._context.run_in_background(self._store(record))
+        if len(self._waiting) == _MOST_WAITING:
+            logger.warning("an act is not in the control database: %s others wait to be stored", _MOST_WAITING)
+            return
+        self._waiting.append(record)
+        if not self._is_storing:
+            self._is_storing = True
+            self._context.run_in_background(self._store())
 
-    async def _store(self, record: dict[str, object]) -> None:
+    async def _store(self) -> None:
+        """Store the records that wait, several in a transaction, on one connection."""
         try:
-            async with self._context.databases.control() as connection:
-                await connection.execute(_INSERT, record)
-        except (psycopg.Error, PoolTimeout, OSError) as error:
-            logger.warning("an act is not in the control database: %s", type(error).__name__)
+            while self._waiting:
+                records = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
+                try:
+                    async with (
+                        self._context.databases.control() as connection,
+                        connection.transaction(),
+                        connection.cursor() as cursor,
+                    ):
+                        await cursor.executemany(_INSERT, records)
+                except (psycopg.Error, PoolTimeout, OSError) as error:
+                    acts = counted(len(records), "act is", "acts are")
+                    logger.warning("%s not in the control database: %s", acts, type(error).__name__)
+        finally:
+            self._is_storing = False
 
 
 def _record(scope: Scope, caller: Caller, status: int) -> dict[str, object]:

@@ -35,10 +35,16 @@ async def migrate(connection: AsyncConnection[Any], steps: tuple[str, ...]) -> N
     """Run the steps that have not run in this database yet, in one transaction. A lock serializes the processes."""
     async with connection.transaction():
         await connection.execute("select pg_advisory_xact_lock(hashtext('pgqueue_http'))")
-        cursor = await connection.execute("select to_regclass('pgqueue_http.migrations') is null")
-        if await cursor.fetchone() == (True,):
+        cursor = await connection.execute(
+            "select to_regclass('pgqueue_http.migrations') is null, exists (select from pg_namespace n"
+            " where n.nspname = 'pgqueue_http' and pg_has_role(n.nspowner, 'usage'))"
+        )
+        is_new, has_schema = await cursor.fetchone() or (False, False)
+        if is_new:
+            if not has_schema:  # nor may another role own it
+                await connection.execute("create schema pgqueue_http")
             await connection.execute(
-                "create schema pgqueue_http; create table pgqueue_http.migrations ("
+                "create table pgqueue_http.migrations ("
                 "step text primary key, done_at timestamptz not null default now())"
             )
         for step in steps:

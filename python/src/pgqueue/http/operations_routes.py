@@ -51,5 +51,7 @@ async def metrics(context: CurrentContext) -> Response:
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
     """The OpenAPI document as a page. It loads nothing from another host."""
-    document = request.app.openapi()
-    return HTMLResponse(TEMPLATES.get_template("docs.html").render({"up": "", "document": document}))
+    state = request.app.state
+    if not hasattr(state, "docs"):
+        state.docs = TEMPLATES.get_template("docs.html").render({"up": "", "document": request.app.openapi()})
+    return HTMLResponse(state.docs)
