@@ -8910,10 +8910,15 @@ declare
     candidate_ids constant bigint[] := pgqueue._lock_ready(q, requeued_ids, '{}', at, wanted);
 begin
     return candidate_ids || array(
-        select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_possible_id_of(q.name) and m.id <= up_to_id
-            and m.id <> all (candidate_ids) and pgqueue._is_ready(m, at)
-        order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
+        select c.id
+        from pgqueue._possible_ranges(q.name, 1, least(up_to_id, 9223372036854775806) + 1) as r
+        cross join lateral (
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
+                and m.id <> all (candidate_ids) and pgqueue._is_ready(m, at)
+            order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
+        ) c
+        limit wanted - cardinality(candidate_ids)
     );
 end;
 $$;

@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(239);
+select plan(243);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -106,6 +106,13 @@ from several s cross join unnest(s.allowed_to) a
 cross join (values ('own', '{access-own}'::text[]), ('pattern', '{access-p-own}'), ('all', '{access-foreign,access-own,access-p-own}')) w (scope, names);
 select is(pg_temp.outcome('pgqueue_test_own_admin', 'select from pgqueue.doctor() where queue_name is distinct from ''access-own'''), '0 rows', 'doctor shows nothing else to an admin of one queue');
 
+select pgqueue.create_queue(n, expires_after_idle => '1 s') is not null as made from unnest(array['access-idle', 'access-p-idle']) n;
+update pgqueue.queues set created_at = created_at - interval '1 day', updated_at = updated_at - interval '1 day' where expires_after_idle is not null;
+select count(setval(q.next_sweep_at, pgqueue._to_micros(now() - interval '1 day'))) as unused from pgqueue.queues q where q.expires_after_idle is not null \gset
+select is(pg_temp.outcome(format('pgqueue_test_%s_admin', scope), 'select from pgqueue.drop_idle_queues()'), n || ' rows', scope || ' admin: drop_idle_queues drops the idle queues of which the caller is an admin')
+from (values ('own', 0), ('pattern', 1), ('all', 2)) v (scope, n);
+select count(pgqueue.drop_queue(n)) as removed from unnest(array['access-idle', 'access-p-idle']) n \gset
+
 set local role pgqueue_test_own_producer;
 select is(pgqueue.publish('access.topic', '1'), 1, 'publish sends to the queues to which the caller may send');
 select is(pgqueue.run_schedule('access-own') > 0, true, 'a producer of a queue may run its schedules');
@@ -132,7 +139,23 @@ set local role pgqueue_test_pattern_producer;
 select throws_ok($$ select pgqueue.sink_commit('00000000-0000-0000-0000-00000000000b', array[current_setting('test.token')::uuid], '{0}') $$, 'PQ001', null, 'a role without access to the queue does not commit what another has staged in the same session');
 reset role;
 
--- No tables.
+-- No tables: of all relations, but for the views that carry the rights, a producer fills staged_messages by COPY, and a
+-- reader of all queues reads those that are named here.
+select is(
+    array(
+        select distinct r.scope || ' ' || k.access || ' ' || p.privilege || ' ' || c.relname
+        from kinds k cross join (values ('own'), ('pattern'), ('all')) r (scope)
+        cross join unnest(array['select', 'insert', 'update', 'delete', 'truncate', 'references', 'trigger']) p (privilege)
+        join pg_class c on c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f') and c.relname !~ '^(access|rights)_'
+        where has_table_privilege(format('pgqueue_test_%s_%s', r.scope, k.access), c.oid, p.privilege)
+        order by 1),
+    array(
+        select t from unnest(array[
+            'own producer insert staged_messages', 'pattern producer insert staged_messages', 'all producer insert staged_messages']
+            || array(select 'all reader select ' || n from unnest(array['messages', 'archived_messages', 'unfiled_messages', 'scheduled_messages', 'dead_messages', 'queues']) n)) t
+        order by 1),
+    'access to queues is access to no table but these');
+-- No tables, tried.
 select is(pg_temp.outcome(format('pgqueue_test_own_%s', access), format('select from pgqueue.%I', t)), '42501', format('%s of one queue does not read %s', access, t))
 from kinds cross join unnest(array['messages', 'messages_shared', 'scheduled_messages', 'dead_messages', 'archived_messages', 'unfiled_messages', 'queues', 'streams', 'subscriptions', 'schedules', 'transports', 'sweep_state', 'staged_messages']) t;
 select throws_ok($$ select pgqueue.grant_access('pgqueue_test_a', 'raw', 'access-own') $$, '22023', null, 'raw access to one queue is refused');

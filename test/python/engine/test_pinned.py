@@ -145,6 +145,7 @@ def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
     for call in (
         "pgqueue.stats('deep')",
         "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'",
+        "pgqueue.queues q, pgqueue._claim_candidates_up_to(q, pgqueue._now(), 1000000, 100) where q.name = 'deep'",
     ):
         churned.execute(f"select * from {call}".encode())
         assert buffers(churned, call) <= 700  # 583 after 25 rounds, 609 after 60 and after 125

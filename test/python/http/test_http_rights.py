@@ -436,6 +436,24 @@ async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatc
         assert (await client.get("/docs", auth=("ann", "wrong"))).status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("words", "address"), [((), "127.0.0.1"), (("--forwarded-allow-ips", "127.0.0.1"), "203.0.113.7")]
+)
+def test_the_address_of_a_client_is_that_which_a_trusted_proxy_reports(
+    site: Site, tmp_path: Path, words: tuple[str, ...], address: str
+) -> None:
+    name = new_name()
+    with serving(site.configuration(tmp_path), tmp_path / "run", *words) as web:
+        web.post(f"/v1/queues/{name}/redrive", {}, headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.7"})
+
+        def addresses() -> list[tuple[Any, ...]]:
+            with psycopg.connect(site.control) as connection:
+                found = "select address from pgqueue_http.audit where place like %s"
+                return connection.execute(found, [f"%/{name}"]).fetchall()
+
+        assert web.until(addresses) == [(address,)]
+
+
 async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,7 +74,7 @@ def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queu
 
 @pytest.mark.usefixtures("spark")
 def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tmp_path: Path) -> None:
-    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name)
+    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--accuracy", "100")
     assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
     assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from getpass import getpass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -54,6 +55,14 @@ def serve(
     grace_seconds: Annotated[
         int, typer.Option(metavar="N", help="Seconds that running requests get when it stops.", min=0, max=3600)
     ] = 30,
+    forwarded_allow_ips: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESSES",
+            help="Reverse proxies, with commas between them, whose X-Forwarded-For is the client's address.",
+            show_default=False,
+        ),
+    ] = "",
     hash_password: Annotated[
         bool, typer.Option("--hash-password", help="Ask for a password, print its hash for FILE, and exit.")
     ] = False,
@@ -79,7 +88,8 @@ def serve(
         if role is Role.AGENT:
             session.note("works on tasks")
         try:
-            http.serve(settings, role.value, host, port, grace_seconds, lambda at, on: _report_address(session, at, on))
+            started = partial(_report_address, session)
+            http.serve(settings, role.value, host, port, grace_seconds, started, forwarded_allow_ips)
         except SystemExit:  # raised by uvicorn, which has logged why it cannot listen
             raise typer.Exit(Status.ERROR) from None
 

@@ -216,6 +216,10 @@ def flow_report(
     since: Since = None,
     until: Until = None,
     window: Annotated[timedelta | None, duration_option(help="The length of a window (chosen from the data).")] = None,
+    accuracy: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Approximate percentiles, such as 10000 (exact).", show_default=False),
+    ] = None,
     master: Master = "local[*]",
 ) -> None:
     """Write a report on the flow of messages.
@@ -235,6 +239,7 @@ def flow_report(
             since=since,
             until=until,
             window=window,
+            accuracy=accuracy,
         )
     if session.json:
         session.lines(report.flow.totals)

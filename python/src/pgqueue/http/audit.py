@@ -75,7 +75,7 @@ def _record(scope: Scope, caller: Caller, status: int) -> dict[str, object]:
     return {
         "user": caller.name,
         "token": caller.token,
-        "address": address_of(scope),
+        "address": _text(address_of(scope)),
         "act": _text(f"{scope['method']} {verb}"),
         "place": _text("/".join(caller.place)),
         "status": status,

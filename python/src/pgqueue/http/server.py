@@ -74,8 +74,12 @@ def serve(
     port: int = 8080,
     grace_seconds: int = 30,
     started: Callable[[str, int], None] = lambda _host, _port: None,
+    forwarded_allow_ips: str = "",
 ) -> None:
     """Serve until a signal; `started` is called with host and port. Running requests get `grace_seconds` to end.
+
+    `forwarded_allow_ips` are the addresses of reverse proxies, with commas between them. The address of a client is
+    then that in their header `X-Forwarded-For`.
 
     The role `agent` does not listen. If the port is taken, uvicorn logs this and raises `SystemExit`.
     """
@@ -102,7 +106,8 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # no route uses the address or the scheme of the client
+        proxy_headers=bool(forwarded_allow_ips),
+        forwarded_allow_ips=forwarded_allow_ips or None,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_seconds,
     )
