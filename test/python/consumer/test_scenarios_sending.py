@@ -29,7 +29,8 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 import pgqueue
-from pgqueue import Queue, QueueNotFound
+from pgqueue import Queue, QueueNotFound, _calls
+from pgqueue.consumer import workers
 from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.polling import _CLAIM_EVERY
 
@@ -491,6 +492,27 @@ def test_an_idle_consumer_sends_few_statements(form: Form, spied: str) -> None:
     # Every tenth look is a claim, for what only a claim buries.
     assert calls.get("claim", 0) + calls.get("receive", 0) + calls.get("exchange", 0) <= calls["peek"] / 8 + 2
     assert calls.get("prepare_wait", 0) <= 3
+
+
+@pytest.mark.parametrize("form", [Form(False, "receive"), Form(True, "receive")], ids=str)
+def test_a_receive_that_finds_nothing_does_not_reset_its_session(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits: list[bytes] = []
+    execute = workers.execute_command
+
+    def executed(connection: Any, text: bytes) -> Any:
+        if _calls.COMMIT in text:
+            commits.append(text)
+        return execute(connection, text)
+
+    monkeypatch.setattr(workers, "execute_command", executed)
+    queue = prepare(connection, name)
+    with form.consuming(database, name, peek_delay=timedelta(seconds=0.1), listen=False):
+        wait_for(lambda: commits)
+        assert commits == [_calls.COMMIT] * len(commits)
+        queue.enqueue(1)
+        wait_for(lambda: any(b"reset all" in text.lower() for text in commits))
 
 
 # 36, 39, 40, 56: time to live

@@ -68,10 +68,10 @@ class Session:
     async def command(self, text: bytes) -> None:
         """Execute statements without values or rows. This costs half of what a cursor costs.
 
-        If the last one is a commit, the session is reset by the same command.
+        If the last one is a commit, and a function of the user has used the session, the same command resets it.
         """
         connection = self.connection
-        resets = text.endswith(_calls.COMMIT)
+        resets = not self.is_reset and text.endswith(_calls.COMMIT)
         await done(connection.lock.acquire())
         try:
             await done(connection.wait(execute_command(connection, text + reset_statements(connection) * resets)))
