@@ -16,7 +16,7 @@ import httpx
 import psycopg
 import pytest
 from browsers import OTHER_HOST
-from clients import PATIENCE
+from clients import PATIENCE, wait_for
 from playwright.sync_api import Browser, BrowserContext, Error, Page, expect
 from psycopg.conninfo import conninfo_to_dict
 from served import ADMIN, SERVICE, Server, Site, configuration, locked, new_name, serving
@@ -538,7 +538,15 @@ def name(sql: psycopg.Connection[Any]) -> Iterator[str]:
     """The name of a queue that the test creates."""
     name = new_name()
     yield name
-    sql.execute("select pgqueue.drop_queue(q.name) from pgqueue.queues q where q.name = %s", [name])
+
+    def is_dropped() -> bool:
+        try:
+            sql.execute("select pgqueue.drop_queue(q.name) from pgqueue.queues q where q.name = %s", [name])
+        except pgqueue.QueueBusy:  # The server reads the tables, for its samples.
+            return False
+        return True
+
+    wait_for(is_dropped)
 
 
 @pytest.fixture
