@@ -28,7 +28,8 @@ MODULE_TABLES = {
     "schedules": ["schedules"],
     "transport": ["transports"],
 }
-# An acknowledgement and a receive insert into the archive in the statement that deletes: see sql/finish.sql.
+# An acknowledgement and a receive insert into the archive in the statement that deletes, and date
+# it by the archive's clock: see sql/finish.sql.
 EXEMPT = {(module, table) for module in ("finish", "receive") for table in ("archived_messages", "unfiled_messages")}
 EXEMPT.add(("finish", "archive_clock"))
 

@@ -143,7 +143,7 @@ SOURCE_OPTIONS = (
         (READ, STREAM, WRITE),
         "How many tasks of the read, stream or write use a database at the same time. A read or stream gets no more"
         " partitions than that. Further tasks of a write, whose partitions Spark alone determines, wait, and connect"
-        " briefly about once a second to look for a free place; by default all that Spark runs are connected. The"
+        " briefly about once a second to look for a free slot; by default all that Spark runs are connected. The"
         " driver has up to two connections of its own.",
     ),
     Option(
