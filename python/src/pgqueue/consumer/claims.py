@@ -9,11 +9,12 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -115,9 +116,12 @@ class Claims:
 
     async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
         """Acknowledge the messages of one claim, and claim others; None, and nothing was done, if one is locked."""
-        [(token, _)] = Counter(result.message.token for result in self._acks).most_common(1)
-        done = [result for result in self._acks if result.message.token == token]
-        self._acks = [result for result in self._acks if result.message.token != token]
+        claims: dict[UUID | None, list[Result]] = {}
+        for result in self._acks:
+            claims.setdefault(result.message.token, []).append(result)
+        token = max(claims, key=lambda token: len(claims[token]))
+        done = claims.pop(token)
+        self._acks = list(chain.from_iterable(claims.values()))
         ids = sorted(result.message.id for result in done)
         call = _calls.exchange_messages(self._settings.queue_name, ids, token, *terms)
         try:

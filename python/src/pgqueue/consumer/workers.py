@@ -188,6 +188,7 @@ class ThreadWorkers(Workers):
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._idle_threads = 0
+        self._posted: list[Callable[[], None]] = []  # calls for the event loop to make
         self._threads = {threading.current_thread()}  # with that of the event loop
         self._is_closed = False
 
@@ -238,9 +239,19 @@ class ThreadWorkers(Workers):
                 return
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, from a thread."""
-        with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
-            self._loop.call_soon_threadsafe(function, *arguments)
+        """Call a function on the event loop, from a thread. Calls that it has not made yet need no other wake-up."""
+        with self._lock:
+            self._posted.append(partial(function, *arguments))
+            is_awake = len(self._posted) > 1
+        if not is_awake:
+            with suppress(RuntimeError):  # The loop is closed: nothing waits for the call any more.
+                self._loop.call_soon_threadsafe(self._call_posted)
+
+    def _call_posted(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, []
+        for call in posted:
+            self._loop.call_soon(call)
 
     def is_called_by_handler(self) -> bool:
         """Whether the caller is a handler, a callback, or a signal handler that interrupts the event loop."""
@@ -267,6 +278,8 @@ def _settle(future: "asyncio.Future[Any]", answer: Answer) -> None:
 
 def _answered(value: Any) -> Answer:
     """What a function returned; an error if that is a coroutine or generator that has not run."""
+    if value is None:  # The checks below cost more than the call.
+        return Answer()
     if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
         if inspect.iscoroutine(value) or inspect.isgenerator(value):
             value.close()
