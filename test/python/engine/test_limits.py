@@ -14,7 +14,7 @@ from clients import PATIENCE, buffers_of_claims, connect, wait_for
 
 import pgqueue
 
-CLIENTS = 32
+CLIENTS = 64
 TIMEOUT = timedelta(seconds=1)
 
 
