@@ -7651,6 +7651,7 @@ declare
     oldest_at timestamptz;
     shortest interval;
     ahead_until timestamptz;
+    late_until timestamptz;
     claimed_since timestamptz;
     found pgqueue.finding[];
     pending text[];
@@ -7781,14 +7782,18 @@ begin
                 ' or claimed_attempt is distinct from attempt_count and visible_at > %4$L and attempt_count > 0);',
                 at, q.name, at + interval '1 min', at + interval '12 h 1 min'))::pgqueue.finding;
     end if;
-    select max(w.due_at) into ahead_until
+    select
+        -- The message of a schedule has its due time as enqueued_at.
+        max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),
+        max(w.due_at) filter (
+            where w.enqueued_at <= at + interval '1 min' and w.due_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
+                and (w.attempt_count > 0 or w.claimed_by is not null))
+    into ahead_until, late_until
     from (
-        select d.due_at, d.enqueued_at from pgqueue.scheduled_messages d
+        select d.due_at, d.enqueued_at, d.attempt_count, d.claimed_by from pgqueue.scheduled_messages d
         where d.queue_name = q.name and d.due_at > at
         order by d.due_at desc limit 1000
-    ) w
-    -- The message of a schedule has its due time as enqueued_at.
-    where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at;
+    ) w;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
@@ -7796,6 +7801,15 @@ begin
                 'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
                 ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
+    end if;
+    if late_until is not null then
+        return next row('info', q.name, 'late_retries',
+            format('returned messages wait for up to %s, longer than the backoff_max of %s: consumers asked for it, or the clock was ahead',
+                late_until - at, q.backoff_max),
+            format(
+                'update pgqueue.scheduled_messages set due_at = %1$L where queue_name = %2$L and due_at > %3$L'
+                ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null); -- if no consumer has asked for it',
+                at, q.name, pgqueue._add_interval(at, q.backoff_max + interval '1 min'), at + interval '1 min'))::pgqueue.finding;
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
@@ -7993,11 +8007,11 @@ stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked
 messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
-for more than an hour and ten visibility timeouts), clock_ahead, lapsed_stream, peek_delay_above_time_to_live (for
-consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant (by hand, not by grant_access),
-archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation, renamed_relation (of a
-transport, by hand), subscriber_without_relation (endpoints of a transport do not find the subscription). Raises 22023
-unless peek_delay is from 0 to 10 years.';
+for more than an hour and ten visibility timeouts), clock_ahead, late_retries (returned messages wait for longer than
+backoff_max), lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
+long_writer, unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day,
+archive_overdue, missing_relation, renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of
+a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(173);
+select plan(179);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -19,6 +19,7 @@ create function pg_temp.examines(queue text, has_table boolean) returns setof te
 declare
     m pgqueue.message;
     later pgqueue.message;
+    taken pgqueue.message[];
     started_at timestamptz;
     far bigint;
 begin
@@ -86,6 +87,18 @@ begin
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of clock_ahead resolves the finding for a delayed message');
     perform pg_temp.pass('10 s');
     return next is((select c.payload from pgqueue.claim(queue) c), '"delayed"', queue || ': the repair of clock_ahead keeps the delay of a message');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '"released"');
+    perform pgqueue.enqueue(queue, '"nacked"');
+    select array_agg(c) into taken from pgqueue.claim(queue, 2, claimed_by => 'consumer') c;
+    perform pg_temp.pass('3 days');
+    perform pgqueue.release(queue, array[taken[1].id], taken[1].claim_token);
+    perform pgqueue.nack(queue, taken[2].id, taken[2].claim_token);
+    perform pg_temp.pass('-3 days');
+    return next is(pg_temp.findings(queue), array['info late_retries'], queue || ': doctor reports messages that were given back while the clock was ahead');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
+    return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of late_retries resolves the finding');
+    return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{"\"released\"", "\"nacked\""}'::jsonb[], queue || ': claim returns these messages after the repair of late_retries');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue(queue, '"raw"');
     update pgqueue.messages w set attempt_count = 1, visible_at = pgqueue._now() + interval '1 day 30 s' where w.queue_name = queue;
