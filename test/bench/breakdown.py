@@ -57,11 +57,20 @@ EMPTY = """
 """
 ALONE = {
     "`select 1`: a statement's way in and out": "select 1",
-    "an empty function in PL/pgSQL": "select empty('orders')",
-    "the same with the result and the five settings of `claim`": "select id from empty_as_claim('orders', 1)",
-    "the lock of the queue, and whether it archives": "select pgqueue._lock_queue_without_archive('orders')",
+    "an empty function in PL/pgSQL": "select empty('shop-orders')",
+    "the same with the result and the five settings of `claim`": "select id from empty_as_claim('shop-orders', 1)",
+    "the lock of the queue, and whether it archives": "select pgqueue._lock_queue_without_archive('shop-orders')",
     "an id for the transaction, and its commit": "select pg_current_xact_id()",
-    "one row of `queues` by its key": "select visibility_timeout from pgqueue.queues where name = 'orders'",
+    "one row of `queues` by its key": "select visibility_timeout from pgqueue.queues where name = 'shop-orders'",
+}
+
+VERBS = ("claim", "ack", "enqueue", "exchange")  # that are measured for each caller
+# The callers and the queues that each has access to: all, one by its name, or those of a pattern.
+CALLERS = {
+    "a superuser": None,
+    "a role with access to all queues": "null",
+    "a role with access to the queue": "'shop-orders'",
+    "a role with access to `shop-*`": "'shop-*'",
 }
 
 
@@ -75,12 +84,23 @@ class Backend:
         for statement in (
             "create extension pg_stat_statements",
             "create extension pgqueue",
-            "select pgqueue.create_queue('orders')",
+            "select pgqueue.create_queue('shop-orders')",
             EMPTY,
             TABLE,
             "set synchronous_commit = off",
+            *(f'create role "{caller}"' for caller in CALLERS),
         ):
             self.connection.execute(statement.encode())
+
+    def become(self, caller: str) -> None:
+        """Fill a new queue, and call its verbs as one of the callers from now on."""
+        self.connection.execute("reset role")
+        self.fill()
+        if queues := CALLERS[caller]:
+            for access in ("producer", "consumer"):
+                grant = f"select pgqueue.grant_access('{caller}', '{access}', {queues})"
+                self.connection.execute(grant.encode())
+            self.connection.execute(f'set role "{caller}"'.encode())
 
     def cpu(self) -> int:
         """CPU time of the backend in nanoseconds."""
@@ -94,10 +114,10 @@ class Backend:
         rows = f"select '{self.body}'::jsonb from generate_series(1, {3 * self.calls})"
         for statement in (
             "truncate pgqueue.messages, public.messages",
-            "select pgqueue.drop_queue('orders')",
-            "select pgqueue.create_queue('orders')",
+            "select pgqueue.drop_queue('shop-orders')",
+            "select pgqueue.create_queue('shop-orders')",
             "insert into pgqueue.messages (queue_name, max_attempts, payload)"
-            f" select 'orders', 5, r from ({rows}) as t (r)",
+            f" select 'shop-orders', 5, r from ({rows}) as t (r)",
             f"{INSERT} select 'orders', r, 5, now() from ({rows}) as t (r)",
             "vacuum analyze",
             "checkpoint",
@@ -111,26 +131,30 @@ def verbs(backend: Backend) -> dict[str, Callable[[], Any]]:
     held: list[tuple[Any, ...]] = []
 
     def claim() -> None:
-        claimed.extend(backend.run("select id, claim_token from pgqueue.claim('orders', 1)"))
+        claimed.extend(backend.run("select id, claim_token from pgqueue.claim('shop-orders', 1)"))
 
     def ack() -> None:
-        backend.run("select pgqueue.ack('orders', %s, %s)", *claimed.pop())
+        backend.run("select pgqueue.ack('shop-orders', %s, %s)", *claimed.pop())
 
     def enqueue() -> None:
-        backend.run("select pgqueue.enqueue('orders', %s::jsonb)", backend.body)
+        backend.run("select pgqueue.enqueue('shop-orders', %s::jsonb)", backend.body)
 
     def enqueue_with_key() -> None:
         backend.run(
-            "select pgqueue.enqueue('orders', %s::jsonb, dedup_key => %s)", backend.body, f"{random.getrandbits(64):x}"
+            "select pgqueue.enqueue('shop-orders', %s::jsonb, dedup_key => %s)",
+            backend.body,
+            f"{random.getrandbits(64):x}",
         )
 
     def enqueue_duplicate() -> None:
-        backend.run("select pgqueue.enqueue('orders', %s::jsonb, dedup_key => 'same')", backend.body)
+        backend.run("select pgqueue.enqueue('shop-orders', %s::jsonb, dedup_key => 'same')", backend.body)
 
     def exchange() -> None:
         ids, token = [held[-1][0]] if held else [], held[-1][1] if held else None
         held[:] = backend.run(
-            "select id, claim_token from pgqueue.exchange('orders', %s::bigint[], %s::uuid) where not lost", ids, token
+            "select id, claim_token from pgqueue.exchange('shop-orders', %s::bigint[], %s::uuid) where not lost",
+            ids,
+            token,
         )
 
     return {
@@ -218,13 +242,20 @@ def measure(rounds: int, calls: int, seconds: float) -> dict[str, Any]:
         about = circumstances({18: server})
         costs: dict[str, list[float]] = {}
         inner: dict[str, list[dict[str, tuple[float, float]]]] = {}
-        for _ in track(range(rounds), description="calls"):
+        rights: dict[str, dict[str, list[float]]] = {caller: {name: [] for name in VERBS} for caller in CALLERS}
+        for number in track(range(rounds), description="calls"):
             backend.fill()
             for name, call in (verbs(backend) | parts(backend)).items():
                 costs.setdefault(name, []).append(clocked(backend, call))
             backend.fill()
             for name, call in verbs(backend).items():
                 inner.setdefault(name, []).append(nested(backend, call))
+            for caller in CALLERS if number % 2 == 0 else reversed(CALLERS):
+                backend.become(caller)
+                called = verbs(backend)
+                for name in VERBS:
+                    rights[caller][name].append(clocked(backend, called[name]))
+            backend.connection.execute("reset role")
         backend.calls = round(20_000 * seconds)
         backend.fill()
         sights = seen(backend, verbs(backend)["claim"], seconds)
@@ -242,6 +273,10 @@ def measure(rounds: int, calls: int, seconds: float) -> dict[str, Any]:
                 "statements": statements(inner[name]),
             }
             for name in names
+        ],
+        "rights": [
+            {"caller": caller, **{f"{name}_us": round(min(rounds), 1) for name, rounds in costs.items()}}
+            for caller, costs in rights.items()
         ],
         "alone": [{"what": name, "cpu_us": round(min(costs[name]), 1)} for name in costs if name not in names],
         "perf": sights,

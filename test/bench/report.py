@@ -271,6 +271,15 @@ def breakdown(report: dict[str, Any]) -> str:
             if each["us"] >= 0.1:
                 lines.append([name, verb["verb"], f"{each['us']:.1f}"])
     blocks.append("\n".join(map(markdown, lines)))
+    first, *others = report["rights"]
+    names = [name for name in first if name != "caller"]
+    lines = [["a call by", *(name.removesuffix("_us") for name in names)], ["---", *("---:" for _ in names)]]
+    lines.append([first["caller"], *(f"{first[name]:.1f}" for name in names)])
+    lines += [
+        [other["caller"], *(f"{other[name]:.1f} ({other[name] / first[name] - 1:+.0%})" for name in names)]
+        for other in others
+    ]
+    blocks.append("\n".join(map(markdown, lines)))
     lines = [["alone, prepared", "µs"], ["---", "---:"]]
     lines += [[each["what"], f"{each['cpu_us']:.0f}"] for each in report["alone"]]
     blocks.append("\n".join(map(markdown, lines)))
