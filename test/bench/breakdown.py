@@ -65,10 +65,11 @@ ALONE = {
 }
 
 VERBS = ("claim", "ack", "enqueue", "exchange")  # that are measured for each caller
-# The callers and the queues that each has access to: all, one by its name, or those of a pattern.
+# The callers, and the queues that each has access to: all, one by its name, or those of a pattern. The first is what
+# the others are compared with.
 CALLERS = {
-    "a superuser": None,
     "a role with access to all queues": "null",
+    "a superuser": None,
     "a role with access to the queue": "'shop-orders'",
     "a role with access to `shop-*`": "'shop-*'",
 }

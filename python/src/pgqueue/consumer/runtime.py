@@ -298,6 +298,9 @@ class Runtime:
     def _tell(
         self, kind: EventKind, message: Any, error: BaseException | None = None, seconds: float | None = None
     ) -> None:
+        if self.settings.observe is None:
+            self.event(kind)
+            return
         detail = None if error is None else type(error).__name__
         ids = {"queue_name": message.queue_name, "message_id": message.id, "attempt": message.attempt_count}
         self.event(kind, seconds=seconds, detail=detail, **ids)
