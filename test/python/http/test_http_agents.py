@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from served import Server, Site, locked, new_name, serving, terminate, waiters
+from served import ADMIN, Server, Site, locked, new_name, serving, terminate, waiters
 
 TASK_ROW = "select from pgqueue_http.tasks where id = %s for update"
 KINDS = ["provision", "enqueue", "deprovision"]
@@ -17,7 +17,7 @@ TABLE = {"provision": "provisioned", "deprovision": "provisioned", "enqueue": "e
 
 @pytest.fixture(scope="module")
 def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return site.configuration(tmp_path_factory.mktemp("config"))
+    return site.configuration(tmp_path_factory.mktemp("config"), users={"other": ["producer:*"]})
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def controller(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="module")
 def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Queues for the tasks that need one; the target database has the tables of the server."""
-    names = [new_name() for _ in range(len(STEPS) * (len(KINDS) - 1))]
+    names = [new_name() for _ in range(len(STEPS) * (len(KINDS) - 1) + 1)]  # the first one stays
     with serving(config, tmp_path_factory.mktemp("first"), role="agent"):
         for name in names:
             controller.create(name)
@@ -224,3 +224,19 @@ def test_a_queue_deleted_before_provisioning_is_never_created(
     assert tasks == [("provision",), ("deprovision",)]  # requested twice, done once
     with psycopg.connect(site.target) as connection:
         assert connection.execute("select from pgqueue.queues where name = %s", [name]).fetchall() == []
+
+
+def test_users_take_turns_with_their_tasks(site: Site, controller: Server, prepared: list[str], tmp_path: Path) -> None:
+    """A user that submits many tasks does not delay the task of another."""
+    path = f"{controller.queues}/{prepared[0]}/stats"
+    tasks = [controller.post(path).json()["task_id"] for _ in range(20)]
+    task = controller.post(path, auth=("other", ADMIN[1])).json()["task_id"]
+    with serving(site.configuration(tmp_path, tasks={"concurrency": 1}), tmp_path / "agent", role="agent"):
+        for each in tasks:
+            assert controller.task(path, each)["status"] == "completed"
+        assert controller.task(path, task)["status"] == "completed"
+    with psycopg.connect(site.control) as connection:
+        ended = connection.execute(
+            "select id::text from pgqueue_http.tasks where id = any(%s) order by updated_at", [[*tasks, task]]
+        ).fetchall()
+    assert ended.index((task,)) <= 2

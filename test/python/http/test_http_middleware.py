@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from clients import PATIENCE
 from psycopg_pool import PoolTimeout
@@ -18,9 +19,10 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from pgqueue._tasks import end_tasks
-from pgqueue.http import User, create_app, protocol, request_body
+from pgqueue.http import User, create_app, protocol, readiness, request_body
 from pgqueue.http.admission import Admission
 from pgqueue.http.audit import Audit
+from pgqueue.http.client_connections import ClientConnections
 from pgqueue.http.context import Context
 from pgqueue.http.databases import Databases
 from pgqueue.http.metrics import Metrics
@@ -212,7 +214,7 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
     config, state = Config(app, log_config=None, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
     async with await loop.create_server(
-        lambda: protocol.LimitedHttpProtocol(config, state, {}), "127.0.0.1", 0
+        lambda: protocol.LimitedHttpProtocol(config, state, {}, clients=ClientConnections(10)), "127.0.0.1", 0
     ) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         try:
@@ -350,6 +352,42 @@ async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pyte
             await reader.readuntil(END)
         writer.write(b"GET / HT")
         assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
+
+
+async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may ask, so any number of requests is one question to the database."""
+    asked, began, reached = 0, asyncio.Event(), asyncio.Event()
+
+    class Connection:
+        async def execute(self, _: str) -> None:
+            nonlocal asked
+            asked += 1
+            began.set()
+            await reached.wait()
+
+    @asynccontextmanager
+    async def control(_: Databases) -> AsyncIterator[Connection]:
+        if asked == 2:
+            raise OSError
+        yield Connection()
+
+    monkeypatch.setattr(Databases, "control", control)
+    monkeypatch.setattr(readiness, "_SECONDS", 3600.0)
+    transport = httpx.ASGITransport(create_app(SETTINGS, "controller"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client, asyncio.timeout(PATIENCE):
+
+        async def ask(number: int) -> list[int]:
+            answers = await asyncio.gather(*(client.get("/readyz") for _ in range(number)))
+            return [each.status_code for each in answers]
+
+        asking = asyncio.create_task(ask(20))
+        await began.wait()
+        reached.set()
+        assert (await asking, asked) == ([200] * 20, 1)
+        assert (await ask(1), asked) == ([200], 1)
+        monkeypatch.setattr(readiness, "_SECONDS", 0.0)
+        assert (await ask(1), asked) == ([200], 2)
+        assert await ask(1) == [503]
 
 
 async def test_a_failed_sample_is_retried_soon() -> None:

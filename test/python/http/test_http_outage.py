@@ -63,6 +63,7 @@ def test_a_database_outage_is_503_and_the_server_recovers(web: Server, postgres:
         time.sleep(0.3)  # the agent waits for a task by now, or will see the same error a moment later
         postgres.stop(immediate=True)
         assert waiting.result().status_code in (200, 503)
+    web.until(lambda: web.get("/readyz").status_code == 503)
     calls: list[Callable[[], httpx.Response]] = [
         lambda: web.get(web.queues),
         lambda: web.post(path, {"messages": [{"payload": {}}]}),

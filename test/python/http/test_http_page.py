@@ -1062,6 +1062,7 @@ def test_the_history_is_bounded(site: Site) -> None:
         ),
         ("12345678901234567890", "12345678901234567890"),
         ('{"a": {"cut', '{|  "a": {|    "cut'),
+        ('["\\\\", "\\"", "cut\\', '[|  "\\\\",|  "\\"",|  "cut\\'),
     ],
 )
 def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:

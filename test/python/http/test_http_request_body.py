@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +38,7 @@ from pgqueue.http.request_body import (
     read_json,
     run_beside,
 )
-from pgqueue.http.rights import Caller, begin
+from pgqueue.http.rights import ACCESSES, NEEDS, Caller, begin, parse_rights
 
 # As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
@@ -105,7 +106,16 @@ def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycop
 
 # Errors of a server whose databases cannot be reached: every request that passes its checks gets 503.
 
-SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, {ADMIN[0]: User(hash_password(ADMIN[1]))})
+PASSWORD = hash_password(ADMIN[1])
+USERS = {
+    name: User(PASSWORD, allow and parse_rights(allow))
+    for name, allow in {
+        ADMIN[0]: None,
+        "nobody": ["reader:x"],
+        **{f"the-{each}": [f"{each}:*"] for each in ACCESSES},
+    }.items()
+}
+SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, USERS)
 DIRECT, MANAGED = "/v1/queues/q/enqueue", "/managed-services/s/queues/q/messages"
 
 
@@ -409,6 +419,39 @@ def test_one_user_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPa
     many.release()
     one.release()
     take("many", 80)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "key"}], ids=["direct", "keyed"])
+@pytest.mark.parametrize(
+    "route", [each for each in sorted(NEEDS) if re.match("POST /(v1|managed-services)/.*({queue_name}|/publish)", each)]
+)
+async def test_the_body_of_a_request_that_the_user_may_not_make_is_not_read(
+    web: httpx.AsyncClient, route: str, headers: dict[str, str]
+) -> None:
+    read = False
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal read
+        read = True
+        yield b"{}"
+
+    async def call(user: str, queue: str) -> tuple[int, bool]:
+        nonlocal read
+        read = False
+        path = route.removeprefix("POST ").format(service_id="s", queue_name=queue)
+        given = {"Content-Type": "application/json"} | headers
+        answer = await web.post(path, content=parts(), headers=given, auth=(user, ADMIN[1]))
+        return answer.status_code, read
+
+    assert await call("nobody", "q") == (403 if route.endswith("/publish") else 404, False)
+    if "{queue_name}" in route:
+        assert await call(ADMIN[0], "Q") == (404, False)
+    for access in ACCESSES:
+        status, was_read = await call(f"the-{access}", "q")
+        if access not in NEEDS[route].accesses:
+            assert (status, was_read) == (403, False), access
+        else:
+            assert status != 403, access
 
 
 @pytest.mark.parametrize("path", ["/v1/queues/q/claim", "/managed-services/s/queues", MANAGED + "/x"])

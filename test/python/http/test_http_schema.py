@@ -13,7 +13,7 @@ import schemathesis
 from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from served import ADMIN, SERVICE, Server, Site, serving
+from served import ADMIN, SERVICE, Server, Site, new_name, serving
 
 from pgqueue.http import Settings, create_app, models
 from pgqueue.http.passwords import hash_password
@@ -197,8 +197,13 @@ def test_every_response_matches_the_schema(web: Server, method: str, path: str, 
                 # A schema cannot say which names, expressions and time zones are valid.
                 valid = {"name": "nightly", "cron": "@daily", "time_zone": "UTC"}
                 case.body |= {name: value for name, value in valid.items() if isinstance(case.body.get(name), str)}
+            if mode == GenerationMode.POSITIVE and path.endswith(("/publish", "subscribe")):  # nor which topics
+                valid = {"topic": "orders.paid", "base_topics": ["orders"]}
+                case.body |= {name: value for name, value in valid.items() if case.body.get(name) is not None}
             case.body.pop("wait_seconds", None)  # no message is sent: waiting would only take time
             case.body.pop("database_name", None)  # a schema cannot say which databases exist
+        if mode == GenerationMode.POSITIVE and "Idempotency-Key" in (case.headers or {}):
+            case.headers["Idempotency-Key"] = new_name()  # a schema cannot say which keys were used
         if case.path_parameters and random.random() < 0.7:  # otherwise nearly all responses would be 404
             case.path_parameters |= {"service_id": SERVICE, "queue_name": "orders"}
         case.call_and_validate(auth=ADMIN, timeout=PATIENCE)

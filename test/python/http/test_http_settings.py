@@ -60,6 +60,7 @@ def test_a_configuration_file_defines_services_and_users() -> None:
         ({"tasks": {"max_attempts": True}}, "tasks.max_attempts: True; must be of type int"),
         ({"tasks": {"visibility_timeout_seconds": 43201}}, "from 1 to 43200"),
         ({"limits": {"request_seconds": 0.5}}, "from 1 to 600"),
+        ({"limits": {"client_connections": 9}}, "limits.client_connections: 9; must be from 10 to 100000"),
         ({"limits": {"requests": 1}}, "limits.requests: unknown"),
         ({"user": {}}, "user: unknown; must be one of"),
         ({"session_key": "short"}, "session_key: too short; must have at least 32"),

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from . import direct_routes, managed_routes, operations_routes, page_routes, schedule_routes
+from . import direct_routes, managed_routes, operations_routes, page_routes, schedule_routes, topic_routes
 from .admission import Admission
 from .agent import Agent
 from .audit import Audit
@@ -102,6 +102,8 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
     app.include_router(direct_routes.list_router)
     app.include_router(direct_routes.router)
     app.include_router(schedule_routes.router)
+    app.include_router(topic_routes.publish_router)
+    app.include_router(topic_routes.router)
     app.include_router(operations_routes.router)
     app.include_router(page_routes.router)
     app.mount("/static", StaticFiles(packages=[("pgqueue.http", "static")]), name="static")

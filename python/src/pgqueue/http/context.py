@@ -16,6 +16,7 @@ from .idempotency import Answer, EffectKey, fingerprint
 from .metrics import Metrics
 from .models import ErrorBody
 from .notifications import NotificationListeners
+from .readiness import Readiness
 from .request_body import run_beside
 from .rights import current
 from .sampling import Sampler
@@ -64,6 +65,10 @@ class Context:
     agent: Any = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     background_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    readiness: Readiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readiness = Readiness(self.databases)
 
     def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine that outlives its request. The server waits for its end before it stops."""

@@ -31,15 +31,20 @@ Place = tuple[str, str] | None  # service and database; None is the control data
 
 _RETRY_SECONDS = 1.0  # the pool's retries after a failed connection; a later request starts them again
 _MOST_SECONDS = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
+_TASKS_OF_A_USER = 100  # that run at a time; the tasks of each user are a group of the task queue
 _MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The connections to a database, the gate before them, and whether the last attempt to connect failed."""
+    """The connections to a database, the gates before them, and whether the last attempt to connect failed.
+
+    Slow reads pass both gates, so that they leave connections to other requests, whichever users they are of.
+    """
 
     connections: AsyncConnectionPool[Connection]
     gate: Gate
+    slow_gate: Gate
     is_failing: bool = False
 
 
@@ -58,22 +63,30 @@ class _Lease:
     is rolled back. So a block that goes on after such an error needs a transaction of its own around the statement.
     """
 
-    __slots__ = ("_connection", "_conninfo", "_limits", "_open", "_pool", "_user")
+    __slots__ = ("_connection", "_conninfo", "_is_slow", "_limits", "_open", "_passed", "_pool", "_user")
 
     def __init__(
-        self, open_pool: Callable[[], Awaitable[_Pool]], limits: Limits, conninfo: Callable[[], str] | None
+        self,
+        open_pool: Callable[[], Awaitable[_Pool]],
+        limits: Limits,
+        conninfo: Callable[[], str] | None,
+        is_slow: bool,
     ) -> None:
         self._open = open_pool
         self._limits = limits
         self._conninfo = conninfo
+        self._is_slow = is_slow
 
     async def __aenter__(self) -> Connection:
         self._pool = await self._open()
         caller = current_or_none()
         self._user = caller.name if caller else ""
-        if not self._pool.gate.try_pass(self._user):
-            await self._wait_at_gate()
+        self._passed: list[Gate] = []
         try:
+            for gate in (self._pool.slow_gate, self._pool.gate) if self._is_slow else (self._pool.gate,):
+                if not gate.try_pass(self._user):
+                    await self._wait_at(gate)
+                self._passed.append(gate)
             self._connection = await self._connect()
             if is_proxied(self._connection):
                 try:
@@ -82,15 +95,19 @@ class _Lease:
                     await self._pool.connections.putconn(self._connection)
                     raise
         except BaseException:
-            self._pool.gate.leave(self._user)
+            self._leave()
             raise
         return self._connection
 
-    async def _wait_at_gate(self) -> None:
+    def _leave(self) -> None:
+        for gate in self._passed:
+            gate.leave(self._user)
+
+    async def _wait_at(self, gate: Gate) -> None:
         seconds = self._limits.connect_seconds if self._pool.is_failing else self._limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
-                await self._pool.gate.wait(self._user)
+                await gate.wait(self._user)
         except TimeoutError:
             raise PoolTimeout("too many requests wait for this database") from None
 
@@ -131,7 +148,7 @@ class _Lease:
             finally:
                 await self._pool.connections.putconn(self._connection)
         finally:
-            self._pool.gate.leave(self._user)
+            self._leave()
 
     async def _end_transaction(self, error: BaseException | None) -> None:
         status = self._connection.pgconn.transaction_status
@@ -196,16 +213,19 @@ class Databases:
             with self._detecting_lost_schema(None, QueueNotFound):
                 yield connection
 
-    def target(self, service: Service, database: str, prepare: bool = False) -> AbstractAsyncContextManager[Connection]:
+    def target(
+        self, service: Service, database: str, prepare: bool = False, is_slow: bool = False
+    ) -> AbstractAsyncContextManager[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
-        With `prepare`, pgqueue and the tables of the server are installed where they are missing. Raises `ApiError` 404
+        With `prepare`, pgqueue and the tables of the server are installed where they are missing. A request that may
+        take seconds says so by `is_slow`: all such requests together get half of the connections. Raises `ApiError` 404
         for a database that the service does not have, and `psycopg.OperationalError` as `_Lease` does.
         """
         if database not in service.databases:
             raise database_not_found(database, service.databases)
         place = (service.id, database)
-        lease = self._lease(place, lambda: self.conninfo(service, database))
+        lease = self._lease(place, lambda: self.conninfo(service, database), is_slow)
         return self._prepared(place, lease) if prepare else lease
 
     @asynccontextmanager
@@ -236,16 +256,17 @@ class Databases:
         tasks = self._settings.tasks
         await AsyncQueue(connection, tasks.queue).create_queue(
             max_attempts=tasks.max_attempts,
+            group_limit=_TASKS_OF_A_USER,
             backoff_base=timedelta(seconds=0.5),
             backoff_max=timedelta(seconds=30),
             if_not_exists=True,
         )
 
-    def _lease(self, place: Place, conninfo: Callable[[], str]) -> _Lease:
+    def _lease(self, place: Place, conninfo: Callable[[], str], is_slow: bool = False) -> _Lease:
         async def pool() -> _Pool:
             return self._pools.get(place) or await self._open(place, conninfo())
 
-        return _Lease(pool, self._settings.limits, None if place is None else conninfo)
+        return _Lease(pool, self._settings.limits, None if place is None else conninfo, is_slow)
 
     async def _open(self, place: Place, conninfo: str) -> _Pool:
         async with self._opening:
@@ -264,7 +285,7 @@ class Databases:
                     name="control" if place is None else "/".join(place),
                 )
                 await connections.open(wait=False)
-                self._pools[place] = _Pool(connections, Gate(size))
+                self._pools[place] = _Pool(connections, Gate(size), Gate(max(1, size // 2)))
             return self._pools[place]
 
     async def _configure(self, connection: Connection) -> None:

@@ -75,14 +75,14 @@ class DirectRequests:
     async def _respond(self, scope: Scope, request: JsonRequest) -> Response:
         verb: _Verb = scope["direct_verb"]
         require(f"POST {verb.route.path}")
-        text = await request.text()
-        body: Any = read_fast(verb.function.__name__, text) if text else None
-        value = await request.json() if text and body is None else None
         query = {}
         if scope["query_string"]:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         context = self._app.state.context
         target = target_of(context, scope["direct_queue"], query.get("service_id"), query.get("database_name"))
+        text = await request.text()
+        body: Any = read_fast(verb.function.__name__, text) if text else None
+        value = await request.json() if text and body is None else None
         if not text:
             raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
         if body is None:

@@ -24,6 +24,7 @@ from .context import (
     Context,
     CurrentContext,
     IdempotencyKey,
+    context_of,
     error_responses,
     find_database,
     find_service,
@@ -61,7 +62,7 @@ from .models import (
     QueueSettings,
     Redrive,
 )
-from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside
+from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside, run_in_thread
 from .rights import current
 from .serialization import to_json
 from .settings import Service
@@ -69,6 +70,7 @@ from .statements import Statement
 
 __all__ = [
     "DIRECT_ERRORS",
+    "DirectRoute",
     "KeyedTargetDependency",
     "TargetDependency",
     "TargetQueue",
@@ -76,9 +78,6 @@ __all__ = [
     "router",
     "target_of",
 ]
-
-# Routes that are not in the schema have the names of drafts of this interface.
-router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=JsonRoute)
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
@@ -125,9 +124,6 @@ _ACK: Final = Statement("pgqueue_ack", "select pgqueue.ack($1, $2, $3)")
 _ACK_BATCH: Final = Statement("pgqueue_ack_batch", "select pgqueue.ack_batch($1, $2, $3)")
 _NACK: Final = Statement("pgqueue_nack", "select pgqueue.nack($1, $2, $3, $4, $5, $6)")
 _EXTEND: Final = Statement("pgqueue_extend", "select pgqueue.extend($1, $2, $3, $4)")
-
-
-list_router = APIRouter(prefix="/v1/queues", tags=["direct"], route_class=JsonRoute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +174,22 @@ def target_of(context: Context, queue_name: str, service_id: str | None, databas
         raise queue_not_found(queue_name)
     current().check(service.id, database, queue_name)
     return TargetQueue(context, service, database, queue_name)
+
+
+class DirectRoute(JsonRoute):
+    """A route for a queue. It checks the rights to the queue before the body is read."""
+
+    async def check(self, request: Request) -> None:
+        """Check the rights. Raises `ApiError`."""
+        await super().check(request)
+        given = request.query_params
+        names = request.path_params["queue_name"], given.get("service_id"), given.get("database_name")
+        target_of(await context_of(request), *names)
+
+
+list_router = APIRouter(prefix="/v1/queues", tags=["direct"], route_class=JsonRoute)
+# Routes that are not in the schema have the names of drafts of this interface.
+router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["direct"], route_class=DirectRoute)
 
 
 async def _target(
@@ -466,6 +478,7 @@ async def stats(target: TargetDependency) -> Response:
 @router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(403, 404, 422))
 @router.get("/dead-letters", include_in_schema=False)
 async def browse_dead_messages(
+    request: Request,
     target: TargetDependency,
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
@@ -473,9 +486,9 @@ async def browse_dead_messages(
     """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
         letters = await queue.browse_dead_messages(max_messages, after_id)
-    return to_response(
-        Answer(200, to_json({"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}))
-    )
+    found = {"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}
+    # Up to 25 MB, for which the event loop would stand still.
+    return to_response(Answer(200, await run_in_thread(request, to_json, found)))
 
 
 @router.post("/redrive", response_model=Count, responses=DIRECT_ERRORS)

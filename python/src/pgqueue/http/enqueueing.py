@@ -11,7 +11,7 @@ from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_erro
 from .serialization import to_json
 from .statements import Statement
 
-__all__ = ["check_sizes", "enqueue_messages", "is_small", "to_limited_json"]
+__all__ = ["check_size", "check_sizes", "enqueue_messages", "is_small", "publish_message", "to_limited_json"]
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND: Final = Statement(
@@ -29,9 +29,7 @@ from (
 ) m
 """,
 )
-_SEND_EACH: Final = """
-select pgqueue.enqueue(
-    $1,
+_ARGUMENTS: Final = """
     payload => case when m.message ->> 'body' is null then m.message -> 'payload' end,
     delay => coalesce((m.message ->> 'delay_seconds')::float8, 0) * interval '1 s',
     headers => nullif(m.message -> 'headers', 'null'),
@@ -42,9 +40,8 @@ select pgqueue.enqueue(
     on_duplicate => coalesce(m.message ->> 'on_duplicate', 'keep'),
     group_key => m.message ->> 'group_key',
     priority => (m.message ->> 'priority')::numeric::int
-)
-from {} m
 """
+_SEND_EACH: Final = f"select pgqueue.enqueue($1, {_ARGUMENTS}) from {{}} m"  # noqa: S608 - the arguments are constant
 # The same for one message, at two thirds of the cost.
 _SEND_ONE: Final = Statement("pgqueue_send_one", _SEND_EACH.format("(select $2::jsonb #> '{messages,0}' as message)"))
 # enqueue_batch has one expires_in for all messages, so messages with more than the usual arguments are sent one by one.
@@ -54,6 +51,16 @@ _SEND_MANY: Final = Statement(
         "(select e.message from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)"
         " order by e.place)"
     ),
+)
+_PUBLISH: Final = Statement(
+    "pgqueue_publish",
+    f"""
+select pgqueue.publish(
+    m.message ->> 'topic', {_ARGUMENTS},
+    base_topics => (select array_agg(t) from jsonb_array_elements_text(nullif(m.message -> 'base_topics', 'null')) t)
+)
+from (select $1::jsonb as message) m
+""",  # noqa: S608 - the same
 )
 # A text of at most `_SMALL_TEXT` ASCII characters is within all limits: PostgreSQL writes a space after a comma and a
 # colon. Only a number with an exponent can become longer.
@@ -76,6 +83,11 @@ async def enqueue_messages(
         statement = _SEND
     result = await statement.fetch(connection, queue, request)
     return [(result.get_value(row, 0) or b"").decode() for row in range(result.ntuples)]
+
+
+async def publish_message(connection: AsyncConnection[Any], request: str) -> int:
+    """Publish the message of a request to its topic. Returns the number of copies."""
+    return int((await _PUBLISH.fetch(connection, request)).get_value(0, 0) or b"")
 
 
 def _has_rare_fields(message: DirectMessage) -> bool:
@@ -101,13 +113,18 @@ def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
     PostgreSQL would refuse them itself, but only after it had written every number such as 1e131071 in full.
     """
     for place, message in enumerate(messages):
-        _check(message.payload, f"messages[{place}].payload", PAYLOAD_LIMIT)
-        if isinstance(message, DirectMessage):
-            if message.headers:
-                _check(message.headers, f"messages[{place}].headers", HEADERS_LIMIT)
-            if message.body:
-                size = len(message.body) // 4 * 3 - message.body.count("=", -2)
-                _refuse_over(f"messages[{place}].body", size, PAYLOAD_LIMIT)
+        check_size(message, f"messages[{place}].")
+
+
+def check_size(message: BrokeredMessage | DirectMessage, prefix: str = "") -> None:
+    """The same for one message. `prefix` stands before the names of its fields."""
+    _check(message.payload, f"{prefix}payload", PAYLOAD_LIMIT)
+    if isinstance(message, DirectMessage):
+        if message.headers:
+            _check(message.headers, f"{prefix}headers", HEADERS_LIMIT)
+        if message.body:
+            size = len(message.body) // 4 * 3 - message.body.count("=", -2)
+            _refuse_over(f"{prefix}body", size, PAYLOAD_LIMIT)
 
 
 def to_limited_json(value: Any, field: str, limit: int) -> str | None:

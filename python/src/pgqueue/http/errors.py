@@ -149,13 +149,13 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = 
     error = errors[0]
     kind, place = error["type"], list(error["loc"])
     where = place[0] if place else "body"
-    if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind != "missing"):
+    if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind not in ("missing", "invalid_payload")):
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, "malformed_json", message, field="body")
     field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
     value = None if kind == "missing" else error.get("input")
     if kind == "invalid_payload":  # of a message that has no payload and no body, or both
-        field, value = f"{field}.payload", value.get("payload") if isinstance(value, dict) else None
+        field, value = _field([*place[1:], "payload"]), value.get("payload") if isinstance(value, dict) else None
     match kind:
         case "missing":
             problem, limit = "is missing", _description(_schema(route, place))

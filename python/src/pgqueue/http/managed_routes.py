@@ -4,7 +4,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 from uuid import UUID
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from psycopg import AsyncConnection
 from pydantic import BaseModel
 
@@ -14,6 +14,7 @@ from .context import (
     CurrentContext,
     IdempotencyKey,
     check_not_reserved,
+    context_of,
     error_responses,
     find_database,
     find_service,
@@ -31,8 +32,6 @@ from .settings import Service
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"], route_class=JsonRoute)
-
 TaskOf = Annotated[UUID, Query(description="The id that the request returned")]
 _SETTINGS = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
 _BODY = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
@@ -49,6 +48,22 @@ async def _authorized(context: CurrentContext, service_id: str, queue_name: str)
 
 
 ServiceOfQueue = Annotated[Service, Depends(_authorized)]
+
+
+class _ManagedRoute(JsonRoute):
+    """A route of a service. It checks the rights to the service and to the queue before the body is read."""
+
+    async def check(self, request: Request) -> None:
+        """Check the rights. Raises `ApiError`."""
+        await super().check(request)
+        context, service_id = await context_of(request), request.path_params["service_id"]
+        if "queue_name" in request.path_params:
+            await _authorized(context, service_id, request.path_params["queue_name"])
+        else:
+            find_service(context, service_id)
+
+
+router = APIRouter(prefix="/managed-services/{service_id}/queues", tags=["managed queues"], route_class=_ManagedRoute)
 
 
 def _unfinished(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

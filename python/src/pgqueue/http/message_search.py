@@ -45,6 +45,7 @@ STATES: Final = {
 _MAX_GROUPS: Final = 20
 _MAX_ERROR: Final = 4000  # characters
 _MAX_BODY: Final = 4000  # bytes
+_MAX_FAILURES: Final = 20  # as many as a consumer records; a producer can send thousands
 
 # The columns that the states do not share: the moment that belongs to the state, claimed_at, reason.
 _OWN_COLUMNS: Final = {
@@ -109,7 +110,7 @@ class FoundMessage:
 
     `at` is the moment that belongs to the state: when the message became or becomes visible, died, or was finished.
     `payload` is JSON text, None if the message has a `body`. `headers` are those of the sender. `failures` is the list
-    of failures that consumers recorded in the headers, as JSON text.
+    of the last failures that consumers recorded in the headers, as JSON text.
     """
 
     id: int
@@ -157,11 +158,12 @@ _RECORDED: Final = (
     "'{pgqueue.failures,pgqueue.failed_queue,pgqueue.exception_type,pgqueue.exception_message,pgqueue.stack_trace,"
     "pgqueue.failed_at,pgqueue.attempts}'::text[]"
 )
+_FAILURES: Final = f"'$.\"pgqueue.failures\"[last - {_MAX_FAILURES - 1} to last]'"
 _COLUMNS: Final = (
     "m.id, left(m.payload::text, %s), length(m.payload::text), substring(m.body for %s), octet_length(m.body),"
     f" (case when jsonb_typeof(m.headers) = 'object' then m.headers - {_RECORDED} else m.headers end)::text,"
-    " (m.headers -> 'pgqueue.failures')::text, m.message_id, m.attempt_count, m.max_attempts, m.enqueued_at,"
-    f" m.expires_at, m.claimed_by, left(m.last_error, {_MAX_ERROR})"
+    f" jsonb_path_query_array(m.headers, {_FAILURES})::text, m.message_id, m.attempt_count, m.max_attempts,"
+    f" m.enqueued_at, m.expires_at, m.claimed_by, left(m.last_error, {_MAX_ERROR})"
 )
 
 

@@ -154,6 +154,25 @@ class DirectMessage(_Request):
         return self
 
 
+class Topic(_Request):
+    """A topic, or a pattern of topics."""
+
+    topic: str = Field(
+        min_length=1,
+        max_length=255,
+        description="Words joined by dots; the word * stands for one word, # for any number of words",
+    )
+
+
+class Publish(DirectMessage):
+    """A message, and the topic to which it is published."""
+
+    topic: str = Field(min_length=1, max_length=255, description="Words joined by dots, such as orders.paid")
+    base_topics: list[Annotated[str, Field(min_length=1, max_length=255)]] | None = Field(
+        None, max_length=BATCH_LIMIT, description="Further topics of the same event; a queue gets one copy"
+    )
+
+
 class EnqueueDirect(_Request):
     """A batch of messages, sent in one transaction."""
 
@@ -433,7 +452,7 @@ class ClaimedMessages(BaseModel):
 
 
 class Count(BaseModel):
-    """The number of messages that were changed."""
+    """The number of messages that were changed, or sent."""
 
     count: int
 
@@ -481,6 +500,32 @@ class Schedules(BaseModel):
     """The schedules of a queue, by name."""
 
     schedules: list[Schedule]
+
+
+class Subscribed(BaseModel):
+    """Whether the subscription is new."""
+
+    subscribed: bool
+
+
+class Unsubscribed(BaseModel):
+    """Whether there was such a subscription."""
+
+    unsubscribed: bool
+
+
+class Subscription(BaseModel):
+    """A subscription of a queue to a topic, or to a pattern of topics."""
+
+    topic: str
+    queue_name: str
+    subscribed_at: datetime
+
+
+class Subscriptions(BaseModel):
+    """The subscriptions of a queue, by topic."""
+
+    subscriptions: list[Subscription]
 
 
 class DirectStats(BaseModel):

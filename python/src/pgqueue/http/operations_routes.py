@@ -1,9 +1,7 @@
 """Routes for operators: liveness, readiness and metrics."""
 
-import psycopg
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
-from psycopg_pool import PoolTimeout
 
 from .context import CurrentContext, error_responses
 from .errors import ApiError
@@ -28,15 +26,12 @@ async def healthz() -> Response:
 async def readyz(context: CurrentContext) -> Response:
     """Whether requests can be served: the control database answers, the agent runs, and the server is not stopping.
 
-    It needs no password, and tells no details.
+    It needs no password, and tells no details. The database is asked at most once a second.
     """
     if context.stopping.is_set():
         raise ApiError(503, "stopping", "the server is stopping")
-    try:
-        async with context.databases.control() as connection:
-            await connection.execute("select 1")
-    except (psycopg.Error, PoolTimeout, OSError):
-        raise ApiError(503, "database_unavailable", "the control database does not answer") from None
+    if not await context.readiness.reaches_control_database():
+        raise ApiError(503, "database_unavailable", "the control database does not answer")
     if context.agent is not None and not context.agent.is_running:
         raise ApiError(503, "agent_unavailable", "the agent is not running")
     return Response("ok\n", media_type="text/plain")

@@ -15,11 +15,11 @@ from ..message import QueueInfo
 from .context import Context, CurrentContext, check_not_reserved, find_database, find_service
 from .enqueueing import check_sizes
 from .errors import ApiError
-from .message_search import STATES, SearchRefused, find
+from .message_search import STATES, FoundMessage, SearchRefused, find
 from .models import PAYLOAD_LIMIT, DirectMessage
 from .page_rendering import pretty_json, queue_url, render
 from .page_requests import CurrentPlace, Form, explain, message_ids, open_queue, page_router, read_form
-from .request_body import read_json
+from .request_body import read_json, run_beside
 from .rights import current
 from .sampling import Place
 
@@ -201,17 +201,25 @@ async def change_settings(request: Request, context: CurrentContext, place: Curr
 
 
 @router.get("/queue/send")
-async def send_form(context: CurrentContext, place: CurrentPlace, state: str = "", id: str = "") -> Response:
+async def send_form(
+    request: Request, context: CurrentContext, place: CurrentPlace, state: str = "", id: str = ""
+) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
-    form: Form = {}
     async with open_queue(context, place) as queue:
         await queue.get_queue()
-        if id:
-            form = await _copied(place, queue, state, message_ids([id])[0])
+        found = await _find_copied(place, queue, state, message_ids([id])[0]) if id else None
+    form: Form = {}
+    if found is not None:
+        form["copy_of"] = [str(found.id)]
+        if state == "dead":
+            form["replaces"] = [str(found.id)]
+        for name, text in (("payload", found.payload), ("headers", found.headers)):
+            if text:
+                form[name] = [await run_beside(request, text, pretty_json, text, 8 * PAYLOAD_LIMIT)]
     return _send_page(place, form)
 
 
-async def _copied(place: Place, queue: AsyncQueue, state: str, id: int) -> Form:
+async def _find_copied(place: Place, queue: AsyncQueue, state: str, id: int) -> FoundMessage:
     current().check(*place, _READER)
     if state not in STATES:
         raise ApiError(422, "invalid", "state is invalid", "state", state, f"one of {', '.join(STATES)}")
@@ -226,10 +234,7 @@ async def _copied(place: Place, queue: AsyncQueue, state: str, id: int) -> Form:
     if len(found.payload) < (found.payload_size or 0):
         message = f"the payload of message {id} is too long to be edited here"
         raise ApiError(422, "invalid", message, "id", id, f"at most {PAYLOAD_LIMIT} characters")
-    form = {"payload": [pretty_json(found.payload, 8 * PAYLOAD_LIMIT)], "copy_of": [str(id)]}
-    if found.headers:
-        form["headers"] = [pretty_json(found.headers, 8 * PAYLOAD_LIMIT)]
-    return form | ({"replaces": [str(id)]} if state == "dead" else {})
+    return found
 
 
 def _send_page(place: Place, form: Form, problem: ApiError | None = None) -> Response:
@@ -244,17 +249,16 @@ async def send(request: Request, context: CurrentContext, place: CurrentPlace) -
     replaced = message_ids(form["replaces"]) if form.get("replaces") else []
     if replaced:
         current().check(*place, ("admin",))
-    async with open_queue(context, place) as queue:
-        try:
-            payload, headers = _json(form, "payload"), _json(form, "headers")
-            delay = _duration("delay", "Delay").read(form)
-            async with queue.connection.transaction():
-                if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
-                    message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
-                    raise ApiError(409, "message_not_found", message)
-                sent = await queue.enqueue(payload, delay, headers)
-        except _ERRORS as error:
-            return _send_page(place, form, explain(error))
+    try:
+        payload, headers = await _json(request, form, "payload"), await _json(request, form, "headers")
+        delay = _duration("delay", "Delay").read(form)
+        async with open_queue(context, place) as queue, queue.connection.transaction():
+            if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
+                message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
+                raise ApiError(409, "message_not_found", message)
+            sent = await queue.enqueue(payload, delay, headers)
+    except _ERRORS as error:
+        return _send_page(place, form, explain(error))
     context.metrics.messages(*place, "enqueued", 1)
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     state = "scheduled" if delay else "ready"
@@ -264,7 +268,7 @@ async def send(request: Request, context: CurrentContext, place: CurrentPlace) -
     return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
 
 
-def _json(form: Form, name: str) -> Any:
+async def _json(request: Request, form: Form, name: str) -> Any:
     """The JSON in a field, with the text of its numbers; None if the field is empty. Raises `ApiError`."""
     text = form.get(name, [""])[0].strip()
     if not text:
@@ -272,14 +276,12 @@ def _json(form: Form, name: str) -> Any:
             raise ApiError(422, "invalid", "the payload is empty; must be JSON", name)
         return None
     try:
-        value = read_json(text)
+        value = await run_beside(request, text, read_json, text)
     except ApiError as error:
         message = error.message.replace("the body", "body").replace("body", f"the field {name}", 1)
         raise ApiError(422, "invalid", message, name) from None
     if name == "headers" and not isinstance(value, dict):
         raise ApiError(422, "invalid", "the headers are not a JSON object", name)
-    as_headers = name == "headers"
-    check_sizes(
-        [DirectMessage.model_construct(payload=None if as_headers else value, headers=value if as_headers else None)]
-    )
+    measured = DirectMessage.model_construct(**({"payload": None, "headers": None} | {name: value}))
+    await run_beside(request, text, check_sizes, [measured])
     return Jsonb(text, str)

@@ -105,7 +105,7 @@ async def _check(
 ) -> tuple[list[tuple[str, str, Finding]], tuple[str, str, str] | None]:
     """The findings in one database, and why it could not be checked."""
     try:
-        async with context.databases.target(service, database) as connection:
+        async with context.databases.target(service, database, is_slow=True) as connection:
             return [(service.id, database, each) for each in await AsyncQueues(connection).doctor()], None
     except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
         return [], None  # pgqueue is not installed there yet
@@ -118,7 +118,7 @@ async def _check(
 @router.get("/queue/consumers")
 async def consumers(context: CurrentContext, place: CurrentPlace) -> Response:
     """The page with the consumers of a queue, its streams and its subscriptions."""
-    async with open_queue(context, place) as queue:
+    async with open_queue(context, place, is_slow=True) as queue:
         settings = await queue.get_queue()
         subscriptions, streams = await queue.list_subscriptions(), await queue.list_streams()
         claims = await _claims(queue.connection, queue.name)

@@ -47,10 +47,10 @@ CurrentPlace = Annotated[Place, Depends(_place)]
 
 
 @asynccontextmanager
-async def open_queue(context: Context, place: Place) -> AsyncIterator[AsyncQueue]:
-    """The queue on a connection to its database."""
+async def open_queue(context: Context, place: Place, is_slow: bool = False) -> AsyncIterator[AsyncQueue]:
+    """The queue on a connection to its database. A search is slow: it may take seconds."""
     service, database, name = place
-    async with context.databases.target(context.databases.service(service), database) as connection:
+    async with context.databases.target(context.databases.service(service), database, is_slow=is_slow) as connection:
         yield AsyncQueue(connection, name)
 
 

@@ -29,6 +29,7 @@ from .message_search import (
 from .models import MAX_ID, PAYLOAD_LIMIT, REDRIVE_LIMIT
 from .page_rendering import Row, build_rows, count, pretty_json, queue_url, render
 from .page_requests import TAG, CurrentPlace, message_ids, open_queue, page_router, read_form
+from .request_body import run_beside, run_in_thread
 from .rights import current
 from .sampling import Place
 
@@ -42,6 +43,7 @@ router.include_router(page_session.router)
 
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
+_FEW_ROWS: Final = 20  # of the table; rendering one takes up to 1.5 ms
 _After = Annotated[int | None, Query(ge=0, le=MAX_ID)]
 # The actions that ask for a confirmation, with their verb in the question.
 _CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
@@ -49,18 +51,18 @@ _CANCEL: Final = "select count(*) filter (where pgqueue.cancel(%s, u.id)) from u
 
 
 @router.get("/")
-async def queues(context: CurrentContext, done: str = "") -> Response:
+async def queues(request: Request, context: CurrentContext, done: str = "") -> Response:
     """The page of all queues."""
-    return render("queues.html", await _table(context) | {"done": done[:200]})
+    return await _table(request, context, "queues.html", {"done": done[:200]})
 
 
 @router.get("/page/queues")
-async def table(context: CurrentContext) -> Response:
+async def table(request: Request, context: CurrentContext) -> Response:
     """The table of all queues, with which the script replaces the table on the page."""
-    return render("table.html", await _table(context))
+    return await _table(request, context, "table.html", {})
 
 
-async def _table(context: Context) -> dict[str, Any]:
+async def _table(request: Request, context: Context, template: str, more: dict[str, Any]) -> Response:
     try:
         async with context.databases.control() as connection:
             registered = await registry.list_all(connection)
@@ -68,11 +70,15 @@ async def _table(context: Context) -> dict[str, Any]:
         registered = None
     sees = current().sees
     rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
-    return {
-        "rows": [each for each in rows if sees(*each.place)],
+    shown = [each for each in rows if sees(*each.place)]
+    values = {
+        "rows": shown,
         "control_fails": registered is None,
         "failing": sorted(each for each in context.sampler.failing if sees(*each)),
     }
+    if len(shown) <= _FEW_ROWS:
+        return render(template, values | more)
+    return await run_in_thread(request, render, template, values | more)
 
 
 async def _filter(
@@ -87,6 +93,7 @@ _CurrentFilter = Annotated[Filter, Depends(_filter)]
 
 @router.get("/queue")
 async def queue(
+    request: Request,
     context: CurrentContext,
     place: CurrentPlace,
     filter: _CurrentFilter,
@@ -100,7 +107,7 @@ async def queue(
     _check_choice("range", range, RANGES)
     groups: list[ErrorGroup] = []
     refusal: SearchRefused | None = None
-    async with open_queue(context, place) as opened:
+    async with open_queue(context, place, is_slow=True) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
         state = state or ("dead" if stats.dead_messages else "ready")
         try:
@@ -120,7 +127,7 @@ async def queue(
             "states": STATES,
             "state": state,
             "filter": filter,
-            "messages": [_message_fields(each) for each in found.messages],
+            "messages": await _all_fields(request, found.messages),
             "found": found,
             "look_limit": LOOK_LIMIT,
             "search_seconds": SEARCH_SECONDS,
@@ -145,7 +152,7 @@ async def _slots(context: Context, place: Place, range: str) -> list[depth_histo
 
 
 @router.get("/queue/message")
-async def message(context: CurrentContext, place: CurrentPlace, state: str, id: str) -> Response:
+async def message(request: Request, context: CurrentContext, place: CurrentPlace, state: str, id: str) -> Response:
     """The page of one message, with its whole payload."""
     _check_choice("state", state, STATES)
     wanted = message_ids([id])[0]
@@ -158,7 +165,8 @@ async def message(context: CurrentContext, place: CurrentPlace, state: str, id: 
         message = f"message {wanted} is not there any more: it left the state {STATES[state].lower()}"
         raise ApiError(404, "message_not_found", message, "id", wanted)
     values = {"up": "../", "place": place, "state": state, "states": STATES}
-    return render("message.html", values | {"message": _message_fields(found, 2 * PAYLOAD_LIMIT)})
+    (fields,) = await _all_fields(request, [found], 2 * PAYLOAD_LIMIT)
+    return render("message.html", values | {"message": fields})
 
 
 @router.get("/queue/confirm")
@@ -182,7 +190,7 @@ async def confirm(
     if not id and (of == "selected" or action == "delete"):
         raise ApiError(422, "invalid", "no message is selected: select at least one", "id")
     ids, looked = message_ids(id) if id else None, 0
-    async with open_queue(context, place) as opened:
+    async with open_queue(context, place, is_slow=True) as opened:
         stats = await opened.stats()
         if of == "found" and filter.parameters():
             try:
@@ -247,7 +255,13 @@ def _check_choice(field: str, value: str, choices: Any) -> None:
         raise ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, value, limit)
 
 
-def _message_fields(message: FoundMessage, most: int = _MAX_TEXT) -> dict[str, Any]:
+async def _all_fields(request: Request, messages: list[FoundMessage], most: int = _MAX_TEXT) -> list[dict[str, Any]]:
+    """Messages for the template: in a thread if their texts are long."""
+    texts = "".join(text or "" for each in messages for text in (each.payload, each.headers, each.failures))
+    return await run_beside(request, texts, lambda: [_message_fields(each, most) for each in messages])
+
+
+def _message_fields(message: FoundMessage, most: int) -> dict[str, Any]:
     """A message for the template: JSON is indented, and the failures in the headers become a list."""
     payload = "" if message.payload is None else pretty_json(message.payload, most)
     return {

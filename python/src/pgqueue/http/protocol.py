@@ -1,8 +1,9 @@
 """The HTTP protocol of a client connection, with the limits that uvicorn lacks.
 
-The size and the time of the request line and headers are bounded, and so is the time for the rest of a body and for a
-client that does not read its response. A client may send requests before it has the responses to the previous ones:
-they are answered one after the other, and the server reads and keeps a bounded number of bytes meanwhile.
+The number of connections is bounded. The size and the time of the request line and headers are bounded, and so is the
+time for the rest of a body and for a client that does not read its response. A client may send requests before it has
+the responses to the previous ones: they are answered one after the other, and the server reads and keeps a bounded
+number of bytes meanwhile.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from .client_connections import ClientConnections
 
 __all__ = [
     "CLIENT_READ_SECONDS",
@@ -33,7 +36,9 @@ PIPELINE_LIMIT: Final = 64 * 1024  # bytes that wait for the response to a previ
 _PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
 _PARSE_SECONDS: Final = 0.002  # then other connections have their turn
 _JOINED_BYTES: Final = 16 * 1024  # of a write; larger ones are not joined
-CLIENT_READ_SECONDS: Final = 30.0  # without any acknowledgement by a client to which a response is sent
+# For a client to read what waits for it: a small response, or a part of a large one. Also for its acknowledgements.
+CLIENT_READ_SECONDS: Final = 30.0
+_UNSENT_BYTES: Final = 128 * 1024  # of a response that the kernel takes; more would hide that the client does not read
 
 
 class _JoiningTransport:
@@ -84,31 +89,56 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     flow: _PipelineFlow
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, clients: ClientConnections, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self._clients = clients
         self._is_reading_headers = True
         self._received = 0
         self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
         self._next_parsing: asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._read_deadline: asyncio.TimerHandle | None = None  # for the client to read
         self._current_cycle: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeouts when a client has connected."""
+        """Start the timeouts when a client has connected, or refuse the connection."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that `pause_writing` is called whenever something waits
         self.flow = _PipelineFlow(transport)
         self.transport = _JoiningTransport(transport, self.loop)  # type: ignore[assignment]
         _set_client_read_timeout(transport)
         self._start_deadline(HEADERS_SECONDS, self._refuse_slow_headers)
+        whose = self._clients.add(self, self.client[0] if self.client else "")
+        if whose is not None:
+            message = f"the server has too many connections from {whose}: try again"
+            self._refuse(503, "overloaded", message, b"retry-after: 1\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Mark the current request as disconnected. uvicorn does this only for the last request that it received."""
         self._cancel_deadline()
+        self._cancel_read_deadline()
+        self._clients.remove(self)
         self._unparsed.clear()
         if self._current_cycle is not None:
             self._current_cycle.disconnected = True
             self._current_cycle.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Start the time limit for the client to read what waits for it."""
+        super().pause_writing()
+        self._cancel_read_deadline()
+        self._read_deadline = self.loop.call_later(CLIENT_READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """End the time limit: the client has read."""
+        self._cancel_read_deadline()
+        super().resume_writing()
+
+    def _cancel_read_deadline(self) -> None:
+        if self._read_deadline is not None:
+            self._read_deadline.cancel()
+            self._read_deadline = None
 
     def data_received(self, data: bytes) -> None:
         """Parse the data up to a request that has to wait for the response to a previous one, and keep the rest."""
@@ -187,6 +217,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Parse the next request. Limit the time for the rest of a body whose request was answered before, as without a
         password.
         """
+        self._clients.set_idle(self)
         super().on_response_complete()
         self._parse_more()
         if self.cycle.response_complete and not self._is_reading_headers:
@@ -198,6 +229,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._current_cycle = cycle
+        self._clients.set_busy(self)
         super()._start_asgi_task(cycle, app)
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -215,7 +247,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse_slow_headers(self) -> None:
         self._refuse(408, "timeout", f"request line and headers took longer than {HEADERS_SECONDS:g} s")
 
-    def _refuse(self, status: int, code: str, message: str) -> None:
+    def _refuse(self, status: int, code: str, message: str, header: bytes = b"") -> None:
         # The error has the form of every error, but is written here because the application has no request to answer.
         # It is not sent if the client could take it for the response to the previous request, or for a part of that
         # response.
@@ -231,6 +263,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 STATUS_LINE[status],
                 b"content-type: application/json\r\n",
                 b"content-length: %d\r\n" % len(body),
+                header,
                 b"connection: close\r\n\r\n",
             )
             self.transport.write(b"".join(lines) + body)
@@ -238,8 +271,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def _set_client_read_timeout(transport: asyncio.Transport) -> None:
-    # The kernel then closes the connection, also if the client is alive and only keeps its receive window closed.
+    # The kernel then closes the connection, also if the client is alive and only keeps its receive window closed. It
+    # takes more of a response only when the client has read.
     connection = transport.get_extra_info("socket")
-    option = getattr(socket, "TCP_USER_TIMEOUT", None)  # exists on Linux only
-    if connection is not None and option is not None and connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, option, int(1000 * CLIENT_READ_SECONDS))
+    if connection is None or connection.family == socket.AF_UNIX:
+        return
+    options = {"TCP_USER_TIMEOUT": int(1000 * CLIENT_READ_SECONDS), "TCP_NOTSENT_LOWAT": _UNSENT_BYTES}
+    for name, value in options.items():
+        if hasattr(socket, name):  # the first exists on Linux only
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -12,6 +12,7 @@ from uuid import UUID
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
+from .rights import current
 from .serialization import RawJson
 
 __all__ = ["AgentTask", "QueueRow", "Status", "TaskKind", "TaskRow"]
@@ -133,12 +134,16 @@ async def begin_deletion(connection: Connection, service_id: str, name: str) -> 
 async def submit(
     connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: str | None = None
 ) -> UUID:
-    """Record a task and send it to the agents in one statement. Returns its id."""
+    """Record a task and send it to the agents in one statement. Returns its id.
+
+    The tasks of a user are a group of the task queue, so that users take turns.
+    """
     cursor = await connection.execute(
         "with task as ("
         " insert into pgqueue_http.tasks (kind, queue_id, request) values (%s, %s, %s::jsonb) returning id"
-        ") select t.id, pgqueue.enqueue(%s, jsonb_build_object('task_id', t.id, 'kind', %s::text)) from task t",
-        [kind, queue_id, request, task_queue, kind],
+        ") select t.id, pgqueue.enqueue(%s, jsonb_build_object('task_id', t.id, 'kind', %s::text),"
+        " group_key => left(%s, 255)) from task t",
+        [kind, queue_id, request, task_queue, kind, current().name],
     )
     row = await cursor.fetchone()
     assert row is not None  # noqa: S101 - it was inserted

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -20,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from .errors import ApiError
-from .rights import current_or_none
+from .rights import authorize, current_or_none
 from .turns import Gate
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "nesting_error",
     "read_json",
     "run_beside",
+    "run_in_thread",
 ]
 
 BODIES_LIMIT: Final = 256 * 1024 * 1024  # bytes of memory for the bodies of all requests
@@ -152,14 +154,24 @@ async def run_beside(
     *arguments: _Arguments.args,
     **more: _Arguments.kwargs,
 ) -> _Result:
-    """Call a function that works on the body of a request: in a thread if the body is large, else directly.
+    """Call a function that works on the body of a request: in a thread if the body is large, else directly."""
+    if len(body) <= _LARGE:
+        return function(*arguments, **more)
+    return await run_in_thread(request, function, *arguments, **more)
+
+
+async def run_in_thread(
+    request: Request,
+    function: Callable[_Arguments, _Result],
+    *arguments: _Arguments.args,
+    **more: _Arguments.kwargs,
+) -> _Result:
+    """Call a function in a thread.
 
     A user has one thread at a time, so large bodies of one user do not delay other users. After a call the
     thread rests as long as the call took, but at most `_REST_SECONDS`: Python's JSON parser keeps the interpreter for
     hundreds of milliseconds, and the event loop needs it several times for each request.
     """
-    if len(body) <= _LARGE:
-        return function(*arguments, **more)
     caller = current_or_none()
     user = caller.name if caller else ""
     gate: Gate = request.scope["body_memory"].gate
@@ -167,7 +179,7 @@ async def run_beside(
         await gate.wait(user)
     loop = asyncio.get_running_loop()
     began = loop.time()
-    work = loop.run_in_executor(_THREADS, partial(function, *arguments, **more))
+    work = loop.run_in_executor(_THREADS, partial(copy_context().run, function, *arguments, **more))
     # Also after the request was cancelled: the thread goes on.
     work.add_done_callback(lambda _: loop.call_later(min(loop.time() - began, _REST_SECONDS), gate.leave, user))
     return await asyncio.shield(work)
@@ -226,16 +238,21 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that passes a `JsonRequest` to its function."""
+    """A route that passes a `JsonRequest` to its function. It checks rights before the body is read."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The function that FastAPI calls with a request."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
+            await self.check(request)
             return await handle(JsonRequest(request.scope, request.receive))
 
         return handler
+
+    async def check(self, request: Request) -> None:
+        """Check the rights as far as they do not depend on the body. Raises `ApiError`."""
+        await authorize(request)
 
 
 def read_json(text: str) -> Any:

@@ -95,6 +95,7 @@ class Need(NamedTuple):
 _PRODUCER: Final = Need(("producer",))
 _SENDER: Final = Need(("producer", "admin"))
 _CONSUMER: Final = Need(("consumer",))
+_SUBSCRIBER: Final = Need(("consumer", "admin"))
 _ADMIN: Final = Need(("admin",))
 _READER: Final = Need(("admin", "reader"))
 _SEES: Final = Need()
@@ -128,6 +129,10 @@ NEEDS: Final[Mapping[str, Need]] = {
     f"POST {_DIRECT}/alter_schedule": _ADMIN,
     f"POST {_DIRECT}/drop_schedule": _ADMIN,
     f"POST {_DIRECT}/run_schedule": _SENDER,
+    "POST /v1/queues/publish": Need(("producer",), "some"),  # to all queues of the database
+    f"POST {_DIRECT}/subscribe": _SUBSCRIBER,
+    f"POST {_DIRECT}/unsubscribe": _SUBSCRIBER,
+    f"GET {_DIRECT}/list_subscriptions": _SUBSCRIBER,
     f"GET {_MANAGED}": _LISTS,
     f"POST {_MANAGED}": _ADMIN,
     f"GET {_MANAGED}/{{queue_name}}": _SEES,
@@ -183,8 +188,11 @@ class Caller:
 
     @property
     def administers(self) -> bool:
-        """Whether the request needs the access admin and no other would do."""
-        return self.needs.accesses == ("admin",)
+        """Whether the request needs the access admin: no other would do, or the user has none of the others."""
+        others = tuple(each for each in self.needs.accesses if each != "admin")
+        if "admin" not in self.needs.accesses or "reader" in others:  # what a reader may do changes nothing
+            return False
+        return not others or (self.may(("admin",), *self.place) and not self.may(others, *self.place))
 
     def may(
         self,

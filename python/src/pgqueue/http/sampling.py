@@ -84,6 +84,12 @@ class History:
         earlier = self._earlier
         return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
 
+    def copy(self) -> "History":
+        """The same samples, without later ones."""
+        copied = History()
+        copied.samples, copied.throughputs = self.samples.copy(), self.throughputs.copy()
+        return copied
+
     def add(self, at: float, stats: QueueStats) -> None:
         """Add a sample, and the throughput since the sample a few before it."""
         self.samples.append(Sample(at, stats))

@@ -10,7 +10,7 @@ from psycopg.types.json import Jsonb
 from ..client import AsyncQueue, AsyncQueues
 from ..errors import ScheduleNotFound
 from .context import error_responses, to_response
-from .direct_routes import DIRECT_ERRORS, KeyedTargetDependency, TargetDependency, TargetQueue
+from .direct_routes import DIRECT_ERRORS, DirectRoute, KeyedTargetDependency, TargetDependency, TargetQueue
 from .enqueueing import to_limited_json
 from .errors import ApiError
 from .idempotency import Answer
@@ -25,7 +25,7 @@ from .models import (
     ScheduleName,
     Schedules,
 )
-from .request_body import JsonRequest, JsonRoute, run_beside
+from .request_body import JsonRequest, run_beside
 from .serialization import to_json
 
 __all__ = ["router"]
@@ -37,7 +37,7 @@ _SIZE: Final = (
 )
 _IS_OF_QUEUE: Final = "select from pgqueue.list_schedules(queue_name => %s) s where s.name = %s"
 
-router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["schedules"], route_class=JsonRoute)
+router = APIRouter(prefix="/v1/queues/{queue_name}", tags=["schedules"], route_class=DirectRoute)
 
 
 @router.get("/list_schedules", response_model=Schedules, responses=error_responses(403, 404, 413, 422))

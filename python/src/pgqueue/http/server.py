@@ -5,18 +5,22 @@ import ctypes
 import gc
 import ipaddress
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from .agent import Agent
 from .app import create_app
+from .client_connections import ClientConnections
 from .databases import Databases
 from .metrics import Metrics
 from .protocol import LimitedHttpProtocol
@@ -30,6 +34,8 @@ logger = logging.getLogger("pgqueue.http")
 # SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
+_BACKLOG: Final = 1024  # connections that the kernel accepts before the server does
+_OTHER_FILES: Final = 100  # of the process, besides connections
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
@@ -96,12 +102,16 @@ def serve(
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     _return_large_memory()
+    # The addresses may be networks or *, which this middleware parses.
+    proxies = ProxyHeadersMiddleware(app, forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
+    clients = ClientConnections(_most_client_connections(settings), proxies.__contains__)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         lifespan="on",
-        http=LimitedHttpProtocol,
+        backlog=_BACKLOG,
+        http=partial(LimitedHttpProtocol, clients=clients),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
@@ -112,6 +122,22 @@ def serve(
         timeout_graceful_shutdown=grace_seconds,
     )
     uvloop.run(_Server(app, config, started).serve())
+
+
+def _most_client_connections(settings: Settings) -> int:
+    """How many connections from clients the server accepts. The system may allow fewer than the settings."""
+    most = settings.limits.client_connections
+    databases = 1 + sum(len(each.databases) for each in settings.services.values())
+    # A connection to a database listens, and those of agents are not in a pool.
+    others = databases * (settings.limits.connections + 2) + settings.tasks.concurrency + _BACKLOG + _OTHER_FILES
+    files = most + others
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < files:
+        files, most = hard, min(most, max(hard // 2, hard - others))
+        logger.warning("the system allows %d open files: the server accepts %d connections", hard, most)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return most
 
 
 def _return_large_memory() -> None:

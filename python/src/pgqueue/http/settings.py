@@ -75,15 +75,17 @@ class Limits:
 
     `request_seconds` (1 to 600; 30) bounds a request, `database_seconds` (1 to 600; 15) a statement, and
     `connect_seconds` (1 to 60; 3) the wait for a connection. `connections` (1 to 1000; 10) is the size of the pool of
-    each database. `sample_seconds` (0.2 to 3600; 2) is the interval between samples for the page and the metrics.
-    `user_requests_per_second` (0 to 100000; 0: no limit) bounds the requests of each user to this process.
-    `session_seconds` (60 to 2592000; 28800) is how long a log-in to the page lasts.
+    each database. `client_connections` (10 to 100000; 2000) bounds the connections from clients. `sample_seconds` (0.2
+    to 3600; 2) is the interval between samples for the page and the metrics. `user_requests_per_second` (0 to 100000;
+    0: no limit) bounds the requests of each user to this process. `session_seconds` (60 to 2592000; 28800) is how long
+    a log-in to the page lasts.
     """
 
     request_seconds: float = 30.0
     database_seconds: float = 15.0
     connect_seconds: float = 3.0
     connections: int = 10
+    client_connections: int = 2000
     sample_seconds: float = 2.0
     user_requests_per_second: int = 0
     session_seconds: int = 28800
@@ -93,6 +95,7 @@ class Limits:
         _within("limits.database_seconds", self.database_seconds, 1, 600)
         _within("limits.connect_seconds", self.connect_seconds, 1, 60)
         _within("limits.connections", self.connections, 1, 1000)
+        _within("limits.client_connections", self.client_connections, 10, 100_000)
         _within("limits.sample_seconds", self.sample_seconds, 0.2, 3600)
         _within("limits.user_requests_per_second", self.user_requests_per_second, 0, 100_000)
         _within("limits.session_seconds", self.session_seconds, 60, 2_592_000)

@@ -1,0 +1,216 @@
+"""The routes of topics: subscriptions, and what a published message reaches."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import commands
+import httpx
+import psycopg
+import pytest
+from served import ADMIN, SERVICE, Server, Site, new_name, serving
+
+PUBLISH = "/v1/queues/publish"
+
+
+@pytest.fixture(scope="module")
+def users(site: Site) -> dict[str, list[str]]:
+    return {
+        "some": [f"producer:{SERVICE}/q-*", f"consumer:{SERVICE}/*"],
+        "all-elsewhere": [f"producer:{SERVICE}/{site.databases[1]}/*"],
+    }
+
+
+@pytest.fixture(scope="module")
+def config(site: Site, users: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(site.configuration(tmp_path_factory.mktemp("commands"), users=users))
+
+
+@pytest.fixture(scope="module")
+def web(site: Site, users: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("served")
+    with serving(site.configuration(directory, users=users), directory) as web:
+        for database in site.databases:
+            web.create(new_name(), database_name=database)  # installs pgqueue
+        yield web
+
+
+@pytest.fixture
+def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
+    assert web.url  # starting it has installed pgqueue
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def queues(sql: psycopg.Connection[Any]) -> tuple[str, str]:
+    names = new_name(), new_name()
+    for name in names:
+        sql.execute("select pgqueue.create_queue(%s)", [name])
+    return names
+
+
+@pytest.fixture
+def topic(web: Server, queues: tuple[str, str]) -> str:
+    """A topic to which both queues are subscribed, the first one twice."""
+    topic = f"{queues[0]}.paid"
+    for name, pattern in ((queues[0], topic), (queues[0], f"{queues[0]}.#"), (queues[1], f"{queues[0]}.*")):
+        assert web.post(f"/v1/queues/{name}/subscribe", {"topic": pattern}).json() == {"subscribed": True}
+    return topic
+
+
+def claim(web: Server, queue: str) -> list[dict[str, Any]]:
+    claimed: list[dict[str, Any]] = web.post(f"/v1/queues/{queue}/claim", {"max_messages": 10}).json()["messages"]
+    return claimed
+
+
+def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["field"]
+
+
+def test_a_queue_is_subscribed_listed_and_unsubscribed(web: Server, queues: tuple[str, str], topic: str) -> None:
+    path = f"/v1/queues/{queues[0]}"
+    assert web.post(f"{path}/subscribe", {"topic": topic}).json() == {"subscribed": False}
+    listed = web.get(f"{path}/list_subscriptions").json()["subscriptions"]
+    assert [(each["topic"], each["queue_name"]) for each in listed] == [
+        (f"{queues[0]}.#", queues[0]),
+        (topic, queues[0]),
+    ]
+    assert all(datetime.fromisoformat(each["subscribed_at"]).tzinfo for each in listed)
+    key = {"Idempotency-Key": new_name()}
+    for _ in range(2):  # the second time by the stored response
+        assert web.post(f"{path}/unsubscribe", {"topic": topic}, headers=key).json() == {"unsubscribed": True}
+    assert web.post(f"{path}/unsubscribe", {"topic": topic}).json() == {"unsubscribed": False}
+    assert len(web.get(f"{path}/list_subscriptions").json()["subscriptions"]) == 1
+
+
+def test_a_published_message_reaches_each_subscribed_queue_once(
+    web: Server, queues: tuple[str, str], topic: str
+) -> None:
+    answer = web.post(PUBLISH, {"topic": topic, "payload": {"n": 1}})
+    assert (answer.status_code, answer.json()) == (201, {"count": 2})
+    for name in queues:
+        (message,) = claim(web, name)
+        assert (message["payload"], message["headers"]) == ({"n": 1}, {"pgqueue.topic": topic})
+    assert web.post(PUBLISH, {"topic": new_name(), "payload": 1}).json() == {"count": 0}
+
+
+def test_a_message_is_published_with_the_arguments_of_sql(
+    web: Server, queues: tuple[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    base, name = new_name(), queues[0]
+    web.post(f"/v1/queues/{name}/subscribe", {"topic": base})
+    message_id = "2f1c9d6e-5a37-4c1b-9d0e-8b6f0a7c3e51"
+    more = {"headers": {"event": "paid"}, "expires_in_seconds": 3600, "message_id": message_id, "group_key": "group"}
+    for content in ({"body": "AP8="}, {"payload": None}):
+        assert web.post(PUBLISH, {"topic": "x", "base_topics": [base], **more, **content}).json() == {"count": 1}
+    for message, (payload, body) in zip(claim(web, name), [(None, "AP8="), (None, None)], strict=True):
+        assert (message["payload"], message["body"], message["message_id"]) == (payload, body, message_id)
+        assert message["headers"] == {"event": "paid", "pgqueue.topic": "x", "pgqueue.group": "group"}
+        assert message["expires_at"] > message["enqueued_at"]
+    keyed = {"topic": base, "dedup_key": "one", "delay_seconds": 60, "base_topics": None, "priority": 7.0}
+    for payload in (1, 2):
+        assert web.post(PUBLISH, {**keyed, "payload": payload, "on_duplicate": "replace"}).json() == {"count": 1}
+    rows = sql.execute(
+        "select payload, headers ->> 'pgqueue.priority', due_at > now() from pgqueue.scheduled_messages"
+        " where queue_name = %s",
+        [name],
+    ).fetchall()
+    assert rows == [(2, "7", True)]
+
+
+def test_no_number_of_a_published_message_is_rounded(
+    web: Server, queues: tuple[str, str], topic: str, sql: psycopg.Connection[Any]
+) -> None:
+    body = f'{{"topic": "{topic}", "payload": 0.10000000000000000001}}'
+    for headers in ({}, {"Idempotency-Key": new_name()}):
+        assert web.post(PUBLISH, body, headers=headers).json() == {"count": 2}
+    rows = sql.execute("select payload::text from pgqueue.messages where queue_name = any(%s)", [[*queues]]).fetchall()
+    assert rows == [("0.10000000000000000001",)] * 4
+
+
+def test_a_publish_that_is_repeated_with_a_key_takes_effect_once(
+    web: Server, queues: tuple[str, str], topic: str
+) -> None:
+    key = {"Idempotency-Key": new_name()}
+    answers = [web.post(PUBLISH, {"topic": topic, "payload": 1}, headers=key) for _ in range(2)]
+    assert [(each.status_code, each.json()) for each in answers] == [(201, {"count": 2})] * 2
+    assert [each.headers.get("idempotent-replayed") for each in answers] == [None, "true"]
+    assert [len(claim(web, name)) for name in queues] == [1, 1]
+    other = web.post(PUBLISH, {"topic": topic, "payload": 2}, headers=key)
+    assert failure(other) == (422, "idempotency_key_reused", "Idempotency-Key")
+
+
+def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
+    web: Server, site: Site, queues: tuple[str, str], topic: str, config: str
+) -> None:
+    """The answer does not tell which queues are subscribed, or whether any is."""
+    made = commands.run(
+        "token", "create", queues[0], "--config", config, "--allow", f"producer:{SERVICE}/{queues[0]}",
+        TEST_PASSWORD="password",
+    )  # fmt: skip
+    token = {"Authorization": f"Bearer {made.out.strip()}"}
+    web.until(lambda: web.http.get("/v1/queues", headers=token, auth=None).status_code == 200)
+
+    def publish(to: str, database: str = site.databases[0], **more: Any) -> httpx.Response:
+        return web.post(PUBLISH, {"topic": to, "payload": 1}, params={"database_name": database}, **more)
+
+    refused = []
+    for to in (topic, new_name()):
+        refused += [publish(to, auth=("some", ADMIN[1])), publish(to, headers=token, auth=None)]
+    assert {failure(each) for each in refused} == {(403, "forbidden", None)}
+    assert len({each.text for each in refused}) == 1
+    hidden = publish(topic, auth=("all-elsewhere", ADMIN[1]))
+    assert failure(hidden) == (404, "database_not_found", "database_name")
+    assert [claim(web, name) for name in queues] == [[], []]
+    there = publish(topic, site.databases[1], auth=("all-elsewhere", ADMIN[1]))
+    assert (there.status_code, there.json()) == (201, {"count": 0})
+    assert web.post(PUBLISH, {"topic": topic, "payload": 1}, auth=("all-elsewhere", ADMIN[1])).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "limit"),
+    [
+        ({"topic": None}, "topic", "a string"),
+        ({"topic": ""}, "topic", "at least 1 characters long"),
+        ({"topic": "x" * 256}, "topic", "at most 255 characters long"),
+        (
+            {"topic": "orders.*"},
+            "topic",
+            "1 to 255 characters: words joined by dots, not empty, without control characters;"
+            " * and # are allowed only in subscriptions",
+        ),
+        ({"base_topics": ["x"] * 101}, "base_topics", "at most 100 items long"),
+        ({"base_topics": [""]}, "base_topics[0]", "at least 1 characters long"),
+        ({"body": "AA=="}, "payload", "null if body is given: a message has exactly one of the two"),
+        ({"delay_seconds": 43201}, "delay_seconds", "at most 43200"),
+        ({"on_duplicate": "drop"}, "on_duplicate", None),
+        ({"unknown": 1}, "unknown", None),
+    ],
+    ids=range(10),
+)
+def test_an_invalid_argument_is_named_with_its_limit(
+    web: Server, change: dict[str, Any], field: str, limit: str | None
+) -> None:
+    answer = web.post(PUBLISH, {"topic": "x", "payload": 1} | change)
+    assert failure(answer) == (422, "invalid", field)
+    assert limit is None or answer.json()["error"]["limit"] == limit
+
+
+def test_a_missing_argument_is_named(web: Server) -> None:
+    assert failure(web.post(PUBLISH, {"payload": 1})) == (422, "invalid", "topic")
+    assert failure(web.post(PUBLISH, {"topic": "x"})) == (422, "invalid", "payload")
+    assert failure(web.post(PUBLISH, "[]")) == (400, "malformed_json", "body")
+
+
+def test_a_message_over_a_limit_reaches_no_queue(
+    web: Server, queues: tuple[str, str], topic: str, sql: psycopg.Connection[Any]
+) -> None:
+    for name, value in (("payload", "x" * 262_143), ("headers", {"a": "x" * 65_536}), ("body", "AAAA" * 87_382)):
+        answer = web.post(PUBLISH, ({"topic": topic} | ({} if name == "body" else {"payload": 1})) | {name: value})
+        assert failure(answer) == (413, "payload_too_large", name)
+    sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 1024)", [queues[1]])
+    assert failure(web.post(PUBLISH, {"topic": topic, "payload": "x" * 2000})) == (413, "payload_too_large", "payload")
+    assert [claim(web, name) for name in queues] == [[], []]
+    assert web.post(PUBLISH, {"topic": topic, "payload": "x" * 1000}).json() == {"count": 2}
