@@ -208,13 +208,17 @@ stop:  ## stop the kept servers
 installcheck: setup .cache/debs/ready  ## run the SQL suites on the server of PGQUEUE_DSN or the libpq variables
 	@$(harness) --external
 
+format: setup  ## format Python
+	@cd python && ../.venv/bin/ruff check --quiet --fix . ../test
+	@cd python && ../.venv/bin/ruff format --quiet . ../test
+
 lint: setup  ## check the style of SQL, Python and the Dockerfile
-	@.venv/bin/sqlfluff lint --disable-progress-bar --nocolor sql | sed '/ PASS *$$/d;/^All Finished/d'
 	@cd python && ../.venv/bin/ruff check --quiet . ../test
 	@cd python && ../.venv/bin/ruff format --quiet --check . ../test
 	@cd python && ../$(python) -m mypy --no-error-summary
 	@cd python && { report=$$(../.venv/bin/lint-imports) || { echo "$$report"; exit 1; }; }
 	@.venv/bin/hadolint test/docker/Dockerfile test/docker/standin.Dockerfile test/bench/harness/Dockerfile
+	@.venv/bin/sqlfluff lint --disable-progress-bar --nocolor sql | sed '/ PASS *$$/d;/^All Finished/d'
 
 docker-test: build  ## build the image and run it, with docker or podman
 	@test/docker/test.sh
@@ -251,4 +255,4 @@ distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
 .PHONY: help build verify client reference install uninstall installcheck setup test-tools test test-all test-python \
-	test-sql tap spec py stop lint docker-test demo demo-spark bench bench-full clean distclean
+	test-sql tap spec py stop format lint docker-test demo demo-spark bench bench-full clean distclean

@@ -33,6 +33,8 @@ def reference(files: list[Path]) -> str:
             index.append(f"| {file.stem.replace('_', ' ')} | {', '.join(links)} |")
         for function in functions:
             name = function["name"]
+            if name not in comments:
+                sys.exit(f"{file}: {name} has no comment on function in this file, which is the text of the reference")
             entries.append(f"### {name}\n\n```text\n{signature(function)}\n```\n\n{paragraphs(comments[name])}\n")
     return "\n".join(["| module | functions |\n|---|---|", *index, "", *entries])
 

@@ -117,7 +117,8 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "rate_period": 0.25,
     }
     assert {name: changed[name] for name in expected} == expected
-    assert set(changed) - set(expected) == {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
+    fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
+    assert set(changed) - set(expected) == fixed, "alter needs an option for each setting that can be changed"
     ended = cli(
         *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired"),
         *("--max-in-flight", "0", "--rate-limit", "0"),
