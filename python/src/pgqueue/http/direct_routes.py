@@ -62,7 +62,7 @@ from .models import (
     QueueSettings,
     Redrive,
 )
-from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside, run_in_thread
+from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside
 from .rights import current
 from .serialization import to_json
 from .settings import Service
@@ -478,7 +478,6 @@ async def stats(target: TargetDependency) -> Response:
 @router.get("/browse_dead_messages", response_model=DeadLetters, responses=error_responses(403, 404, 422))
 @router.get("/dead-letters", include_in_schema=False)
 async def browse_dead_messages(
-    request: Request,
     target: TargetDependency,
     max_messages: Annotated[int, Query(ge=1, le=100)] = 100,
     after_id: Annotated[int, Query(ge=0, le=MAX_ID)] = 0,
@@ -486,9 +485,10 @@ async def browse_dead_messages(
     """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
         letters = await queue.browse_dead_messages(max_messages, after_id)
-    found = {"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}
-    # Up to 25 MB, for which the event loop would stand still.
-    return to_response(Answer(200, await run_in_thread(request, to_json, found)))
+    # Up to 25 MB. In a thread they would wait for their turn, and keep the memory of all requests that wait.
+    return to_response(
+        Answer(200, to_json({"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}))
+    )
 
 
 @router.post("/redrive", response_model=Count, responses=DIRECT_ERRORS)

@@ -34,7 +34,7 @@ logger = logging.getLogger("pgqueue.http")
 # SIGHUP, when the terminal is closed, stops the server, too, unless nohup has made the process ignore it.
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
-_BACKLOG: Final = 1024  # connections that the kernel accepts before the server does
+_BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
 _OTHER_FILES: Final = 100  # of the process, besides connections
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
