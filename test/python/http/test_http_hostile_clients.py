@@ -247,7 +247,8 @@ FULL = 2000 + 3 * 12 + 8 + server._BACKLOG + server._OTHER_FILES
         (1024, 1_000_000, 2000, FULL),
         (1024, resource.RLIM_INFINITY, 2000, FULL),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2000, None),
-        (1024, FULL - 500, 1500, FULL - 500),
+        (1024, FULL - 500, 2000, FULL - 500),
+        (1024, 3000, 1500, 3000),
         (256, 256, 128, None),
     ],
 )

@@ -133,7 +133,7 @@ def _most_client_connections(settings: Settings) -> int:
     files = most + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < files:
-        files, most = hard, min(most, max(hard // 2, hard - others))
+        files, most = hard, min(most, hard // 2)
         logger.warning("the system allows %d open files: the server accepts %d connections", hard, most)
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
