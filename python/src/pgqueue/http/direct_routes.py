@@ -14,6 +14,7 @@ import psycopg
 from fastapi import APIRouter, Depends, Query, Request, Response
 from psycopg import AsyncConnection
 from psycopg.pq.abc import PGresult
+from pydantic import BaseModel
 
 from .._calls import prepare_wait_and_look
 from .._connections import is_proxied
@@ -85,23 +86,29 @@ _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler
 _MAX_WAIT_SHARE: Final = 0.8
 DIRECT_ERRORS: Final = error_responses(400, 403, 404, 409, 413, 422)
 _CLAIM_ERRORS: Final = DIRECT_ERRORS | error_responses(410)
-_DEAD_LETTER_FIELDS: Final = tuple(DeadLetter.model_fields)
 # Bounded as the other routes bound them: these are the first and the last timestamp of Python.
-_CLAIMED_COLUMNS: Final = {
+_COLUMNS: Final = {
     "body": "translate(encode(c.body, 'base64'), E'\\n', '')",
     **{
         name: f"case when c.{name} is not null then replace(text(greatest(least(c.{name},"
         " '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end"
-        for name in ("enqueued_at", "visible_at", "expires_at")
+        for name in ("enqueued_at", "visible_at", "expires_at", "died_at")
     },
 }
+
+
+def _columns(model: type[BaseModel]) -> str:
+    """The columns of c that a model has."""
+    return ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in model.model_fields)
+
+
 # PostgreSQL writes the JSON of the response, at a tenth of the CPU time that Python takes.
 _CLAIM: Final = Statement(
     "pgqueue_claim",
     f"""
 select count(*), json_agg(m), string_agg(m.id::text, ','), min(m.claim_token::text)
 from (
-    select {", ".join(f"{_CLAIMED_COLUMNS.get(name, f'c.{name}')} as {name}" for name in ClaimedMessage.model_fields)}
+    select {_columns(ClaimedMessage)}
     from pgqueue.claim($1, $2, $3, $4) c
 ) m
 """,  # noqa: S608 - the names are those of the model
@@ -110,7 +117,7 @@ _CLAIM_ANY: Final = Statement(
     "pgqueue_claim_any",
     f"""
 with m as materialized (
-    select {", ".join(f"{_CLAIMED_COLUMNS.get(name, f'c.{name}')} as {name}" for name in ClaimedMessage.model_fields)},
+    select {_columns(ClaimedMessage)},
         c.queue_name
     from pgqueue.claim_any($1, $2, $3, $4) c
 )
@@ -119,6 +126,16 @@ select
     (select json_agg(q) from (select c.queue_name, json_agg(c.id) as ids, c.claim_token from m c group by 1, 3) q)
 from m
 """,  # noqa: S608 - the names are those of the model
+)
+_BROWSE_DEAD_MESSAGES: Final = Statement(
+    "pgqueue_browse_dead_messages",
+    f"""
+select coalesce(json_agg(m), '[]')
+from (
+    select {_columns(DeadLetter)}
+    from pgqueue.browse_dead_messages($1, $2, $3) c
+) m
+""",  # noqa: S608 - the same
 )
 _ACK: Final = Statement("pgqueue_ack", "select pgqueue.ack($1, $2, $3)")
 _ACK_BATCH: Final = Statement("pgqueue_ack_batch", "select pgqueue.ack_batch($1, $2, $3)")
@@ -484,11 +501,8 @@ async def browse_dead_messages(
 ) -> Response:
     """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
-        letters = await queue.browse_dead_messages(max_messages, after_id)
-    # Up to 25 MB. In a thread they would wait for their turn, and keep the memory of all requests that wait.
-    return to_response(
-        Answer(200, to_json({"dead_messages": [_select_fields(each, _DEAD_LETTER_FIELDS) for each in letters]}))
-    )
+        result = await _BROWSE_DEAD_MESSAGES.fetch(queue.connection, target.name, str(max_messages), str(after_id))
+    return to_response(Answer(200, f'{{"dead_messages": {_text(result, 0)}}}'))
 
 
 @router.post("/redrive", response_model=Count, responses=DIRECT_ERRORS)
@@ -559,7 +573,3 @@ def _seconds(number: int | None) -> str | None:
 def _storable_text(text: str | None) -> str | None:
     """The text without the characters that PostgreSQL cannot store."""
     return None if text is None else text.replace("\x00", "").encode("utf8", "replace").decode()
-
-
-def _select_fields(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
