@@ -772,6 +772,8 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (schema(a=t.ArrayType(TWICE)), {}, "column a: struct<x:int,x:int> has no form in JSON"),
         (schema(payload=TWICE), {}, "column payload: struct<x:int,x:int> has no form in JSON"),
         (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers is ambiguous without a column payload"),
+        (schema(payload=t.StringType(), dedup_key=t.StringType()), {}, "column dedup_key: .* without deduplication"),
+        (schema(a=t.IntegerType(), Dedup_Key=t.StringType()), {}, "column Dedup_Key: .* without deduplication"),
         (schema(payload=t.StringType()), {"queue": ""}, "no queue: set option queue, or"),
         (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
         (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
@@ -851,6 +853,26 @@ def test_retried_tasks_send_each_row_once(spark: Any, sink: Sink, save: Callable
     save(frame.select(udf(once, "string", useArrow=False)("id").alias("payload")))
     assert sorted(sink.sent()) == [*range(1000)]
     assert sink.staged() == 0
+
+
+def test_a_retried_task_of_foreach_partition_sends_each_dedup_key_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
+    dsn, name = sink.dsn, sink.name
+
+    def send(rows: Iterator[Any]) -> None:
+        keys = [row.dedup_key for row in rows]
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            pgqueue.Queue(connection, name).enqueue_batch(keys, dedup_keys=keys)
+        mark = tmp_path / keys[0]
+        if not mark.exists():
+            mark.touch()
+            raise RuntimeError("injected")
+
+    sink.queue.enqueue("0", dedup_key="0")
+    frame = spark.range(0, 200, 1, 2).selectExpr("cast(id % 30 as string) as dedup_key")
+    for _ in range(2):
+        frame.foreachPartition(send)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "0", tmp_path / "10"]
+    assert sorted(sink.sent()) == sorted(map(str, range(30)))
 
 
 def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Callable[..., None]) -> None:
