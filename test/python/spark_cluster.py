@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,30 @@ def meet(queue: str, point: str) -> None:
         fault = prepared.rename(f"{prepared}.met").read_text()
     except FileNotFoundError:
         return
-    executor, worker = [process for process in psutil.Process().parents() if process.name() == "java"][:2]
+    javas = [process for process in psutil.Process().parents() if process.name() == "java"]
+    if fault == "outlast an executor":
+        outlast_an_executor(javas[0])
+        return
     if fault == "lose the host":
-        worker.kill()
+        javas[1].kill()
     if fault != "hang":
-        executor.kill()
+        javas[0].kill()
     while True:
         time.sleep(60)  # Spark ends this process: its executor is lost, or another attempt has succeeded.
+
+
+def outlast_an_executor(mine: psutil.Process) -> None:
+    """Wait until another executor of the application has ended, as dynamic allocation ends idle ones."""
+    words = mine.cmdline()
+    application = words[words.index("--app-id") + 1]
+    seen: set[psutil.Process] = set()
+    while True:
+        # process_iter skips a process that ended, and gives a zombie no command line.
+        running = {one for one in psutil.process_iter(["cmdline"]) if application in (one.info["cmdline"] or ())}
+        seen |= running - {mine}
+        if seen - running:
+            return
+        time.sleep(0.1)
 
 
 class FaultyReads:
@@ -67,7 +85,9 @@ class FaultyStreamReader(FaultyReads, QueueStreamReader):
 
 
 class FaultyWriter(FaultyWrites, QueueArrowWriter):
-    pass
+    def commit(self, messages: list[Any]) -> None:
+        super().commit(messages)
+        meet(self.options.queue, "commit")
 
 
 class FaultyStreamWriter(FaultyWrites, QueueStreamArrowWriter):
@@ -92,16 +112,24 @@ class FaultySource(PgQueueDataSource):
         return FaultyStreamWriter(super().streamWriter(schema, overwrite).options, schema)
 
 
-def write(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:  # noqa: ARG001 - as the others
-    """Write the numbers below 1000, after a shuffle."""
-    rows = spark.range(0, 1000, 1, 2).repartition(2, "id").selectExpr("to_json(struct(id)) as payload")
+def write(
+    spark: Any,
+    format: str,
+    dsn: str,
+    queue: str,
+    home: str,  # noqa: ARG001 - as the others
+    shuffle: bool = True,
+) -> None:
+    """Write the numbers below 1000, after a shuffle or without one."""
+    rows = spark.range(0, 1000, 1, 2)
+    rows = (rows.repartition(2, "id") if shuffle else rows).selectExpr("to_json(struct(id)) as payload")
     rows.write.format(format).options(dsn=dsn, queue=queue, txnAppId="test", txnVersion=1).mode("append").save()
 
 
 def read(spark: Any, format: str, dsn: str, queue: str, home: str) -> list[int]:  # noqa: ARG001 - as the others
-    """Return count and sum of the numbers in a queue."""
+    """Return count, distinct count and sum of the numbers in a queue of one or several databases."""
     rows = spark.read.format(format).options(dsn=dsn, queue=queue, numPartitions=2).load()
-    return [*rows.selectExpr("count(*)", "sum(cast(payload as int))").collect()[0]]
+    return [*rows.selectExpr("count(*)", "count(distinct payload)", "sum(cast(payload as int))").collect()[0]]
 
 
 def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
@@ -114,13 +142,31 @@ def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     completed(rows.trigger(availableNow=True).start)
 
 
-PROGRAMS = {"write": write, "read": read, "stream": stream}
+def drive(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
+    """Write into two queues, and copy a third one during the second write."""
+    from pgqueue.spark import register
+
+    def copy() -> None:
+        register(spark)
+        stream(spark, format, dsn, queue, home)
+
+    # Without a shuffle: dynamic allocation keeps executors with the data of one.
+    write(spark, format, dsn, f"{queue}-released", home, shuffle=False)
+    with ThreadPoolExecutor(1) as threads:
+        copied = threads.submit(copy)
+        write(spark, format, dsn, f"{queue}-sent", home)
+        copied.result()
+
+
+PROGRAMS = {"write": write, "read": read, "stream": stream, "drive": drive}
 
 
 def main(program: str, remote: str, dsn: str, home: str, *queues: str) -> None:
     from pyspark.sql import SparkSession
 
-    spark = SparkSession.builder.remote(remote).getOrCreate()
+    # A program that spark-submit started is a driver, and has its master already.
+    builder = SparkSession.builder
+    spark = (builder.remote(remote) if remote.startswith("sc:") else builder).getOrCreate()
     spark.dataSource.register(FaultySource)
     for queue in queues:
         print(json.dumps(PROGRAMS[program](spark, "pgqueue_faulty", dsn, queue, home)), flush=True)

@@ -22,7 +22,10 @@ import venv_pack
 
 import pgqueue
 from pgqueue import Queue
+from pgqueue.embedded import EmbeddedServer
 from pgqueue.spark import PgQueueDataSource
+
+Faults = dict[str, tuple[str, str]]  # for each queue the point and the fault
 
 HERE = Path(__file__).parents[1]
 SITE = Path(pyspark.__file__).parents[1]
@@ -31,6 +34,7 @@ SPARK_SUBMIT = SITE / "pyspark/bin/spark-submit"
 HURRY = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 DAEMON = {"SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": HURRY}
 NUMBERS = (1000, 1000, sum(range(1000)))
+HOSTS = ("127.0.0.1", "127.0.0.2")
 
 
 def free_port() -> int:
@@ -70,6 +74,11 @@ class Cluster:
         variables = DAEMON | {"SPARK_LOCAL_IP": host, "PYTHONPATH": str(HERE)}
         self.start(host, [SPARK_CLASS, "org.apache.spark.deploy.worker.Worker", *words], **variables)
 
+    def restore_hosts(self) -> None:
+        for host in HOSTS:
+            if self.daemons[host].poll() is not None:
+                self.start_worker(host)
+
     def stop(self) -> None:
         for daemon in self.daemons.values():
             kill(daemon.pid)
@@ -88,7 +97,7 @@ def cluster(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
         words = ["--host", "127.0.0.1", "--port", str(cluster.port), "--webui-port", "0"]
         master = [SPARK_CLASS, "org.apache.spark.deploy.master.Master", *words]
         cluster.start("master", master, **DAEMON, SPARK_LOCAL_IP="127.0.0.1")
-        for host in ("127.0.0.1", "127.0.0.2"):
+        for host in HOSTS:
             cluster.start_worker(host)
         yield cluster
     finally:
@@ -128,19 +137,32 @@ def run(command: list[Any], environment: dict[str, str], home: Path) -> list[Any
 
 
 @pytest.fixture
-def client(cluster: Cluster, connect: str, database: str) -> Callable[..., list[Any]]:
-    """Runs a program of spark_cluster as a client of Spark Connect, for queues with faults, until all are met."""
+def client(cluster: Cluster, connect: str, database: str) -> Iterator[Callable[..., list[Any]]]:
+    """Runs a program of spark_cluster as a client of Spark Connect, for queues with faults, until all are met.
 
-    def start(program: str, faults: dict[str, tuple[str, str]]) -> list[Any]:
-        for queue, (point, fault) in faults.items():
-            (cluster.home / f"{queue}.{point}").write_text(fault)
-        words = [program, connect, database, str(cluster.home), *(queue.removesuffix("-copy") for queue in faults)]
+    After the test, hosts that were lost are there again.
+    """
+
+    def start(program: str, faults: Faults, *queues: str, dsn: str = database) -> list[Any]:
+        prepare(cluster, faults)
+        queues = queues or tuple(queue.removesuffix("-copy") for queue in faults)
+        words = [program, connect, dsn, str(cluster.home), *queues]
         environment = cluster.environment | {"PYTHONPATH": str(HERE)}
         answers = run([sys.executable, "-m", "spark_cluster", *words], environment, cluster.home)
-        assert [queue for queue, (point, _) in faults.items() if (cluster.home / f"{queue}.{point}").exists()] == []
+        assert not_met(cluster, faults) == []
         return answers
 
-    return start
+    yield start
+    cluster.restore_hosts()
+
+
+def prepare(cluster: Cluster, faults: Faults) -> None:
+    for queue, (point, fault) in faults.items():
+        (cluster.home / f"{queue}.{point}").write_text(fault)
+
+
+def not_met(cluster: Cluster, faults: Faults) -> list[str]:
+    return [queue for queue, (point, _) in faults.items() if not (cluster.home / f"{queue}.{point}.met").exists()]
 
 
 def numbers(connection: psycopg.Connection[Any], queue: str, number: str) -> Any:
@@ -150,7 +172,7 @@ def numbers(connection: psycopg.Connection[Any], queue: str, number: str) -> Any
 
 
 def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
-    cluster: Cluster, client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+    client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
 ) -> None:
     faults = {
         f"{name}-staging": ("stage", "lose the executor"),
@@ -162,19 +184,25 @@ def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
         Queue(connection, queue).create_queue()
     client("write", faults)
     assert {queue: numbers(connection, queue, "payload->>'id'") for queue in faults} == dict.fromkeys(faults, NUMBERS)
-    for host in ("127.0.0.1", "127.0.0.2"):
-        if cluster.daemons[host].poll() is not None:
-            cluster.start_worker(host)
 
 
-def test_reads_return_each_message_once_when_an_executor_is_lost_and_tasks_run_twice(
-    client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+def test_reads_of_three_servers_return_each_message_once_when_an_executor_and_a_host_are_lost_and_tasks_run_twice(
+    client: Callable[..., list[Any]], database: str, name: str
 ) -> None:
-    faults = {f"{name}-lost": ("read", "lose the executor"), f"{name}-slow": ("read", "hang")}
-    for queue in faults:
-        Queue(connection, queue).create_queue()
-        Queue(connection, queue).enqueue_batch(list(range(1000)))
-    assert client("read", faults) == [[NUMBERS[0], NUMBERS[2]]] * 2
+    faults = {
+        f"{name}-lost": ("read", "lose the executor"),
+        f"{name}-slow": ("read", "hang"),
+        f"{name}-host": ("read", "lose the host"),
+    }
+    with EmbeddedServer(durable=False) as second, EmbeddedServer(durable=False) as third:
+        dsns = [database, second.dsn, third.dsn]
+        for shard, dsn in enumerate(dsns):
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                connection.execute("create extension if not exists pgqueue")
+                for queue in faults:
+                    Queue(connection, queue).create_queue()
+                    Queue(connection, queue).enqueue_batch(list(range(shard, 1000, 3)))
+        assert client("read", faults, dsn=json.dumps(dsns)) == [[*NUMBERS]] * 3
 
 
 def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_twice(
@@ -193,6 +221,51 @@ def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_tw
     client("stream", faults)
     assert [numbers(connection, f"{queue}-copy", "payload") for queue in queues] == [NUMBERS] * 3
     assert [Queue(connection, queue).stats().acknowledged_total for queue in queues] == [1000] * 3
+
+
+def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released_executors_lose_no_rows(
+    cluster: Cluster,
+    client: Callable[..., list[Any]],
+    database: str,
+    connection: psycopg.Connection[Any],
+    name: str,
+) -> None:
+    faults = {
+        f"{name}-released": ("write", "outlast an executor"),
+        f"{name}-sent": ("commit", "hang"),
+        f"{name}-copy": ("write", "hang"),
+    }
+    for queue in (*faults, name):
+        Queue(connection, queue).create_queue()
+    Queue(connection, name).enqueue_batch(list(range(1000)))
+
+    def state() -> list[Any]:
+        columns = {f"{name}-released": "payload->>'id'", f"{name}-sent": "payload->>'id'", f"{name}-copy": "payload"}
+        found = [numbers(connection, queue, column) for queue, column in columns.items()]
+        return [*found, Queue(connection, name).stats().acknowledged_total]
+
+    settings = {
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+        "spark.dynamicAllocation.executorIdleTimeout": "1s",
+        "spark.dynamicAllocation.minExecutors": "1",
+        "spark.dynamicAllocation.maxExecutors": "2",
+    }
+    command = [SPARK_SUBMIT, "--master", cluster.url, *conf(**settings), str(HERE / "spark_cluster.py")]
+    variables = {"SPARK_LOCAL_IP": HOSTS[0], "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(HERE)}
+    prepare(cluster, faults)
+    cluster.start("driver", [*command, "drive", "", database, str(cluster.home), name], **variables)
+    driver = cluster.daemons["driver"]
+
+    def has_met_all() -> bool:
+        assert driver.poll() is None, (cluster.home / "driver.log").read_text()
+        return not_met(cluster, faults) == []
+
+    wait_for(has_met_all, PATIENCE)
+    kill(driver.pid)
+    assert state() == [NUMBERS, NUMBERS, (0, 0, None), 0]
+    client("drive", {}, name)
+    assert state() == [NUMBERS, NUMBERS, NUMBERS, 1000]
 
 
 # Without a line that imports pgqueue: only the server and its cluster need the package.
