@@ -239,7 +239,7 @@ bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the
 	@$(python) test/bench/bench.py --full
 	@$(python) test/bench/breakdown.py
 	@$(python) test/bench/report.py
-	@for program in consumer.py web.py 'spark.py --full' transport.py; do $(python) test/bench/$$program; done
+	@for program in consumer.py web.py 'spark.py --full' transport.py; do $(python) test/bench/$$program || exit 1; done
 
 # The benchmark reports a peer that could not be fetched as missing.
 .cache/bench/ready: python/pyproject.toml test/bench/fetch.py $(wildcard test/bench/peers/node/*.json) | build setup .cache/postgres/ready

@@ -42,12 +42,16 @@ def connection_strings(value: str) -> str | tuple[str, ...]:
     is_redacted = "password" in value.lower()
     if not value.lstrip().startswith("["):
         return _connection_string(value, is_redacted)
-    several = json.loads(value)
+    try:
+        several = json.loads(value)
+    except RecursionError:
+        raise ValueError from None
     if not 1 <= len(several) <= _MOST_DATABASES or not all(isinstance(one, str) for one in several):
         raise ValueError
-    if len(set(several)) < len(several):
+    checked = tuple(_connection_string(one, is_redacted) for one in several)
+    if len({frozenset(conninfo_to_dict(one).items()) for one in checked}) < len(checked):
         raise ValueError  # Each message would be read twice.
-    return tuple(_connection_string(one, is_redacted) for one in several)
+    return checked
 
 
 def _connection_string(value: str, is_redacted: bool) -> str:

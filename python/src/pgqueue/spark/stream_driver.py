@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
@@ -106,14 +107,15 @@ class StreamDriver:
         return self.call(queues[0], Queue.list_streams)[0].last_id if queues else 0
 
     def stats(self) -> list[QueueStats]:
-        """Return the stats of all queues, without retries; none while the database is unavailable."""
+        """Return the stats of the queues, without retries; none while the database is unavailable."""
         try:
             if self._connection is None:
                 return []
-            if self._options.queue is not None:
-                return [Queue(self._connection, queue).stats() for queue in self._streams]
-            # A queue of a pattern may have been dropped since it was listed.
-            return [stats for stats in Queues(self._connection).stats() if stats.queue_name in self._streams]
+            found = []
+            for queue in self._streams:
+                with suppress(QueueNotFound):  # A queue of a pattern may have been dropped since it was listed.
+                    found.append(Queue(self._connection, queue).stats())
+            return found
         except psycopg.Error as error:
             self._drop_broken(error)
             if not is_transient(error):
