@@ -22,7 +22,7 @@ from clients import PATIENCE
 from commands import Done, in_process, stop_keepers
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from served import Site
+from served import Server, Site
 from sparks import jre, killed, role, s3, spark
 
 import pgqueue
@@ -178,6 +178,14 @@ def empty_database(server: str) -> Iterator[Callable[[], str]]:
 def site(empty_database: Callable[[], str]) -> Site:
     """Databases for an HTTP server and what it manages."""
     return Site(empty_database)
+
+
+@pytest.fixture(name="sql")
+def site_connection(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
+    """A connection to the first database of the module's HTTP server."""
+    assert web.url  # starting it has installed pgqueue
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        yield connection
 
 
 @pytest.fixture(scope="session")

@@ -159,6 +159,12 @@ def new_name() -> str:
     return f"q-{secrets.token_hex(6)}"
 
 
+def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
+    """The status of a response with an error, the code of the error, and the field that it names."""
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["field"]
+
+
 @contextmanager
 def locked(dsn: str, statement: str, *values: Any) -> Iterator[psycopg.Connection[Any]]:
     """Hold what a statement locks."""
@@ -191,6 +197,7 @@ __all__ = [
     "Server",
     "Site",
     "configuration",
+    "failure",
     "locked",
     "make_conninfo",
     "new_name",

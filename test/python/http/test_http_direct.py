@@ -35,13 +35,6 @@ def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
         yield web
 
 
-@pytest.fixture
-def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url  # starting it has installed pgqueue
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        yield connection
-
-
 class DirectQueue:
     def __init__(self, web: Server, name: str) -> None:
         self.web, self.name, self.path = web, name, f"/v1/queues/{name}"

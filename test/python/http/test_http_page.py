@@ -43,13 +43,6 @@ def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 
 @pytest.fixture
-def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        yield connection
-
-
-@pytest.fixture
 def queue(sql: psycopg.Connection[Any], web: Server, site: Site) -> Iterator[str]:
     """A queue with two ready messages, and a dead letter with the failures that a consumer recorded."""
     name = new_name()

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from served import Server, Site, new_name, serving
+from served import Server, Site, failure, new_name, serving
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +15,6 @@ def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
     with serving(site.configuration(directory), directory) as web:
         web.create(new_name())  # installs pgqueue
         yield web
-
-
-@pytest.fixture
-def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url  # starting it has installed pgqueue
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -38,11 +31,6 @@ def post(web: Server, queue: str, verb: str, body: Any, key: str | None = None) 
 def schedules(web: Server, queue: str) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = web.get(f"/v1/queues/{queue}/list_schedules").json()["schedules"]
     return listed
-
-
-def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
-    error = answer.json()["error"]
-    return answer.status_code, error["code"], error["field"]
 
 
 def test_messages_are_cancelled_by_id_and_by_key(web: Server, queue: str) -> None:

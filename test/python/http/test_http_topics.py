@@ -8,7 +8,7 @@ import commands
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, new_name, serving
+from served import ADMIN, SERVICE, Server, Site, failure, new_name, serving
 
 PUBLISH = "/v1/queues/publish"
 
@@ -36,13 +36,6 @@ def web(site: Site, users: dict[str, list[str]], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def sql(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    assert web.url  # starting it has installed pgqueue
-    with psycopg.connect(site.target, autocommit=True) as connection:
-        yield connection
-
-
-@pytest.fixture
 def queues(sql: psycopg.Connection[Any]) -> tuple[str, str]:
     names = new_name(), new_name()
     for name in names:
@@ -62,11 +55,6 @@ def topic(web: Server, queues: tuple[str, str]) -> str:
 def claim(web: Server, queue: str) -> list[dict[str, Any]]:
     claimed: list[dict[str, Any]] = web.post(f"/v1/queues/{queue}/claim", {"max_messages": 10}).json()["messages"]
     return claimed
-
-
-def failure(answer: httpx.Response) -> tuple[int, str, str | None]:
-    error = answer.json()["error"]
-    return answer.status_code, error["code"], error["field"]
 
 
 def test_a_queue_is_subscribed_listed_and_unsubscribed(web: Server, queues: tuple[str, str], topic: str) -> None:
