@@ -31,7 +31,8 @@ create type pgqueue.queue as (
     max_in_flight int,
     rate_limit int,
     rate_period interval,
-    priorities boolean
+    priorities boolean,
+    counters boolean
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -314,6 +315,7 @@ create table pgqueue.queues (
     rate_limit int,
     rate_period interval not null default '1 s',
     priorities boolean not null default false,
+    counters boolean not null default true,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -357,6 +359,8 @@ comment on column pgqueue.queues.rate_limit is
 'How many messages claims and receives may take in each rate_period; null: any number.';
 comment on column pgqueue.queues.priorities is
 'Whether messages with a higher priority are claimed first.';
+comment on column pgqueue.queues.counters is
+'Whether the queue has sequences that count its messages.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -710,6 +714,7 @@ create unlogged table pgqueue.staged_messages (
     priorities int[],
     messages int not null,
     largest_bytes int not null,
+    dedup_keys text[],
     constraint staged_messages_pkey primary key (token, row_number)
 );
 alter table pgqueue.staged_messages alter column payloads set storage external;
@@ -727,6 +732,8 @@ comment on column pgqueue.staged_messages.messages is
 not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
 'The size of the largest payload (as JSON text) or body, in bytes.';
+comment on column pgqueue.staged_messages.dedup_keys is
+'Null if no message of the row has a key.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,
@@ -1324,13 +1331,17 @@ create function pgqueue._total_query(role text, queue_name text)
 returns text
 language sql stable
 as $$
-    select concat(
-        '0',
-        ' + (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)',
-        ' + 10 * (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role || '_tens', queue_name)::text || ' t)')
+    select coalesce(
+        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
+        || case when role || '_tens' = any (pgqueue._counter_roles()) then
+            ' + 10 * (select t.last_value - (not t.is_called)::int from '
+            || pgqueue._counter(role || '_tens', queue_name)::text || ' t)'
+            else '' end,
+        'null')
 $$;
 comment on function pgqueue._total_query(text, text) is
-'The SQL expression for the number of messages that a queue has counted in a role; 0 if the counter is missing.';
+'The SQL expression for the number of messages that a queue has counted in a role; null if a counter is missing.
+Inlined.';
 
 create function pgqueue._missing_counters(queue_name text)
 returns text[]
@@ -1371,7 +1382,7 @@ declare
     role text;
 begin
     foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
     end loop;
 end;
 $$;
@@ -1818,8 +1829,19 @@ end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
 'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
-commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
-wants to be called later sets pgqueue.next_maintenance_at.';
+commit. An enqueue or a sweep calls this once a second, so a handler must not wait for a lock or raise an error. A
+handler that wants to be called later sets pgqueue.next_maintenance_at.';
+
+create function pgqueue._is_maintenance_due(at timestamptz)
+returns boolean
+language sql volatile
+-- The register is at most a minute ahead, or was set while the clock was ahead.
+as $$
+    select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
+        not between 1 and 60000000
+$$;
+comment on function pgqueue._is_maintenance_due(timestamptz) is
+'Whether the register next_maintenance_at says that maintenance is due. Inlined.';
 
 create function pgqueue._do_maintenance_if_due(at timestamptz)
 returns void
@@ -1827,15 +1849,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
+    if pgqueue._is_maintenance_due(at) then
         perform pgqueue._do_maintenance(at);
     end if;
 end;
 $$;
 comment on function pgqueue._do_maintenance_if_due(timestamptz) is
-'Calls _do_maintenance if the register next_maintenance_at says that it is due.';
+'Calls _do_maintenance if it is due.';
 
 create function pgqueue._do_at_commit()
 returns trigger
@@ -2148,7 +2168,8 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
+        q.counters
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -2244,6 +2265,9 @@ begin
     if q.priorities and q.group_limit is not null then
         perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
     end if;
+    if q.counters is null then
+        perform pgqueue._raise_invalid('counters', null, 'true or false');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -2276,7 +2300,8 @@ create function pgqueue.create_queue(
     max_in_flight int default null,
     rate_limit int default null,
     rate_period interval default '1 s',
-    priorities boolean default false
+    priorities boolean default false,
+    counters boolean default true
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2315,6 +2340,7 @@ begin
     q.rate_limit := rate_limit;
     q.rate_period := rate_period;
     q.priorities := priorities;
+    q.counters := counters;
     perform pgqueue._check_settings(q);
     -- A queue with groups, priorities or max_in_flight has indexes of its own.
     dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
@@ -2362,7 +2388,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period, priorities
+        rate_period, priorities, counters
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -2376,20 +2402,23 @@ begin
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
-        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
+        create_queue.counters
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    perform pgqueue._create_counters(q.name);
+    if q.counters then
+        perform pgqueue._create_counters(q.name);
+    end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -2412,8 +2441,9 @@ of its messages has become a dead letter; with hold the group waits until the de
 max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
 dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
 up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
-first; the queue is then dedicated, and cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if
-a longer transaction keeps a dedicated table from being attached.';
+first; the queue is then dedicated, and cannot have a group_limit. counters false makes its calls faster, and stats
+returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
+dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2477,7 +2507,8 @@ create function pgqueue.alter_queue(
     on_dead text default null,
     max_in_flight int default null,
     rate_limit int default null,
-    rate_period interval default null
+    rate_period interval default null,
+    counters boolean default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2510,6 +2541,11 @@ begin
     q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
     q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
     q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
+    if not alter_queue.counters and q.counters then
+        perform pgqueue._raise_invalid('counters', 'false',
+            format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
+    end if;
+    q.counters := coalesce(alter_queue.counters, q.counters);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -2518,11 +2554,11 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, updated_at = pgqueue._now()
+        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
-    if pgqueue._missing_counters(q.name) <> '{}' then
+    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
@@ -2531,17 +2567,17 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. The
-same holds for max_in_flight. A new rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit
-0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
-a longer transaction uses that relation.';
+to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
+rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. counters true
+begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or end
+for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -2593,7 +2629,8 @@ begin
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
-        'drop sequence %s, %s, %s, %s, %s',
+        -- Another role can have a view of a register, which must not keep the queue.
+        'drop sequence %s, %s, %s, %s, %s cascade',
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
@@ -2671,7 +2708,7 @@ begin
     end if;
     execute format('lock table only %s in access exclusive mode', partition);
     execute format('select count(*) from %s', partition) into removed;
-    execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
+    execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, verb);
@@ -2884,28 +2921,32 @@ begin
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
         execute format('
-            select from pgqueue.dedup_keys_%s k
-            where k.queue_id = $1 and k.dedup_key = any ($3 collate "C") and k.period = $2
-            order by k.dedup_key for update', slice)
+            select from (select k from unnest($3) as k order by k collate "C") as u (key)
+            cross join lateral (
+                select from pgqueue.dedup_keys_%1$s c
+                where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
+                for update
+            ) l', slice)
         using q.queue_id, period, keys;
     end if;
-    -- `offset 0` keeps the planner from a join that reads all keys of the queue.
+    -- `offset 0`, as the `for update` above, keeps the planner from a join that reads all keys of the queue.
     execute format('
         select array_agg(u.key), array_agg(k.id), array_agg(case
-            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s)
             then k.id
         end)
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at from pgqueue.dedup_keys_%s c
-            where c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2 offset 0
+            select c.id, c.enqueued_at from pgqueue.dedup_keys_%1$s c
+            where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
+            offset 0
         ) k',
-        case
+        slice, case
             when q.dedup_window > '0' then 'true'
             else '
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
-        end, slice)
+        end)
     into found_keys, found_ids, taken_ids
     using q, period, keys, at, new_ids, gone;
 end;
@@ -2933,13 +2974,15 @@ declare
 begin
     if new_id is null then
         execute format('
-            delete from pgqueue.dedup_keys_%s k
-            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+            delete from pgqueue.dedup_keys_%1$s k
+            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
+                and k.id = $4', slice)
         using q.queue_id, period, key, old_id;
     else
         execute format('
-            update pgqueue.dedup_keys_%s k set id = $5, enqueued_at = $6
-            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+            update pgqueue.dedup_keys_%1$s k set id = $5, enqueued_at = $6
+            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
+                and k.id = $4', slice)
         using q.queue_id, period, key, old_id, new_id, at;
     end if;
     get diagnostics moved = row_count;
@@ -2948,6 +2991,39 @@ end;
 $$;
 comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
 'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
+
+create function pgqueue._move_dedup_keys(
+    q pgqueue.queues, period bigint, keys text[], old_ids bigint[], new_ids bigint[], at timestamptz
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_nestloop = on
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+begin
+    -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
+    execute format('
+        update pgqueue.dedup_keys_%1$s k set id = u.new_id, enqueued_at = $6
+        from unnest($3, $4, $5) as u (key, old_id, new_id)
+        cross join lateral (
+            select c.ctid as place from pgqueue.dedup_keys_%1$s c
+            where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
+                and c.id = u.old_id
+            offset 0
+        ) c
+        where k.ctid = c.place',
+        pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period))
+    using q.queue_id, period, keys, old_ids, new_ids, at;
+end;
+$$;
+comment on function pgqueue._move_dedup_keys(
+    pgqueue.queues, bigint, text[], bigint[], bigint[], timestamptz
+) is
+'Gives keys to other messages. The caller has locked their rows, in the order of the keys.';
 
 create function pgqueue._take_dedup_key(
     q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
@@ -2993,6 +3069,7 @@ returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set enable_nestloop = off
 as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
@@ -3003,6 +3080,7 @@ declare
     added bigint[];
     missed text[];
     found record;
+    free record;
     e record;
 begin
     -- The later period comes first: a message whose window begins in the next period is recorded only there.
@@ -3025,11 +3103,28 @@ begin
         continue when missed = '{}';
 
         found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
+        if array_position(found.taken_ids, null) is not null then
+            -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
+            free := pgqueue._read_dedup_keys(
+                q, period,
+                array(select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null),
+                at, ids, gone, true);
+            perform pgqueue._move_dedup_keys(
+                q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
+            from (
+                select distinct on (k.key) k.key, k.old_id, u.id as new_id
+                from unnest(free.found_keys, free.found_ids, free.taken_ids) as k (key, old_id, taken_id)
+                join unnest(keys, ids, holders) as u (key, id, holder) on u.key = k.key
+                where k.taken_id is null and u.id = u.holder
+                order by k.key, case when replaces then -u.id else u.id end
+            ) f;
+            found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
+        end if;
         for e in
             select u.key, u.id, u.n, k.id as taken_by
             from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
             left join unnest(found.found_keys, found.taken_ids) as k (key, id) on k.key = u.key
-            where u.key = any (missed) and u.id = u.holder
+            where u.key in (select m from unnest(missed) as m) and u.id = u.holder
             order by u.key collate "C", case when replaces then -u.id else u.id end
         loop
             holders[e.n] := coalesce(
@@ -3315,6 +3410,9 @@ declare
 begin
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_content(q, payload, body, headers);
+    if pgqueue._is_maintenance_due(at) then
+        perform pgqueue._do_maintenance(at);
+    end if;
     -- enqueue_batch, publish and sink_commit contain the same two inserts, each with another source. A function shared
     -- with publish would make sending a delayed message 25 per cent slower.
     if delay > interval '0' then
@@ -3368,6 +3466,8 @@ as $$
     select case
             -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
+            -- The slow path looks whether maintenance is due. To do so in each call would cost 3 per cent.
+            when random() < 0.002 then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
                 then pg_notify(pgqueue.channel(q.name), '') is not null
@@ -3377,7 +3477,8 @@ $$;
 comment on function pgqueue._notify_and_check_fast_path(
     pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
 ) is
-'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message. Inlined.';
+'Notifies waiting consumers, and returns whether the fast path of enqueue can send the message, which does no
+maintenance. One call in 500 returns false for the sake of maintenance. Inlined.';
 
 create function pgqueue._enqueue_deduplicated(
     queue_name text,
@@ -3623,6 +3724,9 @@ begin
     where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
         perform pgqueue._wake_if_waiting(q, at);
+    end if;
+    if pgqueue._is_maintenance_due(at) then
+        perform pgqueue._do_maintenance(at);
     end if;
 
     if delay > interval '0' or delays is not null then
@@ -5026,7 +5130,7 @@ as $$
 begin
     if q.priorities then
         for level in 0..9 loop
-            execute format('drop sequence pgqueue.%I', format('queue_%s_level_%s', q.queue_id, level));
+            execute format('drop sequence pgqueue.%I cascade', format('queue_%s_level_%s', q.queue_id, level));
         end loop;
     end if;
 end;
@@ -5439,7 +5543,7 @@ set search_path = pg_catalog, pg_temp
 set client_min_messages = warning
 as $$
 begin
-    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until', q.queue_id);
+    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
@@ -5487,8 +5591,23 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    first_id bigint;
+    first_check_at timestamptz;
+    returned_ids bigint[] := '{}'::bigint[];
     ends timestamptz[];
 begin
+    -- A dead letter can hold first_id far below the messages in flight. Then the scan begins where the vacant ids end,
+    -- and the messages that have returned to those ids are looked up.
+    select
+        greatest(s.first_id, pgqueue._first_possible_id(s)),
+        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, at) end
+    into first_id, first_check_at
+    from pgqueue.sweep_state s where s.queue_name = q.name;
+    if first_check_at is not null then
+        returned_ids := array(
+            select distinct r.id from pgqueue.requeued_messages r
+            where r.queue_name = q.name and r.check_at >= first_check_at and r.id < first_id);
+    end if;
     -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
     -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
@@ -5497,7 +5616,14 @@ begin
         'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
         ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
         pgqueue._partition_of(q))
-    into ends using pgqueue._first_id_of(q.name), at;
+    into ends using coalesce(first_id, 1), at;
+    if returned_ids <> '{}' then
+        ends := ends || array(
+            select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                and m.attempt_count > 0 and m.visible_at > at
+                and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
+    end if;
     return ends;
 end;
 $$;
@@ -7733,9 +7859,9 @@ begin
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
     end if;
 
-    if pgqueue._missing_counters(q.name) <> '{}' then
+    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         return next row('warning', q.name, 'missing_counter',
-            format('the queue has no sequence for these counters: %s; the totals of stats are too low',
+            format('the queue has no sequence for these counters: %s; stats returns null for their totals',
                 array_to_string(pgqueue._missing_counters(q.name), ', ')),
             format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
     end if;
@@ -8099,7 +8225,8 @@ begin
     -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
     -- exists" and "if not exists" read the catalog again.
     if archive_for is null then
-        execute format('drop sequence if exists %s', mark);
+        -- Any role with access can make a view that depends on it. It must not keep the sequence.
+        execute format('drop sequence if exists %s cascade', mark);
     else
         execute format('create sequence if not exists %s', mark);
         perform pgqueue._revoke_default_privileges(mark::regclass);
@@ -9619,9 +9746,12 @@ begin
     for m in
         select u.*
         from unnest(
-            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities
-        ) with ordinality as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, place)
+            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities,
+            s.dedup_keys
+        ) with ordinality
+            as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, dedup_key, place)
     loop
+        perform pgqueue._check_dedup(array[m.dedup_key], 'keep');
         perform pgqueue._check_group_keys(array[m.group_key]);
         perform pgqueue._check_priorities(array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
@@ -9668,6 +9798,12 @@ begin
     from unnest(
         new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in, new.group_keys, new.priorities
     ) as u (payload, body, headers, message_id, delay, expires_in, group_key, priority);
+    if num_nonnulls(variadic new.dedup_keys) > 0 then
+        are_sound := are_sound and cardinality(new.dedup_keys) <= new.messages
+            and not exists (select from unnest(new.dedup_keys) as k where char_length(k) not between 1 and 255);
+    else
+        new.dedup_keys := null;
+    end if;
     if not are_sound then
         perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
     end if;
@@ -9803,6 +9939,125 @@ comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
 'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
 message over the limit of the queue.';
 
+create function pgqueue._take_staged_keys(
+    q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    keys text[];
+    ids bigint[];
+begin
+    if not exists (
+        select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null
+    ) then
+        return null;
+    end if;
+    keys := array(
+        select u.key
+        from unnest(tokens) with ordinality as t (token, place)
+        join pgqueue.staged_messages s on s.token = t.token
+        cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
+            as u (key, nothing, place)
+        order by t.place, s.row_number, u.place
+    );
+    -- A message that is staged after this would get no id. sink_commit finds which messages are missing.
+    if cardinality(keys) <> expected then
+        return null;
+    end if;
+    -- As in enqueue_batch, this lock is taken before the ids.
+    lock table only pgqueue.messages in row exclusive mode;
+    ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
+    return array(
+        select case when u.holder = u.id then u.id else 0 end
+        from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
+            as u (id, holder, place)
+        order by u.place
+    );
+end;
+$$;
+comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, timestamptz) is
+'Takes the keys of the messages staged under all tokens of a queue, as enqueue_batch does for one batch. Returns an id
+for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
+null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
+
+create function pgqueue._send_deduplicated(
+    token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    published bigint;
+    delayed bigint;
+    due_at timestamptz;
+begin
+    with staged as not materialized (
+        select s.delays, u.*, ids[s.place + u.place] as id
+        from (
+            select c.*, _send_deduplicated.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
+            from pgqueue.staged_messages c
+            where c.token = _send_deduplicated.token
+        ) s
+        cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+        where s.largest_bytes <= q.max_payload_bytes
+    ),
+    due as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            m.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
+            m.body, m.headers
+        from staged m
+        where m.id > 0 and coalesce(m.delay, '0') = interval '0'
+        returning messages.id
+    ),
+    later as (
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            d.id, q.name,
+            pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+            at, q.max_attempts, pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+        -- Each message gets a due time of its own, as in _send_staged.
+        from (
+            select m.*, row_number() over (partition by m.delay order by m.id) as n
+            from staged m
+            where m.delays is not null and m.id > 0 and m.delay > interval '0'
+        ) d
+        returning scheduled_messages.due_at
+    )
+    select (select count(*) from due), count(*), min(l.due_at) into published, delayed, due_at from later l;
+    if delayed > 0 then
+        perform pgqueue._announce_due(q, due_at);
+    end if;
+    perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
+    return (
+        select coalesce(sum(s.messages), 0) from pgqueue.staged_messages s
+        where s.token = _send_deduplicated.token and s.largest_bytes <= q.max_payload_bytes
+    );
+end;
+$$;
+comment on function pgqueue._send_deduplicated(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
+'Does what _send_staged does, for a queue of which a message has a key. ids is the result of _take_staged_keys, and
+handled the number of messages under earlier tokens. Messages whose id is 0 are not sent, but are in the number that it
+returns.';
+
 create function pgqueue._discard_staged(run uuid)
 returns bigint
 language plpgsql volatile
@@ -9870,6 +10125,8 @@ declare
     at timestamptz;
     q pgqueue.queues;
     winner record;
+    ids bigint[];
+    handled bigint;
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
@@ -9903,8 +10160,17 @@ begin
     loop
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
+            select pgqueue._take_staged_keys(q, array_agg(t.token order by t.place), sum(t.expected)::bigint, at)
+            into ids
+            from unnest(tokens, counts) with ordinality as t (token, expected, place)
+            join unnest(attempts) as a on a.token = t.token
+            where a.queue_name = q.name;
+            handled := 0;
         end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at);
+        published := case
+            when ids is null then pgqueue._send_staged((winner.attempt).token, q, at)
+            else pgqueue._send_deduplicated((winner.attempt).token, q, at, ids, handled)
+        end;
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
@@ -9912,6 +10178,7 @@ begin
             perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
+        handled := handled + published;
         perform pgqueue._wake_if_waiting(q, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
@@ -9920,9 +10187,11 @@ end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
-exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
-Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all
-messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
+exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. A
+message whose dedup_key is taken, by an earlier message or by an earlier one of the same commit, is not sent, as with
+enqueue_batch and on_duplicate keep; counts contains it. A commit with keys waits for transactions that have sent one of
+them. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards
+all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
 answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was
 dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
 by another role, or is not higher than those that sweep_staged has forgotten.';
@@ -10366,8 +10635,8 @@ as $$
             when '@monthly' then '0 0 1 * *'
             when '@yearly' then '0 0 1 1 *'
             when '@annually' then '0 0 1 1 *'
-            else lower(regexp_replace(cron, '^\s+|\s+$', '', 'g'))
-        end, '\s+')
+            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g'))
+        end, '[[:space:]]+')
 $$;
 comment on function pgqueue._cron_fields(text) is
 'The fields of a cron expression in lower case, not checked.';
@@ -10386,21 +10655,22 @@ declare
     found_values int[] := '{}'::int[];
 begin
     foreach part in array string_to_array(field, ',') loop
-        parsed := regexp_match(part, '^(?:(\*)|(\d{1,2}|[a-z]{3})(?:-(\d{1,2}|[a-z]{3}))?)(?:/(\d{1,2}))?$');
+        -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+        parsed := regexp_match(part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$');
         if parsed is null then
             perform pgqueue._refuse_cron(cron, format('%L is not a value, a range or a step', part));
         end if;
         step := coalesce(parsed[4]::int, 1);
         first_value := case
             when parsed[1] is not null then least_value
-            when parsed[2] ~ '^\d' then parsed[2]::int
+            when parsed[2] ~ '^[0-9]' then parsed[2]::int
             else array_position(names, parsed[2]) - 1 + least_value
         end;
         last_value := case
             -- As in 5/15: from 5 on.
             when parsed[1] is not null or parsed[3] is null and parsed[4] is not null then most_value
             when parsed[3] is null then first_value
-            when parsed[3] ~ '^\d' then parsed[3]::int
+            when parsed[3] ~ '^[0-9]' then parsed[3]::int
             else array_position(names, parsed[3]) - 1 + least_value
         end;
         if first_value is null or last_value is null then
@@ -11789,7 +12059,8 @@ begin
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
-    execute format('drop table %s', pgqueue._transport_table(q));
+    -- Any role with access can make a view that depends on it, or on the sequence. It must not keep them.
+    execute format('drop table %s cascade', pgqueue._transport_table(q));
     execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
     perform pgqueue._sync_archive_trigger(q);
     for index in
@@ -11798,7 +12069,7 @@ begin
     loop
         execute format('drop index %s', index);
     end loop;
-    execute format('drop sequence %s', seq_register);
+    execute format('drop sequence %s cascade', seq_register);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
 end;
@@ -12429,8 +12700,8 @@ comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queue
 'Drops up to ten idle queues when a queue becomes dedicated.';
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
--- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
--- transaction carries it out as the last step before its commit.
+-- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
+-- Its transaction carries it out as the last step before its commit.
 
 create function pgqueue._raise_not_read_committed(verb text)
 returns void
@@ -12472,7 +12743,7 @@ as $$
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
 comment on function pgqueue._compactable_tables() is
-'The tables that a compaction can rewrite, the row type of each, and the size from which on a sweep requests it.';
+'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
@@ -12540,11 +12811,11 @@ as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 268435456 and pgqueue._is_pinned_for(t.bytes)
+    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes)
     order by t.bytes desc
 $$;
 comment on function pgqueue._tables_to_compact() is
-'The tables that a sweep compacts, the largest first.';
+'The tables that are compacted automatically, the largest first.';
 
 create function pgqueue._is_compaction_on()
 returns boolean
@@ -12561,8 +12832,8 @@ as $$
     end
 $$;
 comment on function pgqueue._is_compaction_on() is
-'Whether sweeps request compactions. The setting pgqueue.compaction (on or off) decides. If it is not set, they do so
-only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
+'Whether compactions are requested. The setting pgqueue.compaction (on or off) decides. If it is not set, they are
+requested only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
 create function pgqueue._compaction_obstacle(relation regclass)
 returns text
@@ -12862,7 +13133,7 @@ begin
             'info', null, 'compaction',
             format('the horizon is %s transactions old: ', pinned) || case
                 when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
-                else 'sweeps compact the tables that need it' || coalesce(
+                else 'enqueues and sweeps compact the tables that need it' || coalesce(
                     (
                         select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
                             when 'compacted' then format('compacted from %s to %s, with %s',
@@ -12874,7 +13145,7 @@ begin
             end,
             'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
     end if;
-    for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
+    for t in select o.*, pg_relation_size(o.relation) > 1073741824 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
@@ -12908,7 +13179,7 @@ begin
                     when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
                     when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'
                         || coalesce('; ' || holder, '')
-                    else 'the next sweeps compact it'
+                    else 'the next enqueues or sweeps compact it'
                 end),
             case obstacle
                 when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
@@ -13423,8 +13694,17 @@ as $$
         from pgqueue.queues o
         join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
     ),
+    relations as (
+        select
+            c.oid::regclass as relation, c.relowner, c.relacl,
+            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+        from pg_trigger g
+        join pg_proc p on p.oid = g.tgfoid
+        join pg_class c on c.oid = g.tgrelid
+        where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_insert_by_postgresql', '_insert_by_sqlserver')
+    ),
     past as (
-        select g.grantee, g.object, 'all on ' || g.object as privileges
+        select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor
         from granted g
         left join pg_roles r on r.oid = g.grantee
         where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
@@ -13434,7 +13714,7 @@ as $$
                     and (w.queue_name is null or not g.for_all)
             )
         union all
-        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass
+        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass, null
         from pg_class c
         cross join lateral aclexplode(c.relacl) as a
         left join pg_roles r on r.oid = a.grantee
@@ -13447,39 +13727,59 @@ as $$
         union all
         select
             a.grantee, format('column %I of table %s', t.attname, c.oid::regclass),
-            format('all (%I) on table %s', t.attname, c.oid::regclass)
+            format('all (%I) on table %s', t.attname, c.oid::regclass), null
         from pg_class c
         join pg_attribute t on t.attrelid = c.oid
         cross join lateral aclexplode(t.attacl) as a
         where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and a.grantee <> c.relowner
         union all
         -- With usage of a domain, a role could store a name that was checked before.
-        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype
+        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype, null
         from pg_type y
         cross join lateral aclexplode(y.typacl) as a
         where q.name is null and y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd' and a.grantee <> y.typowner
         union all
-        select a.grantee, 'schema pgqueue', 'create on schema pgqueue'
+        select a.grantee, 'schema pgqueue', 'create on schema pgqueue', null
         from pg_namespace n
         cross join lateral aclexplode(n.nspacl) as a
         where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
+        union all
+        -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
+        -- insert on the relations of all subscribers.
+        select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
+        from relations v
+        cross join lateral aclexplode(v.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where q.name is null and a.grantee <> v.relowner
+            and not coalesce(case a.privilege_type
+                when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
+                    or has_function_privilege(
+                        r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
+                else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
+            end, false)
     )
     select
         'warning', null, 'unmanaged_grant',
         format('role %s has privileges that none of its access includes: %s', n.grantee,
             string_agg(distinct n.object, ', ' order by n.object)),
-        string_agg(distinct format('revoke %s from %s;', n.privileges, n.grantee), ' ')
+        -- What a role has granted further, only that role can revoke.
+        string_agg(distinct case
+            when n.grantor is null then format('revoke %s from %s;', n.privileges, n.grantee)
+            else format('set role %s; revoke %s from %s; reset role;', n.grantor, n.privileges, n.grantee)
+        end, ' ')
     from (
-        select coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges
+        select
+            coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges, quote_ident(o.rolname) as grantor
         from past p
         left join pg_roles r on r.oid = p.grantee
+        left join pg_roles o on o.oid = p.grantor
     ) n
     group by n.grantee
 $$;
 comment on function pgqueue._findings_of_grants(pgqueue.queues) is
 'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
-by hand. Such functions find no queue, and such tables show all queues. A grant on access_* is the access that it
-records.';
+by hand, and about those on the relation of a transport that belong to no access. Such functions find no queue, and such
+tables show all queues. A grant on access_* is the access that it records.';
 
 revoke all on all functions in schema pgqueue from public;
 

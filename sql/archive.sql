@@ -14,7 +14,8 @@ begin
     -- Do not check with to_regclass first: after waiting for a lock, a session's catalog cache can be stale. "if
     -- exists" and "if not exists" read the catalog again.
     if archive_for is null then
-        execute format('drop sequence if exists %s', mark);
+        -- Any role with access can make a view that depends on it. It must not keep the sequence.
+        execute format('drop sequence if exists %s cascade', mark);
     else
         execute format('create sequence if not exists %s', mark);
         perform pgqueue._revoke_default_privileges(mark::regclass);

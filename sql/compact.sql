@@ -1,7 +1,7 @@
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
--- inserts them again. A sweep, or a session that reads the relation of a transport, requests a compaction. Its
--- transaction carries it out as the last step before its commit.
+-- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
+-- Its transaction carries it out as the last step before its commit.
 
 create or replace function pgqueue._raise_not_read_committed(verb text)
 returns void
@@ -43,7 +43,7 @@ as $$
     from pg_catalog.pg_inherits i where i.inhparent = 'pgqueue.transports'::regclass
 $$;
 comment on function pgqueue._compactable_tables() is
-'The tables that a compaction can rewrite, the row type of each, and the size from which on a sweep requests it.';
+'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create or replace function pgqueue._overgrown_tables()
 returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
@@ -111,11 +111,11 @@ as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 268435456 and pgqueue._is_pinned_for(t.bytes)
+    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes)
     order by t.bytes desc
 $$;
 comment on function pgqueue._tables_to_compact() is
-'The tables that a sweep compacts, the largest first.';
+'The tables that are compacted automatically, the largest first.';
 
 create or replace function pgqueue._is_compaction_on()
 returns boolean
@@ -132,8 +132,8 @@ as $$
     end
 $$;
 comment on function pgqueue._is_compaction_on() is
-'Whether sweeps request compactions. The setting pgqueue.compaction (on or off) decides. If it is not set, they do so
-only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
+'Whether compactions are requested. The setting pgqueue.compaction (on or off) decides. If it is not set, they are
+requested only if pgqueue is an extension, because only the dump of an extension detects that it is incomplete.';
 
 create or replace function pgqueue._compaction_obstacle(relation regclass)
 returns text
@@ -433,7 +433,7 @@ begin
             'info', null, 'compaction',
             format('the horizon is %s transactions old: ', pinned) || case
                 when not pgqueue._is_compaction_on() then 'vacuum does not help, and automatic compaction is off'
-                else 'sweeps compact the tables that need it' || coalesce(
+                else 'enqueues and sweeps compact the tables that need it' || coalesce(
                     (
                         select format('; %s, they tried %s: %s', at - c.tried_at || ' ago', c.table_name, case c.outcome
                             when 'compacted' then format('compacted from %s to %s, with %s',
@@ -445,7 +445,7 @@ begin
             end,
             'End what pins the horizon: the finding pinned_horizon names it after a minute.')::pgqueue.finding;
     end if;
-    for t in select o.*, pg_relation_size(o.relation) > 268435456 as is_huge from pgqueue._overgrown_tables() o loop
+    for t in select o.*, pg_relation_size(o.relation) > 1073741824 as is_huge from pgqueue._overgrown_tables() o loop
         obstacle := pgqueue._compaction_obstacle(t.relation);
         select c.outcome into last_outcome from pgqueue.compactions c
         where c.table_name = t.relation::text and c.outcome is not null and c.tried_at > at - interval '5 min'
@@ -479,7 +479,7 @@ begin
                     when last_outcome = 'backlog' then 'it is not compacted: more rows are living than the statistics say'
                     when last_outcome = 'busy' then 'the last attempt to compact it did not get its lock'
                         || coalesce('; ' || holder, '')
-                    else 'the next sweeps compact it'
+                    else 'the next enqueues or sweeps compact it'
                 end),
             case obstacle
                 when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'

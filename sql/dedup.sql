@@ -68,28 +68,32 @@ begin
     -- truncation of one of them. After waiting for the lock, the second statement sees what its last holder has done.
     if lock then
         execute format('
-            select from pgqueue.dedup_keys_%s k
-            where k.queue_id = $1 and k.dedup_key = any ($3 collate "C") and k.period = $2
-            order by k.dedup_key for update', slice)
+            select from (select k from unnest($3) as k order by k collate "C") as u (key)
+            cross join lateral (
+                select from pgqueue.dedup_keys_%1$s c
+                where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
+                for update
+            ) l', slice)
         using q.queue_id, period, keys;
     end if;
-    -- `offset 0` keeps the planner from a join that reads all keys of the queue.
+    -- `offset 0`, as the `for update` above, keeps the planner from a join that reads all keys of the queue.
     execute format('
         select array_agg(u.key), array_agg(k.id), array_agg(case
-            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %s)
+            when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s)
             then k.id
         end)
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at from pgqueue.dedup_keys_%s c
-            where c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2 offset 0
+            select c.id, c.enqueued_at from pgqueue.dedup_keys_%1$s c
+            where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
+            offset 0
         ) k',
-        case
+        slice, case
             when q.dedup_window > '0' then 'true'
             else '
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
-        end, slice)
+        end)
     into found_keys, found_ids, taken_ids
     using q, period, keys, at, new_ids, gone;
 end;
@@ -117,13 +121,15 @@ declare
 begin
     if new_id is null then
         execute format('
-            delete from pgqueue.dedup_keys_%s k
-            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+            delete from pgqueue.dedup_keys_%1$s k
+            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
+                and k.id = $4', slice)
         using q.queue_id, period, key, old_id;
     else
         execute format('
-            update pgqueue.dedup_keys_%s k set id = $5, enqueued_at = $6
-            where k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2 and k.id = $4', slice)
+            update pgqueue.dedup_keys_%1$s k set id = $5, enqueued_at = $6
+            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
+                and k.id = $4', slice)
         using q.queue_id, period, key, old_id, new_id, at;
     end if;
     get diagnostics moved = row_count;
@@ -132,6 +138,39 @@ end;
 $$;
 comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
 'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
+
+create or replace function pgqueue._move_dedup_keys(
+    q pgqueue.queues, period bigint, keys text[], old_ids bigint[], new_ids bigint[], at timestamptz
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_nestloop = on
+set enable_hashjoin = off
+set enable_mergejoin = off
+as $$
+begin
+    -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
+    execute format('
+        update pgqueue.dedup_keys_%1$s k set id = u.new_id, enqueued_at = $6
+        from unnest($3, $4, $5) as u (key, old_id, new_id)
+        cross join lateral (
+            select c.ctid as place from pgqueue.dedup_keys_%1$s c
+            where c.slice = %1$s and c.queue_id = $1 and c.dedup_key = u.key collate "C" and c.period = $2
+                and c.id = u.old_id
+            offset 0
+        ) c
+        where k.ctid = c.place',
+        pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period))
+    using q.queue_id, period, keys, old_ids, new_ids, at;
+end;
+$$;
+comment on function pgqueue._move_dedup_keys(
+    pgqueue.queues, bigint, text[], bigint[], bigint[], timestamptz
+) is
+'Gives keys to other messages. The caller has locked their rows, in the order of the keys.';
 
 create or replace function pgqueue._take_dedup_key(
     q pgqueue.queues, period bigint, key text, new_id bigint, at timestamptz, new_ids bigint[], gone bigint[],
@@ -177,6 +216,7 @@ returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set enable_nestloop = off
 as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
@@ -187,6 +227,7 @@ declare
     added bigint[];
     missed text[];
     found record;
+    free record;
     e record;
 begin
     -- The later period comes first: a message whose window begins in the next period is recorded only there.
@@ -209,11 +250,28 @@ begin
         continue when missed = '{}';
 
         found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
+        if array_position(found.taken_ids, null) is not null then
+            -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
+            free := pgqueue._read_dedup_keys(
+                q, period,
+                array(select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null),
+                at, ids, gone, true);
+            perform pgqueue._move_dedup_keys(
+                q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
+            from (
+                select distinct on (k.key) k.key, k.old_id, u.id as new_id
+                from unnest(free.found_keys, free.found_ids, free.taken_ids) as k (key, old_id, taken_id)
+                join unnest(keys, ids, holders) as u (key, id, holder) on u.key = k.key
+                where k.taken_id is null and u.id = u.holder
+                order by k.key, case when replaces then -u.id else u.id end
+            ) f;
+            found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
+        end if;
         for e in
             select u.key, u.id, u.n, k.id as taken_by
             from unnest(keys, ids, holders) with ordinality as u (key, id, holder, n)
             left join unnest(found.found_keys, found.taken_ids) as k (key, id) on k.key = u.key
-            where u.key = any (missed) and u.id = u.holder
+            where u.key in (select m from unnest(missed) as m) and u.id = u.holder
             order by u.key collate "C", case when replaces then -u.id else u.id end
         loop
             holders[e.n] := coalesce(

@@ -238,9 +238,9 @@ begin
                 ' where s.queue_name = %L and m.queue_name = s.queue_name and m.id = s.id;', q.name))::pgqueue.finding;
     end if;
 
-    if pgqueue._missing_counters(q.name) <> '{}' then
+    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         return next row('warning', q.name, 'missing_counter',
-            format('the queue has no sequence for these counters: %s; the totals of stats are too low',
+            format('the queue has no sequence for these counters: %s; stats returns null for their totals',
                 array_to_string(pgqueue._missing_counters(q.name), ', ')),
             format('select pgqueue.alter_queue(%L);', q.name))::pgqueue.finding;
     end if;

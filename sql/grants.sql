@@ -499,8 +499,17 @@ as $$
         from pgqueue.queues o
         join pgqueue._granted_access() w on pgqueue._is_access_to(o.name, w.queue_name)
     ),
+    relations as (
+        select
+            c.oid::regclass as relation, c.relowner, c.relacl,
+            convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
+        from pg_trigger g
+        join pg_proc p on p.oid = g.tgfoid
+        join pg_class c on c.oid = g.tgrelid
+        where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_insert_by_postgresql', '_insert_by_sqlserver')
+    ),
     past as (
-        select g.grantee, g.object, 'all on ' || g.object as privileges
+        select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor
         from granted g
         left join pg_roles r on r.oid = g.grantee
         where q.name is null and g.grantee <> g.owner and (r.oid is not null or g.grantee = 0)
@@ -510,7 +519,7 @@ as $$
                     and (w.queue_name is null or not g.for_all)
             )
         union all
-        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass
+        select a.grantee, 'table ' || c.oid::regclass, 'all on table ' || c.oid::regclass, null
         from pg_class c
         cross join lateral aclexplode(c.relacl) as a
         left join pg_roles r on r.oid = a.grantee
@@ -523,39 +532,59 @@ as $$
         union all
         select
             a.grantee, format('column %I of table %s', t.attname, c.oid::regclass),
-            format('all (%I) on table %s', t.attname, c.oid::regclass)
+            format('all (%I) on table %s', t.attname, c.oid::regclass), null
         from pg_class c
         join pg_attribute t on t.attrelid = c.oid
         cross join lateral aclexplode(t.attacl) as a
         where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and a.grantee <> c.relowner
         union all
         -- With usage of a domain, a role could store a name that was checked before.
-        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype
+        select a.grantee, 'type ' || y.oid::regtype, 'all on type ' || y.oid::regtype, null
         from pg_type y
         cross join lateral aclexplode(y.typacl) as a
         where q.name is null and y.typnamespace = 'pgqueue'::regnamespace and y.typtype = 'd' and a.grantee <> y.typowner
         union all
-        select a.grantee, 'schema pgqueue', 'create on schema pgqueue'
+        select a.grantee, 'schema pgqueue', 'create on schema pgqueue', null
         from pg_namespace n
         cross join lateral aclexplode(n.nspacl) as a
         where q.name is null and n.nspname = 'pgqueue' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
+        union all
+        -- The admin that exposed the queue grants rights on its relation to endpoints. An endpoint that publishes needs
+        -- insert on the relations of all subscribers.
+        select a.grantee, 'relation ' || v.relation, a.privilege_type || ' on ' || v.relation, nullif(a.grantor, v.relowner)
+        from relations v
+        cross join lateral aclexplode(v.relacl) as a
+        left join pg_roles r on r.oid = a.grantee
+        where q.name is null and a.grantee <> v.relowner
+            and not coalesce(case a.privilege_type
+                when 'INSERT' then pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{producer,admin}'))
+                    or has_function_privilege(
+                        r.oid, 'pgqueue.advance_transport(pgqueue.queue_of_transport)'::regprocedure, 'EXECUTE')
+                else pgqueue._may_use(r.rolname, v.queue_name, pgqueue._privileges_of('{admin,transport}'))
+            end, false)
     )
     select
         'warning', null, 'unmanaged_grant',
         format('role %s has privileges that none of its access includes: %s', n.grantee,
             string_agg(distinct n.object, ', ' order by n.object)),
-        string_agg(distinct format('revoke %s from %s;', n.privileges, n.grantee), ' ')
+        -- What a role has granted further, only that role can revoke.
+        string_agg(distinct case
+            when n.grantor is null then format('revoke %s from %s;', n.privileges, n.grantee)
+            else format('set role %s; revoke %s from %s; reset role;', n.grantor, n.privileges, n.grantee)
+        end, ' ')
     from (
-        select coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges
+        select
+            coalesce(quote_ident(r.rolname), 'public') as grantee, p.object, p.privileges, quote_ident(o.rolname) as grantor
         from past p
         left join pg_roles r on r.oid = p.grantee
+        left join pg_roles o on o.oid = p.grantor
     ) n
     group by n.grantee
 $$;
 comment on function pgqueue._findings_of_grants(pgqueue.queues) is
 'The findings of doctor about privileges on functions, tables, columns, views, types and the schema that were granted
-by hand. Such functions find no queue, and such tables show all queues. A grant on access_* is the access that it
-records.';
+by hand, and about those on the relation of a transport that belong to no access. Such functions find no queue, and such
+tables show all queues. A grant on access_* is the access that it records.';
 
 revoke all on all functions in schema pgqueue from public;
 

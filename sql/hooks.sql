@@ -73,8 +73,19 @@ end;
 $$;
 comment on function pgqueue._do_maintenance(timestamptz) is
 'Calls _on_maintenance_due_<module>(at) of each module that defines it: compact and dedup request what is done at the
-commit. A sweep calls this once a second, so a handler must not wait for a lock or raise an error. A handler that
-wants to be called later sets pgqueue.next_maintenance_at.';
+commit. An enqueue or a sweep calls this once a second, so a handler must not wait for a lock or raise an error. A
+handler that wants to be called later sets pgqueue.next_maintenance_at.';
+
+create or replace function pgqueue._is_maintenance_due(at timestamptz)
+returns boolean
+language sql volatile
+-- The register is at most a minute ahead, or was set while the clock was ahead.
+as $$
+    select coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0)
+        not between 1 and 60000000
+$$;
+comment on function pgqueue._is_maintenance_due(timestamptz) is
+'Whether the register next_maintenance_at says that maintenance is due. Inlined.';
 
 create or replace function pgqueue._do_maintenance_if_due(at timestamptz)
 returns void
@@ -82,15 +93,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The register is at most a minute ahead, or was set while the clock was ahead.
-    if coalesce(pg_sequence_last_value('pgqueue.next_maintenance_at') - pgqueue._to_micros(at), 0) not between 1 and 60000000
-    then
+    if pgqueue._is_maintenance_due(at) then
         perform pgqueue._do_maintenance(at);
     end if;
 end;
 $$;
 comment on function pgqueue._do_maintenance_if_due(timestamptz) is
-'Calls _do_maintenance if the register next_maintenance_at says that it is due.';
+'Calls _do_maintenance if it is due.';
 
 create or replace function pgqueue._do_at_commit()
 returns trigger

@@ -78,7 +78,7 @@ set search_path = pg_catalog, pg_temp
 set client_min_messages = warning
 as $$
 begin
-    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until', q.queue_id);
+    execute format('drop sequence if exists pgqueue.queue_%s_rate_used_until cascade', q.queue_id);
 end;
 $$;
 comment on function pgqueue._on_queue_dropping_limits(pgqueue.queues) is
@@ -126,8 +126,23 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
+    first_id bigint;
+    first_check_at timestamptz;
+    returned_ids bigint[] := '{}'::bigint[];
     ends timestamptz[];
 begin
+    -- A dead letter can hold first_id far below the messages in flight. Then the scan begins where the vacant ids end,
+    -- and the messages that have returned to those ids are looked up.
+    select
+        greatest(s.first_id, pgqueue._first_possible_id(s)),
+        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, at) end
+    into first_id, first_check_at
+    from pgqueue.sweep_state s where s.queue_name = q.name;
+    if first_check_at is not null then
+        returned_ids := array(
+            select distinct r.id from pgqueue.requeued_messages r
+            where r.queue_name = q.name and r.check_at >= first_check_at and r.id < first_id);
+    end if;
     -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
     -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
@@ -136,7 +151,14 @@ begin
         'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
         ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
         pgqueue._partition_of(q))
-    into ends using pgqueue._first_id_of(q.name), at;
+    into ends using coalesce(first_id, 1), at;
+    if returned_ids <> '{}' then
+        ends := ends || array(
+            select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                and m.attempt_count > 0 and m.visible_at > at
+                and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
+    end if;
     return ends;
 end;
 $$;

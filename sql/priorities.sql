@@ -52,7 +52,7 @@ as $$
 begin
     if q.priorities then
         for level in 0..9 loop
-            execute format('drop sequence pgqueue.%I', format('queue_%s_level_%s', q.queue_id, level));
+            execute format('drop sequence pgqueue.%I cascade', format('queue_%s_level_%s', q.queue_id, level));
         end loop;
     end if;
 end;

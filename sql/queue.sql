@@ -9,7 +9,8 @@ as $$
         q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
         q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
-        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities
+        q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
+        q.counters
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -105,6 +106,9 @@ begin
     if q.priorities and q.group_limit is not null then
         perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
     end if;
+    if q.counters is null then
+        perform pgqueue._raise_invalid('counters', null, 'true or false');
+    end if;
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
@@ -137,7 +141,8 @@ create or replace function pgqueue.create_queue(
     max_in_flight int default null,
     rate_limit int default null,
     rate_period interval default '1 s',
-    priorities boolean default false
+    priorities boolean default false,
+    counters boolean default true
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -176,6 +181,7 @@ begin
     q.rate_limit := rate_limit;
     q.rate_period := rate_period;
     q.priorities := priorities;
+    q.counters := counters;
     perform pgqueue._check_settings(q);
     -- A queue with groups, priorities or max_in_flight has indexes of its own.
     dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
@@ -223,7 +229,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period, priorities
+        rate_period, priorities, counters
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -237,20 +243,23 @@ begin
         pgqueue._create_register(q.queue_id, 'waiting_until'),
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
-        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities
+        create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
+        create_queue.counters
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
     ]) as r;
-    perform pgqueue._create_counters(q.name);
+    if q.counters then
+        perform pgqueue._create_counters(q.name);
+    end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
 end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -273,8 +282,9 @@ of its messages has become a dead letter; with hold the group waits until the de
 max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
 dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
 up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
-first; the queue is then dedicated, and cannot have a group_limit. Raises 22023, PQ002 if the queue exists, and PQ004 if
-a longer transaction keeps a dedicated table from being attached.';
+first; the queue is then dedicated, and cannot have a group_limit. counters false makes its calls faster, and stats
+returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
+dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -338,7 +348,8 @@ create or replace function pgqueue.alter_queue(
     on_dead text default null,
     max_in_flight int default null,
     rate_limit int default null,
-    rate_period interval default null
+    rate_period interval default null,
+    counters boolean default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -371,6 +382,11 @@ begin
     q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
     q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
     q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
+    if not alter_queue.counters and q.counters then
+        perform pgqueue._raise_invalid('counters', 'false',
+            format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
+    end if;
+    q.counters := coalesce(alter_queue.counters, q.counters);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -379,11 +395,11 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, updated_at = pgqueue._now()
+        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
-    if pgqueue._missing_counters(q.name) <> '{}' then
+    if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
@@ -392,17 +408,17 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. The
-same holds for max_in_flight. A new rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit
-0 end these limits. Raises 22023, PQ001, and PQ004 if archiving would begin or end for the relation of a transport while
-a longer transaction uses that relation.';
+to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
+rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. counters true
+begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or end
+for the relation of a transport while a longer transaction uses that relation.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -454,7 +470,8 @@ begin
     removed := removed + pgqueue._remove_messages(q, true);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
-        'drop sequence %s, %s, %s, %s, %s',
+        -- Another role can have a view of a register, which must not keep the queue.
+        'drop sequence %s, %s, %s, %s, %s cascade',
         q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
     perform pgqueue._drop_counters(q.name);
     return removed;
@@ -532,7 +549,7 @@ begin
     end if;
     execute format('lock table only %s in access exclusive mode', partition);
     execute format('select count(*) from %s', partition) into removed;
-    execute format(case when dropping then 'drop table %s' else 'truncate only %s' end, partition);
+    execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
     return removed;
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, verb);

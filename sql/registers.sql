@@ -109,13 +109,17 @@ create or replace function pgqueue._total_query(role text, queue_name text)
 returns text
 language sql stable
 as $$
-    select concat(
-        '0',
-        ' + (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)',
-        ' + 10 * (select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role || '_tens', queue_name)::text || ' t)')
+    select coalesce(
+        '(select t.last_value - (not t.is_called)::int from ' || pgqueue._counter(role, queue_name)::text || ' t)'
+        || case when role || '_tens' = any (pgqueue._counter_roles()) then
+            ' + 10 * (select t.last_value - (not t.is_called)::int from '
+            || pgqueue._counter(role || '_tens', queue_name)::text || ' t)'
+            else '' end,
+        'null')
 $$;
 comment on function pgqueue._total_query(text, text) is
-'The SQL expression for the number of messages that a queue has counted in a role; 0 if the counter is missing.';
+'The SQL expression for the number of messages that a queue has counted in a role; null if a counter is missing.
+Inlined.';
 
 create or replace function pgqueue._missing_counters(queue_name text)
 returns text[]
@@ -156,7 +160,7 @@ declare
     role text;
 begin
     foreach role in array pgqueue._counter_roles() loop
-        execute format('drop sequence if exists pgqueue.%I', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
+        execute format('drop sequence if exists pgqueue.%I cascade', split_part(pgqueue._sequence_name(role, queue_name), '.', 2));
     end loop;
 end;
 $$;

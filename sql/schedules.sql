@@ -58,8 +58,8 @@ as $$
             when '@monthly' then '0 0 1 * *'
             when '@yearly' then '0 0 1 1 *'
             when '@annually' then '0 0 1 1 *'
-            else lower(regexp_replace(cron, '^\s+|\s+$', '', 'g'))
-        end, '\s+')
+            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g'))
+        end, '[[:space:]]+')
 $$;
 comment on function pgqueue._cron_fields(text) is
 'The fields of a cron expression in lower case, not checked.';
@@ -78,21 +78,22 @@ declare
     found_values int[] := '{}'::int[];
 begin
     foreach part in array string_to_array(field, ',') loop
-        parsed := regexp_match(part, '^(?:(\*)|(\d{1,2}|[a-z]{3})(?:-(\d{1,2}|[a-z]{3}))?)(?:/(\d{1,2}))?$');
+        -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+        parsed := regexp_match(part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$');
         if parsed is null then
             perform pgqueue._refuse_cron(cron, format('%L is not a value, a range or a step', part));
         end if;
         step := coalesce(parsed[4]::int, 1);
         first_value := case
             when parsed[1] is not null then least_value
-            when parsed[2] ~ '^\d' then parsed[2]::int
+            when parsed[2] ~ '^[0-9]' then parsed[2]::int
             else array_position(names, parsed[2]) - 1 + least_value
         end;
         last_value := case
             -- As in 5/15: from 5 on.
             when parsed[1] is not null or parsed[3] is null and parsed[4] is not null then most_value
             when parsed[3] is null then first_value
-            when parsed[3] ~ '^\d' then parsed[3]::int
+            when parsed[3] ~ '^[0-9]' then parsed[3]::int
             else array_position(names, parsed[3]) - 1 + least_value
         end;
         if first_value is null or last_value is null then

@@ -83,9 +83,12 @@ begin
     for m in
         select u.*
         from unnest(
-            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities
-        ) with ordinality as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, place)
+            s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in, s.group_keys, s.priorities,
+            s.dedup_keys
+        ) with ordinality
+            as u (payload, body, headers, message_id, delay, expires_in, group_key, priority, dedup_key, place)
     loop
+        perform pgqueue._check_dedup(array[m.dedup_key], 'keep');
         perform pgqueue._check_group_keys(array[m.group_key]);
         perform pgqueue._check_priorities(array[m.priority]);
         perform pgqueue._check_enqueue(coalesce(m.delay, '0'), m.expires_in);
@@ -132,6 +135,12 @@ begin
     from unnest(
         new.payloads, new.bodies, new.headers, new.message_ids, new.delays, new.expires_in, new.group_keys, new.priorities
     ) as u (payload, body, headers, message_id, delay, expires_in, group_key, priority);
+    if num_nonnulls(variadic new.dedup_keys) > 0 then
+        are_sound := are_sound and cardinality(new.dedup_keys) <= new.messages
+            and not exists (select from unnest(new.dedup_keys) as k where char_length(k) not between 1 and 255);
+    else
+        new.dedup_keys := null;
+    end if;
     if not are_sound then
         perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
     end if;
@@ -267,6 +276,125 @@ comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
 'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
 message over the limit of the queue.';
 
+create or replace function pgqueue._take_staged_keys(
+    q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    keys text[];
+    ids bigint[];
+begin
+    if not exists (
+        select from pgqueue.staged_messages s where s.token = any (tokens) and s.dedup_keys is not null
+    ) then
+        return null;
+    end if;
+    keys := array(
+        select u.key
+        from unnest(tokens) with ordinality as t (token, place)
+        join pgqueue.staged_messages s on s.token = t.token
+        cross join unnest(s.dedup_keys, array_fill(null::int, array[s.messages])) with ordinality
+            as u (key, nothing, place)
+        order by t.place, s.row_number, u.place
+    );
+    -- A message that is staged after this would get no id. sink_commit finds which messages are missing.
+    if cardinality(keys) <> expected then
+        return null;
+    end if;
+    -- As in enqueue_batch, this lock is taken before the ids.
+    lock table only pgqueue.messages in row exclusive mode;
+    ids := array(select nextval('pgqueue.message_id') from generate_series(1, expected));
+    return array(
+        select case when u.holder = u.id then u.id else 0 end
+        from unnest(ids, pgqueue._take_dedup_keys(q, keys, ids, at, 'keep', '{}')) with ordinality
+            as u (id, holder, place)
+        order by u.place
+    );
+end;
+$$;
+comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, timestamptz) is
+'Takes the keys of the messages staged under all tokens of a queue, as enqueue_batch does for one batch. Returns an id
+for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
+null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
+
+create or replace function pgqueue._send_deduplicated(
+    token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
+)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
+as $$
+declare
+    published bigint;
+    delayed bigint;
+    due_at timestamptz;
+begin
+    with staged as not materialized (
+        select s.delays, u.*, ids[s.place + u.place] as id
+        from (
+            select c.*, _send_deduplicated.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
+            from pgqueue.staged_messages c
+            where c.token = _send_deduplicated.token
+        ) s
+        cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
+            with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
+        where s.largest_bytes <= q.max_payload_bytes
+    ),
+    due as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            m.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
+            m.body, m.headers
+        from staged m
+        where m.id > 0 and coalesce(m.delay, '0') = interval '0'
+        returning messages.id
+    ),
+    later as (
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            d.id, q.name,
+            pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+            at, q.max_attempts, pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
+        -- Each message gets a due time of its own, as in _send_staged.
+        from (
+            select m.*, row_number() over (partition by m.delay order by m.id) as n
+            from staged m
+            where m.delays is not null and m.id > 0 and m.delay > interval '0'
+        ) d
+        returning scheduled_messages.due_at
+    )
+    select (select count(*) from due), count(*), min(l.due_at) into published, delayed, due_at from later l;
+    if delayed > 0 then
+        perform pgqueue._announce_due(q, due_at);
+    end if;
+    perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
+    return (
+        select coalesce(sum(s.messages), 0) from pgqueue.staged_messages s
+        where s.token = _send_deduplicated.token and s.largest_bytes <= q.max_payload_bytes
+    );
+end;
+$$;
+comment on function pgqueue._send_deduplicated(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
+'Does what _send_staged does, for a queue of which a message has a key. ids is the result of _take_staged_keys, and
+handled the number of messages under earlier tokens. Messages whose id is 0 are not sent, but are in the number that it
+returns.';
+
 create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
 language plpgsql volatile
@@ -334,6 +462,8 @@ declare
     at timestamptz;
     q pgqueue.queues;
     winner record;
+    ids bigint[];
+    handled bigint;
     published bigint;
 begin
     perform pgqueue._check_sink(run, tokens, counts, app_id, version);
@@ -367,8 +497,17 @@ begin
     loop
         if q.name is distinct from (winner.attempt).queue_name then
             select c.* into q from pgqueue.queues c where c.name = (winner.attempt).queue_name;
+            select pgqueue._take_staged_keys(q, array_agg(t.token order by t.place), sum(t.expected)::bigint, at)
+            into ids
+            from unnest(tokens, counts) with ordinality as t (token, expected, place)
+            join unnest(attempts) as a on a.token = t.token
+            where a.queue_name = q.name;
+            handled := 0;
         end if;
-        published := pgqueue._send_staged((winner.attempt).token, q, at);
+        published := case
+            when ids is null then pgqueue._send_staged((winner.attempt).token, q, at)
+            else pgqueue._send_deduplicated((winner.attempt).token, q, at, ids, handled)
+        end;
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes
@@ -376,6 +515,7 @@ begin
             perform pgqueue._require_current_snapshot(format('run %s', run));
             perform pgqueue._raise_staged_messages_lost(run, (winner.attempt).partition, winner.expected, published);
         end if;
+        handled := handled + published;
         perform pgqueue._wake_if_waiting(q, pgqueue._now());
     end loop;
     perform pgqueue._discard_staged(run);
@@ -384,9 +524,11 @@ end;
 $$;
 comment on function pgqueue.sink_commit(uuid, uuid[], bigint[], text, bigint, pgqueue.caller) is
 'Sends the staged messages of a run in one transaction and returns true. From each attempt named in tokens it sends
-exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now.
-Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards all
-messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
+exactly the number of messages given in counts, in their order and by the rules of enqueue; delays count from now. A
+message whose dedup_key is taken, by an earlier message or by an earlier one of the same commit, is not sent, as with
+enqueue_batch and on_duplicate keep; counts contains it. A commit with keys waits for transactions that have sent one of
+them. Messages of the other attempts of the run are discarded. If version of app_id was committed before, it discards
+all messages and returns false. A run without app_id is identified by run, so that the call can be repeated until it is
 answered. Raises PQ010 if staged messages are missing, for example after a crash of the server; PQ001 if a queue was
 dropped; PQ003 for the first message over the limit of its queue, with its row; and 22023 if the version was committed
 by another role, or is not higher than those that sweep_staged has forgotten.';

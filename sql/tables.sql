@@ -35,6 +35,7 @@ create table pgqueue.queues (
     rate_limit int,
     rate_period interval not null default '1 s',
     priorities boolean not null default false,
+    counters boolean not null default true,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -78,6 +79,8 @@ comment on column pgqueue.queues.rate_limit is
 'How many messages claims and receives may take in each rate_period; null: any number.';
 comment on column pgqueue.queues.priorities is
 'Whether messages with a higher priority are claimed first.';
+comment on column pgqueue.queues.counters is
+'Whether the queue has sequences that count its messages.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -431,6 +434,7 @@ create unlogged table pgqueue.staged_messages (
     priorities int[],
     messages int not null,
     largest_bytes int not null,
+    dedup_keys text[],
     constraint staged_messages_pkey primary key (token, row_number)
 );
 alter table pgqueue.staged_messages alter column payloads set storage external;
@@ -448,6 +452,8 @@ comment on column pgqueue.staged_messages.messages is
 not have to.';
 comment on column pgqueue.staged_messages.largest_bytes is
 'The size of the largest payload (as JSON text) or body, in bytes.';
+comment on column pgqueue.staged_messages.dedup_keys is
+'Null if no message of the row has a key.';
 
 create table pgqueue.sink_commits (
     app_id text collate "C" not null,

@@ -698,7 +698,8 @@ begin
     if exists (select from pg_class c where c.oid = relation) then
         execute format('drop view %s', relation);
     end if;
-    execute format('drop table %s', pgqueue._transport_table(q));
+    -- Any role with access can make a view that depends on it, or on the sequence. It must not keep them.
+    execute format('drop table %s cascade', pgqueue._transport_table(q));
     execute format('drop trigger place_for_transport on %s', pgqueue._partition_of(q));
     perform pgqueue._sync_archive_trigger(q);
     for index in
@@ -707,7 +708,7 @@ begin
     loop
         execute format('drop index %s', index);
     end loop;
-    execute format('drop sequence %s', seq_register);
+    execute format('drop sequence %s cascade', seq_register);
     update pgqueue.subscriptions s set queue_address = q.name where s.queue_name = q.name;
     return true;
 end;

@@ -23,7 +23,8 @@ create type pgqueue.queue as (
     max_in_flight int,
     rate_limit int,
     rate_period interval,
-    priorities boolean
+    priorities boolean,
+    counters boolean
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';

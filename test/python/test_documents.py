@@ -313,6 +313,43 @@ def test_every_setting_is_in_the_reference_with_its_default() -> None:
     assert listed == defaults
 
 
+def test_each_access_allows_what_the_document_says(pasted: tuple[str, str]) -> None:
+    functions = """
+        select p.proname from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'
+        and has_function_privilege('pgqueue_test_access', p.oid, 'execute')
+    """
+    relations = """
+        select c.relname, p from pg_class c cross join unnest(
+            array['select', 'insert', 'update', 'delete', 'truncate', 'references', 'trigger', 'usage']) p
+        where c.relnamespace = 'pgqueue'::regnamespace and c.relname !~ '^(access|rights)_' and case
+            when c.relkind = 'S'
+                then p in ('select', 'update', 'usage') and has_sequence_privilege('pgqueue_test_access', c.oid, p)
+            when c.relkind in ('r', 'p', 'v')
+                then p <> 'usage' and has_table_privilege('pgqueue_test_access', c.oid, p)
+        end
+    """
+    with psycopg.connect(pasted[0]) as connection:
+        listed = table("SECURITY.md", "What each access allows")
+        kinds = ("producer", "consumer", "admin", "reader", "raw", "transport")
+        assert [row[0] for row in listed] == [f"`{access}`" for access in kinds]
+        for access, verbs, tables in listed:
+            for queue_name in (None, "orders", "ord-*") if access != "`raw`" else (None,):
+                with connection.transaction(force_rollback=True):
+                    connection.execute("create role pgqueue_test_access")
+                    grant = "select pgqueue.grant_access('pgqueue_test_access', %s, %s)"
+                    connection.execute(grant, [access.strip("`"), queue_name])
+                    allowed = {name for (name,) in connection.execute(functions)}
+                    assert allowed == set(re.findall(r"`(\w+)`", verbs)), access
+                    expected = {
+                        (name, privilege)
+                        for part in tables.split("; ")
+                        for name in re.findall(r"`(\w+)`", part)
+                        for privilege in part.partition(": ")[2].split(", ")
+                        if queue_name is None or name == "staged_messages"
+                    }
+                    assert set(connection.execute(relations).fetchall()) == expected, access
+
+
 def test_the_documents_list_every_sql_module() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     lists = re.findall(r"^(STATE|CORE|ROOMS) = (.*)$", makefile, re.MULTILINE)

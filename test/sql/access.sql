@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(243);
+select plan(263);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -67,10 +67,36 @@ select v.verb, r.scope, k.access, q.name,
 from verbs v cross join kinds k
 cross join lateral (values ('own', format('pgqueue_test_own_%s', k.access)), ('pattern', format('pgqueue_test_pattern_%s', k.access)), ('all', format('pgqueue_test_all_%s', k.access))) r (scope, role_name)
 cross join (values ('access-own'), ('access-p-own'), ('access-foreign')) q (name);
+-- raw is access to all queues only.
+create role pgqueue_test_all_raw;
+select pgqueue.grant_access('pgqueue_test_all_raw', 'raw');
+insert into expected
+select v.verb, 'all', 'raw', q.name, 'pgqueue_test_all_raw', case when 'raw' = any (v.allowed_to) then 'may' else '42501' end,
+    pg_temp.outcome('pgqueue_test_all_raw', format(v.statement, q.name))
+from verbs v cross join (values ('access-own'), ('access-foreign')) q (name);
 select is_empty($$ select * from expected where expected <> 'may' and outcome <> expected $$, 'a verb is refused for a queue to which the role has no access of its kind');
 -- compact_queue is refused in a transaction, and a call without arguments beyond the queue may be invalid.
 select is_empty($$ select * from expected where expected = 'may' and outcome in ('42501', 'PQ001') $$, 'a verb passes for a queue to which the role has access of its kind');
 select cmp_ok((select count(*) from expected where expected = 'PQ001'), '>', 300::bigint, 'the matrix contains every verb with a queue');
+
+-- Advisory locks. Every role can take those of any queue, unless PUBLIC may not execute the functions with one key.
+create function pg_temp.allow_locks(change text) returns void language plpgsql as $$
+declare
+    f regprocedure;
+begin
+    for f in
+        select p.oid from pg_proc p
+        where p.pronamespace = 'pg_catalog'::regnamespace and p.proname ~ '^pg_(try_)?advisory_(xact_)?lock' and p.pronargs = 1
+    loop
+        execute format(change, f);
+    end loop;
+end;
+$$;
+select pg_temp.allow_locks('revoke execute on function %s from public');
+select is(pg_temp.outcome('pgqueue_test_own_consumer', 'select pg_advisory_xact_lock_shared(1)'), '42501', 'a superuser can keep roles from advisory locks');
+select is_empty($$ select e.verb, e.access, e.outcome from expected e join verbs v using (verb) where e.scope = 'own' and e.name = 'access-own' and e.expected = 'may'
+    and pg_temp.outcome(e.role_name, format(v.statement, e.name)) <> e.outcome $$, 'verbs work for roles that may not take advisory locks');
+select pg_temp.allow_locks('grant execute on function %s to public');
 
 -- The domain of a verb is that of its row in the matrix.
 select is_empty(
@@ -135,9 +161,19 @@ set local role pgqueue_test_own_producer;
 select set_config('test.token', pgqueue.sink_stage('access-own', '00000000-0000-0000-0000-00000000000a', 0, 0)::text, true) is not null as staged;
 select lives_ok($$ select pgqueue.sink_commit('00000000-0000-0000-0000-00000000000a', array[current_setting('test.token')::uuid], '{0}') $$, 'a producer of a queue commits what it staged');
 select set_config('test.token', pgqueue.sink_stage('access-own', '00000000-0000-0000-0000-00000000000b', 0, 0)::text, true) is not null as staged;
+insert into pgqueue.staged_messages (token, row_number, payloads) values (current_setting('test.token')::uuid, 1, '{1}');
 set local role pgqueue_test_pattern_producer;
 select throws_ok($$ select pgqueue.sink_commit('00000000-0000-0000-0000-00000000000b', array[current_setting('test.token')::uuid], '{0}') $$, 'PQ001', null, 'a role without access to the queue does not commit what another has staged in the same session');
 reset role;
+-- What was staged belongs to the role that logged in.
+create role pgqueue_test_login;
+grant pgqueue_test_own_producer to pgqueue_test_login;
+set local session authorization pgqueue_test_login;
+set local role pgqueue_test_own_producer;
+select is(pgqueue.sink_abort('00000000-0000-0000-0000-00000000000b'), 0::bigint, 'set role to a role discards nothing that another session has staged as that role');
+reset role;
+reset session authorization;
+select is(pgqueue.sink_abort('00000000-0000-0000-0000-00000000000b'), 1::bigint, 'the role that logged in discards what it staged, whatever its current role was');
 
 -- No tables: of all relations, but for the views that carry the rights, a producer fills staged_messages by COPY, and a
 -- reader of all queues reads those that are named here.
@@ -174,8 +210,9 @@ exception when others then
 end;
 $$;
 grant select on verbs to public;
-select is_empty($$ select v.verb from verbs v where v.verb <> 'create_queue' and 'consumer' = any (v.allowed_to)
-    and pg_temp.error(format('set local role pgqueue_test_own_consumer; ' || v.statement, 'access-foreign')) <> replace(pg_temp.error(format('set local role pgqueue_test_own_consumer; ' || v.statement, 'access-missing')), 'access-missing', 'access-foreign') $$,
+select is_empty($$ select v.verb, k.access from verbs v join kinds k on k.access = any (v.allowed_to)
+    where pg_temp.error(format('set local role pgqueue_test_own_%s; ', k.access) || format(v.statement, 'access-foreign'))
+        <> replace(pg_temp.error(format('set local role pgqueue_test_own_%s; ', k.access) || format(v.statement, 'access-missing')), 'access-missing', 'access-foreign') $$,
     'a foreign queue and a missing queue raise the same error');
 reset role;
 set local role pgqueue_test_own_producer;
@@ -195,6 +232,8 @@ grant usage, create on schema pgqueue_test_s to pgqueue_test_a, pgqueue_test_b;
 set local role pgqueue_test_a;
 create function pgqueue_test_s.by_a(queue text) returns bigint language sql security definer as $$ select count(*) from pgqueue.browse(queue) $$;
 create function pgqueue_test_s.seen_by_a() returns text language sql security definer as $$ select string_agg(q.name, ',') from pgqueue.list_queues() q $$;
+create function pgqueue_test_s.portal_of_a() returns refcursor language plpgsql security definer as $$
+declare c refcursor := 'portal_of_a'; begin open c for select pgqueue.browse('access-own'); return c; end $$;
 create function pgqueue_test_s.sets_role() returns bigint language plpgsql as $$ begin set local role pgqueue_test_b; return (select count(*) from pgqueue.browse('access-own')); end $$;
 select is(pgqueue_test_s.by_a('access-own'), 3::bigint, 'a definer function has the access of its owner');
 set local role pgqueue_test_b;
@@ -227,6 +266,8 @@ set local role pgqueue_test_a;
 declare c cursor for select pgqueue.browse('access-own');
 set local role pgqueue_test_b;
 select throws_ok('fetch c', 'PQ001', null, 'a cursor that was not started reads with the access of the role that fetches');
+select pgqueue_test_s.portal_of_a() is not null as opened;
+select throws_ok('fetch portal_of_a', 'PQ001', null, 'a cursor that a definer function opened reads with the access of the role that fetches');
 reset role;
 
 -- The values of the domains cannot be stored, made by a cast of the caller's own, or checked by its own operators.
@@ -239,8 +280,31 @@ select throws_ok($$ create domain pgqueue_test_s.kept as pgqueue.queue_of_consum
 select throws_ok($$ create temp table kept (q pgqueue.caller) $$, '42501', null, 'no role can keep the caller in a table');
 select throws_ok($$ select ('access-foreign'::text)::pgqueue.queue_of_consumer $$, 'PQ001', null, 'a cast is checked');
 select throws_ok($$ select pgqueue.browse('access-foreign'::pgqueue.queue_of_admin) $$, 'PQ001', null, 'a cast to another domain is checked');
-create type pgqueue_test_s.evil as enum ('access-foreign');
+-- Casts and domains of the caller's own run with its rights, before the check and once.
+create type pgqueue_test_s.guise as enum ('access-own');
+create sequence pgqueue_test_s.turns;
+create function pgqueue_test_s.is_caller(text) returns boolean language plpgsql as $$
+begin
+    if current_user <> 'pgqueue_test_a' then
+        raise exception 'trapped' using errcode = 'TRAP0';
+    end if;
+    return true;
+end;
+$$;
+create function pgqueue_test_s.name_of(pgqueue_test_s.guise) returns text language sql volatile as $$ select (array['access-own', 'access-foreign'])[nextval('pgqueue_test_s.turns')] $$;
+create function pgqueue_test_s.role_of(pgqueue_test_s.guise) returns name language sql as $$ select name 'pgqueue_test_b' $$;
+create function pgqueue_test_s.json_of(pgqueue_test_s.guise) returns jsonb language sql volatile as $$ select '{}'::jsonb where pgqueue_test_s.is_caller('') $$;
+create cast (pgqueue_test_s.guise as text) with function pgqueue_test_s.name_of as implicit;
+create cast (pgqueue_test_s.guise as name) with function pgqueue_test_s.role_of as implicit;
+create cast (pgqueue_test_s.guise as jsonb) with function pgqueue_test_s.json_of as implicit;
+create domain pgqueue_test_s.watched as text check (pgqueue_test_s.is_caller(value));
 set local client_min_messages = error;
+select throws_ok($$ create cast (pgqueue_test_s.guise as pgqueue.queue_of_consumer) with inout as implicit $$, '42501', null, 'no role can make a cast to a checked name');
+select is((select count(*) from pgqueue.browse('access-own'::pgqueue_test_s.guise)), 3::bigint, 'a verb takes a name that a cast of its caller returns');
+select throws_ok($$ select pgqueue.browse('access-own'::pgqueue_test_s.guise) $$, 'PQ001', null, 'the name that a cast of the caller returns is checked');
+select throws_ok($$ select pgqueue.list_queues('access-own'::pgqueue_test_s.guise) $$, '23514', null, 'a role cannot pass for another by a cast of its own');
+select lives_ok($$ select pgqueue.nack('access-own'::pgqueue_test_s.watched, 1, gen_random_uuid(), error => 'x'::pgqueue_test_s.watched, headers => 'access-own'::pgqueue_test_s.guise) $$,
+    'casts and domains of the caller run with its rights, not with those of the owner of the verb');
 create function pgqueue_test_s.same(text, text) returns boolean language sql as 'select true';
 create operator pgqueue_test_s.= (leftarg = text, rightarg = text, function = pgqueue_test_s.same);
 create function pgqueue_test_s.same(name, name) returns boolean language sql as 'select true';
@@ -372,6 +436,73 @@ select is_empty($$ select sequencename from pg_sequences where schemaname = 'pgq
 reset role;
 select isnt_empty($$ select attname from pg_stats where schemaname = 'pgqueue' $$, 'there are statistics to be seen');
 
+-- A role with access can make views of all relations in the schema, although it may not read them. They must not keep a
+-- foreign queue.
+select pgqueue.create_queue('access-kept', archive_for => '1 day') is not null as made, pgqueue.expose_transport('access-kept', 'pgqueue_test_s', 'kept') is not null as exposed;
+grant usage, create on schema pgqueue_test_s to pgqueue_test_own_consumer;
+create function pg_temp.cling(queue_name text) returns bigint language plpgsql as $$
+declare
+    relation regclass;
+    n bigint := 0;
+begin
+    for relation in
+        select c.oid from pg_class c, pgqueue.queues q
+        where q.name = queue_name and c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S')
+            and c.relname ~ format('_(%s|%s)(_|$)', q.queue_id, split_part(pgqueue._archive_marker(q.name), 'archives_', 2))
+    loop
+        n := n + 1;
+        set local role pgqueue_test_own_consumer;
+        execute format('create view pgqueue_test_s.clings_%s as select * from %s', n, relation);
+        reset role;
+    end loop;
+    return n;
+end;
+$$;
+set local client_min_messages = warning;
+select cmp_ok(pg_temp.cling('access-kept'), '>=', 15::bigint, 'a role makes views of what belongs to a foreign queue');
+select lives_ok($$ select pgqueue.unexpose_transport('access-kept') $$, 'the views of a role do not keep the relation of a foreign queue');
+select lives_ok($$ select pgqueue.alter_queue('access-kept', archive_for => '0') $$, 'the views of a role do not keep a foreign queue from ending its archive');
+select lives_ok($$ select pgqueue.drop_queue('access-kept') $$, 'the views of a role do not keep a foreign queue from being dropped');
+reset client_min_messages;
+
+-- What the system catalogs and views show about a queue that leaves its name everywhere. The superuser of this session
+-- is another role for pg_stat_activity.
+create function pg_temp.shown_in(words text) returns text[] language plpgsql as $$
+declare
+    shown record;
+    is_shown boolean;
+    places text[] := '{}';
+begin
+    perform pg_stat_clear_snapshot();
+    for shown in
+        select c.relname from pg_class c
+        where c.relnamespace = 'pg_catalog'::regnamespace and c.relkind in ('r', 'v') and c.relname !~ '^pg_(timezone|shmem)' order by 1
+    loop
+        begin
+            execute format('select exists (select from pg_catalog.%I w where position($1 in w::text) > 0)', shown.relname) into is_shown using words;
+            if is_shown then
+                places := places || shown.relname::text;
+            end if;
+        exception when insufficient_privilege then
+            null;
+        end;
+    end loop;
+    return places;
+end;
+$$;
+select pgqueue.create_queue('access-hidden', archive_for => '1 day', dedup_window => '1 min') is not null as made,
+    pgqueue.grant_access('pgqueue_test_own_consumer', 'consumer', 'access-hidden'), pgqueue.prepare_wait('access-hidden') is not null as waits,
+    pgqueue.enqueue('access-hidden', '"access-hidden"', headers => '{"access-hidden": 1}', dedup_key => 'access-hidden') > 0 as sent,
+    pgqueue.create_schedule('access-hidden', 'access-hidden', '@daily', '"access-hidden"') is not null as scheduled,
+    pgqueue.subscribe('access-hidden.topic', 'access-hidden') as subscribed, pgqueue.stream_open('access-hidden', 'access-hidden') is not null as opened;
+select pgqueue.reject('access-hidden', m.id, m.claim_token, 'access-hidden') from pgqueue.claim('access-hidden', claimed_by => 'access-hidden') m;
+analyze pgqueue.queues, pgqueue.dead_messages, pgqueue.schedules, pgqueue.streams, pgqueue.subscriptions;
+select ok(pg_temp.shown_in('access-hidden') @> '{pg_stat_activity,pg_stats}', 'a superuser finds the name of the queue in its own statement and in statistics');
+set local role pgqueue_test_own_consumer;
+select is(pg_temp.shown_in('access-hidden'), '{}', 'no catalog and no view of activity, locks or statistics shows another role the name of a shared queue');
+select is(pg_temp.shown_in('access-p-'), '{pg_description}', 'of a pattern with access the catalogs show the comment');
+reset role;
+
 -- What was granted past grant_access.
 grant usage on schema pgqueue to pgqueue_test_b;
 grant execute on function pgqueue.drop_queue to pgqueue_test_b;
@@ -383,6 +514,18 @@ grant select (payload) on pgqueue.archived_messages to pgqueue_test_b;
 grant usage on domain pgqueue.queue_of_admin to pgqueue_test_b;
 grant create on schema pgqueue to pgqueue_test_b;
 grant execute on function pgqueue.grant_access to pgqueue_test_b;
+-- The relation of a transport: the admin that exposed the queue has all privileges, and grants them to endpoints.
+grant usage, create on schema pgqueue_test_s to pgqueue_test_pattern_admin;
+grant usage on schema pgqueue_test_s to pgqueue_test_pattern_transport;
+create role pgqueue_test_sends;
+create role pgqueue_test_reads;
+set local role pgqueue_test_pattern_admin;
+select pgqueue.expose_transport('access-p-own', 'pgqueue_test_s', 'relation') is not null as exposed;
+grant select, insert, delete on pgqueue_test_s.relation to pgqueue_test_pattern_transport;
+grant insert on pgqueue_test_s.relation to pgqueue_test_own_transport, pgqueue_test_pattern_producer, pgqueue_test_sends;
+reset role;
+grant select, insert on pgqueue_test_s.relation to pgqueue_test_reads;
+select pgqueue.grant_access('pgqueue_test_reads', 'transport', 'access-own');
 select ok(bool_or(detail ~ 'rights_'), 'doctor shows privileges on rights views that no access gives') from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_a';
 select ok(bool_or(detail ~ 'access_any'), 'doctor shows access of public') from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'role public';
 select set_eq($$ select access from pgqueue.list_access() where role_name = 'pgqueue_test_x' and queue_name is null $$, array['reader'], 'a grant on all tables in the schema is reader access');
@@ -391,6 +534,9 @@ select set_eq($$ select detail from pgqueue.doctor() where finding = 'unmanaged_
     array['role pgqueue_test_b has privileges that none of its access includes: column payload of table pgqueue.archived_messages, function pgqueue.drop_queue, function pgqueue.grant_access, schema pgqueue, table pgqueue.messages, type pgqueue.queue_of_admin'],
     'doctor shows privileges that were granted by hand');
 select is_empty($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_(own|pattern|all)' $$, 'doctor shows nothing that grant_access granted');
+select results_eq($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'relation ' order by 1 $$,
+    array['role pgqueue_test_reads has privileges that none of its access includes: relation pgqueue_test_s.relation', 'role pgqueue_test_sends has privileges that none of its access includes: relation pgqueue_test_s.relation'],
+    'doctor shows privileges on the relation of a transport that belong to no access');
 create function pg_temp.repair() returns void language plpgsql as $$
 declare
     f record;
@@ -400,6 +546,11 @@ end;
 $$;
 select lives_ok('select pg_temp.repair()', 'the repair of the finding runs');
 select is_empty($$ select detail from pgqueue.doctor() where finding = 'unmanaged_grant' $$, 'after the repair the finding is gone');
+select is(array(select r || ' ' || p from unnest(array['pattern_transport', 'own_transport', 'reads', 'sends']) r cross join unnest(array['insert', 'select']) p
+    where has_table_privilege('pgqueue_test_' || r, 'pgqueue_test_s.relation', p) order by 1), array['own_transport insert', 'pattern_transport insert', 'pattern_transport select', 'reads insert'],
+    'the repair leaves the privileges of endpoints on the relation of a transport');
+select pgqueue.revoke_access('pgqueue_test_pattern_admin', 'admin', 'access-p-*');
+select isnt_empty($$ select from pgqueue.doctor() where finding = 'unmanaged_grant' and detail ~ 'pgqueue_test_pattern_admin.*relation ' $$, 'doctor shows that a former admin still has privileges on the relation that it exposed');
 
 select * from finish();
 rollback;

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(84);
+select plan(96);
 
 -- enqueued, acknowledged, failed, dead
 create function pg_temp.totals(queue text) returns text language sql volatile as $$
@@ -175,7 +175,7 @@ select results_eq($$ select pgqueue.ack_batch('counted', array_agg(c.id), min(c.
     'a batch is acknowledged without the counters');
 select results_eq($$ select count(*) from pgqueue.receive('counted', 12) $$, array[12::bigint], 'a batch is received without the counters');
 select results_eq($$ select pgqueue.reject('counted', c.id, c.claim_token) from pgqueue.claim('counted') c $$, array[true], 'a message is rejected without the counters');
-select is(pg_temp.totals('counted'), '0 0 0 0', 'stats returns 0 without the counters');
+select is(pg_temp.totals('counted'), '   ', 'stats returns null for the totals without the counters');
 select results_eq($$ select f.severity, f.queue_name, f.repair from pgqueue.doctor() f where f.finding = 'missing_counter' $$,
     $$ values ('warning', 'counted', 'select pgqueue.alter_queue(''counted'');') $$, 'doctor reports the missing counters');
 select repair from pgqueue.doctor() where finding = 'missing_counter' \gexec
@@ -202,6 +202,24 @@ insert into pgqueue.staged_messages (token, row_number, payloads, delays) values
 select is(pg_temp.totals('counted-sink'), '0 0 0 0', 'staged messages do not count');
 select pgqueue.sink_commit(:'run', array[:'token']::uuid[], '{14}') is not null as sent \gset
 select is(pg_temp.totals('counted-sink'), '14 0 0 0', 'sink_commit counts the messages that it sends');
+
+-- A queue without counters.
+select pgqueue.create_queue('uncounted', counters => false) is not null as made \gset
+select is(pg_temp.sequences('uncounted'), 0::bigint, 'a queue with counters false has no sequences for counters');
+select pgqueue.alter_queue('uncounted', max_attempts => 7) is not null as altered \gset
+select is(pg_temp.sequences('uncounted'), 0::bigint, 'alter_queue creates none unless counters is true');
+select is((pgqueue.get_queue('uncounted')).counters, false, 'get_queue returns the setting');
+select pgqueue.enqueue_batch('uncounted', pg_temp.payloads(25)) \g /dev/null
+select results_eq($$ select pgqueue.ack('uncounted', c.id, c.claim_token) from pgqueue.claim('uncounted') c $$, array[true], 'its messages are acknowledged');
+select is(pg_temp.totals('uncounted'), '   ', 'its totals are null');
+select is((select s.enqueued_total from pgqueue.stats() s where s.queue_name = 'uncounted'), null, 'they are null in the statistics of all queues, too');
+select is_empty($$ select f.finding from pgqueue.doctor() f where f.finding = 'missing_counter' $$, 'doctor does not miss the counters of such a queue');
+select lives_ok($$ select pgqueue.alter_queue('uncounted', counters => false) $$, 'counters false changes nothing there');
+select is((pgqueue.alter_queue('uncounted', counters => true)).counters, true, 'alter_queue adds counters');
+select pgqueue.enqueue('uncounted', '1') \g /dev/null
+select is(pg_temp.totals('uncounted'), '1 0 0 0', 'they count from then on');
+select throws_ok($$ select pgqueue.alter_queue('uncounted', counters => false) $$, '22023', 'invalid counters: ''false''', 'alter_queue does not remove counters');
+select throws_ok($$ select pgqueue.create_queue('uncounted-null', counters => null) $$, '22023', 'invalid counters: null', 'create_queue refuses counters null');
 
 select * from finish();
 rollback;

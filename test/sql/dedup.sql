@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(111);
+select plan(113);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -227,6 +227,24 @@ select throws_ok($$ select pgqueue.publish('nobody.there', '1', dedup_key => '')
 select throws_ok($$ select pgqueue.cancel_by_key('dedup', null) $$, '22023', null, 'cancel_by_key refuses a null key');
 select throws_ok($$ select pgqueue.enqueue('dedup', null, dedup_key => 'k') $$, '22023', 'invalid payload: null', 'enqueue with a key refuses a message without payload and body');
 select throws_ok($$ select pgqueue.enqueue('dedup', to_jsonb(repeat('x', 300000)), dedup_key => 'invoice-9') $$, 'PQ003', null, 'enqueue with a key that is taken refuses a payload over the limit');
+
+-- The cost of a key does not grow with the number of keys.
+
+create function pg_temp.buffers(key text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    execute format('explain (analyze, buffers, timing off, format json) select pgqueue.enqueue(%L, %L, dedup_key => %L)', 'dedup-many', '1', key) into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+select pgqueue.create_queue('dedup-many', dedup_window => '0') \g /dev/null
+select count(*) from pgqueue.enqueue_batch('dedup-many', array(select '1'::jsonb from generate_series(1, 20000)), dedup_keys => array(select 'k' || g from generate_series(1, 20000) g)) \g /dev/null
+select pg_temp.buffers('k1') \g /dev/null
+select cmp_ok(pg_temp.buffers('k10000'), '<', 60, 'enqueue with a taken key reads no other keys');
+select pgqueue.purge_queue('dedup-many') \g /dev/null
+select pg_temp.buffers('k1') \g /dev/null
+select cmp_ok(pg_temp.buffers('k10000'), '<', 200, 'enqueue with a key that is free again reads no other keys');
 
 -- Tables whose period has ended are truncated
 

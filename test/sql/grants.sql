@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(437);
+select plan(439);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -102,6 +102,81 @@ insert into verbs values
 grant select on verbs to public;
 select is((select array_agg(distinct p.proname::text order by p.proname::text) from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'),
     (select array_agg(v.name order by v.name) from verbs v), 'the list contains every public function');
+
+-- The settings of the calling session: every one that a role may change and that is on or off or one of several words,
+-- and others that change how values are written or read.
+create temp table settings as
+select s.name, case s.vartype when 'bool' then case s.setting when 'on' then 'off' else 'on' end
+    else (select w from unnest(s.enumvals) with ordinality as e (w, n) where w <> s.setting order by n desc limit 1) end as changed, s.setting
+from pg_settings s
+where s.context = 'user' and s.vartype in ('bool', 'enum') and s.name !~ '^(transaction_|default_transaction_|trace_|debug_(print|pretty)|exit_on_error|client_min_messages)'
+    and (s.vartype = 'bool' or cardinality(s.enumvals) > 1)
+union all
+select s.name, s.changed, current_setting(s.name, true)
+from (values ('datestyle', 'SQL, DMY'), ('timezone', 'Pacific/Kiritimati'), ('extra_float_digits', '-15'), ('search_path', 'pg_temp, public'), ('work_mem', '64kB'),
+    ('from_collapse_limit', '1'), ('join_collapse_limit', '1'), ('plpgsql.extra_errors', 'all')) s (name, changed);
+create function pg_temp.change_settings() returns void language sql as $$ select count(set_config(s.name, s.changed, true)) from settings s $$;
+create function pg_temp.restore_settings() returns void language sql as $$ select count(set_config(s.name, s.setting, true)) from settings s $$;
+-- Functions are compiled again, as in a new session.
+create function pg_temp.recompile() returns void language plpgsql as $$
+declare
+    f record;
+begin
+    for f in select p.oid::regprocedure as signature, p.procost from pg_proc p where p.pronamespace = 'pgqueue'::regnamespace loop
+        execute format('alter function %s cost %s', f.signature, f.procost);
+    end loop;
+end;
+$$;
+create function pg_temp.outcome(statement text, is_changed boolean) returns text language plpgsql as $$
+declare
+    n bigint;
+begin
+    if is_changed then
+        perform pg_temp.change_settings();
+    end if;
+    execute statement;
+    get diagnostics n = row_count;
+    raise exception using errcode = 'ZZ000', message = n::text;
+exception when others then
+    return case sqlstate when 'ZZ000' then sqlerrm || ' rows' else sqlstate || ' ' || sqlerrm end;
+end;
+$$;
+create function pg_temp.stored(is_changed boolean) returns jsonb language plpgsql as $$
+declare
+    found jsonb;
+begin
+    if is_changed then
+        perform pg_temp.change_settings();
+    end if;
+    perform pgqueue.create_queue('grants_new', visibility_timeout => '2:03:04.5', backoff_base => '1.5 s', backoff_factor => 1.1, archive_for => '1 mon 2 days', dedup_window => '90 s', dedicated => true);
+    perform pgqueue.enqueue('grants_new', e'{"n": 1.10, "s": "\\\\"}', '36 h', e'{"a": "\\""}', '40 days 1 s', dedup_key => e'a\\b');
+    perform pgqueue.enqueue('grants_new', body => e'\\x005c');
+    perform pgqueue.create_schedule('grants_new', 'grants_new', '30 4 1 * *', time_zone => 'Europe/Paris');
+    perform pgqueue.nack('grants_new', m.id, m.claim_token, '90 min', error => e'\\''') from pgqueue.claim('grants_new', visibility_timeout => '11:59:59.5') m;
+    perform pg_temp.restore_settings();
+    select jsonb_build_object(
+        'queue', (select to_jsonb(q) - '{name,created_at,updated_at,queue_id}'::text[] from pgqueue.get_queue('grants_new') q),
+        'messages', (select jsonb_agg(jsonb_build_array(s.payload, s.body, s.headers, date_trunc('minute', s.due_at - s.enqueued_at), s.expires_at - s.enqueued_at, s.last_error)
+            order by s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'grants_new' and s.enqueued_at < s.due_at),
+        'schedule', (select to_jsonb(s) - '{last_message_id}'::text[] from pgqueue.list_schedules('grants_new') s))
+    into found;
+    raise exception using errcode = 'ZZ000', message = found::text;
+exception
+    when sqlstate 'ZZ000' then
+        return sqlerrm::jsonb;
+    when others then
+        if not is_changed then
+            raise;
+        end if;
+        return to_jsonb(sqlerrm);
+end;
+$$;
+create temp table outcomes as select v.name, v.statement, pg_temp.outcome(v.statement, false) as outcome from verbs v;
+create temp table values_stored as select pg_temp.stored(false) as document;
+select pg_temp.recompile();
+select is_empty($$ select o.name, o.outcome, pg_temp.outcome(o.statement, true) from outcomes o where pg_temp.outcome(o.statement, true) <> o.outcome $$, 'every verb works the same with changed settings of the session');
+select pg_temp.recompile();
+select is(pg_temp.stored(true), (select document from values_stored), 'verbs store the same values with changed settings of the session');
 
 set local role pgqueue_test_producer;
 select lives_ok(v.statement, 'a producer may ' || v.name) from verbs v where v.producer;

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(153);
+select plan(199);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -147,6 +147,9 @@ begin
         ('payloads, group_keys', '''{1,1}'', array[null, repeat(''k'', 256)]', format('22023 row 3 of partition 3: invalid group_key: %L', repeat('k', 200)), 'has a group_key over 255 characters'),
         ('payloads, priorities', '''{1,1}'', ''{9,10}''', '22023 row 3 of partition 3: invalid priority: ''10''', 'has a priority over 9'),
         ('payloads, priorities', '''{1}'', ''{null,0}''', '22023 row 3 of partition 3: invalid payload: null', 'has only a priority'),
+        ('payloads, dedup_keys', '''{1,1}'', array[''k'', '''']', '22023 row 3 of partition 3: invalid dedup_key: ''''', 'has an empty dedup_key'),
+        ('payloads, dedup_keys', '''{1,1}'', array[null, repeat(''k'', 256)]', format('22023 row 3 of partition 3: invalid dedup_key: %L', repeat('k', 200)), 'has a dedup_key over 255 characters'),
+        ('payloads, dedup_keys', '''{1}'', ''{null,k}''', '22023 row 3 of partition 3: invalid payload: null', 'has only a dedup_key'),
         ('payloads, delays', '''{1,1}'', ''{0,-1 s}''', '22023 row 3 of partition 3: invalid delay: ''-00:00:01''', 'has a negative delay'),
         ('payloads, delays', '''{1,1}'', ''{0,11 years}''', '22023 row 3 of partition 3: invalid delay: ''11 years''', 'has a delay over 10 years'),
         ('payloads, delays', '''{1,1}'', ''{0,1 year -360 days -1 s}''', '22023 row 3 of partition 3: invalid delay: ''1 year -360 days -00:00:01''', 'has a delay that adds up to less than zero'),
@@ -171,6 +174,103 @@ end;
 $$;
 select pg_temp.sinks('sink', false);
 select pg_temp.sinks('sink_dedicated', true);
+
+-- Keys of deduplication.
+
+create function pg_temp.staged_keys(queue text, run uuid, partition int, payloads jsonb[], keys text[], delays interval[] default null) returns uuid language plpgsql as $$
+declare
+    token uuid := pgqueue.sink_stage(queue, run, partition, 1);
+begin
+    -- The last row comes first: its messages are still the last ones.
+    insert into pgqueue.staged_messages (token, row_number, payloads, dedup_keys, delays)
+    select token, n, payloads[n:n + 1], keys[n:n + 1], delays[n:n + 1] from generate_series(cardinality(payloads) / 2 * 2 + 1, 1, -2) n
+    where n <= cardinality(payloads);
+    return token;
+end;
+$$;
+-- Commits two messages with the keys x and y, and returns the error.
+create function pg_temp.failed(queue text, payloads text, counts text, after text default 'null') returns text language sql as $$
+    select pg_temp.raised(format($f$ do $d$ declare token uuid := pg_temp.staged_keys(%L, pg_temp.run(3), 3, %L, '{x,y}'); begin
+        perform pgqueue.sink_commit(pg_temp.run(3), array[token], %L); %s; end $d$ $f$, queue, payloads, counts, after))
+$$;
+create function pg_temp.deduplicates(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    run uuid := gen_random_uuid();
+    first uuid;
+    second uuid;
+    third uuid;
+begin
+    perform pgqueue.create_queue(queue, max_payload_bytes => 10, dedicated => has_table);
+    perform pgqueue.enqueue(queue, '0', dedup_key => 'old');
+    third := pg_temp.staged_keys(queue, run, 2, '{9,10,11,12}', array['c', 'old', 'b', repeat('ü', 255)]);
+    second := pg_temp.staged(queue, run, 1, 5, '{6,7,8}');
+    first := pg_temp.staged_keys(queue, run, 0, '{1,2,3,4,5}', '{b,a,b,null,a}');
+    return next is(pgqueue.sink_commit(run, array[first, second, third], '{5,3,4}', 'keys-' || queue, 1), true, queue || ': sink_commit of messages with dedup_keys returns true');
+    return next is(pg_temp.sent(queue), '{0,1,2,4,6,7,8,9,12}', queue || ': sink_commit sends the first message with each new dedup_key and all messages without one, in their order');
+    return next is(pg_temp.left_over(run), '{0,0}', queue || ': sink_commit deletes staged messages whose dedup_key is taken');
+    return next is((select s.enqueued_total from pgqueue.stats(queue) s), 9::bigint, queue || ': messages whose dedup_key is taken are not counted');
+    return next is((select c.messages from pgqueue.sink_commits c where c.app_id = 'keys-' || queue and c.version = 1), 12::bigint, queue || ': sink_commits records the number of messages including those whose dedup_key is taken');
+    return next is((select array_agg(pgqueue.enqueue(queue, '99', dedup_key => k.key) = m.id) from (values ('a', '2'::jsonb), ('b', '1'), ('c', '9')) k (key, payload) join pgqueue.messages m on m.queue_name = queue and m.payload = k.payload), '{t,t,t}',
+        queue || ': a dedup_key belongs to the message that sink_commit has sent');
+    return next is(pgqueue.sink_commit(run, array[first, second, third], '{5,3,4}', 'keys-' || queue, 1), false, queue || ': a second sink_commit of a run with dedup_keys returns false');
+
+    -- The window.
+    perform set_config('test.now', '2030-01-01 12:04:59.999999+00', true);
+    run := gen_random_uuid();
+    first := pg_temp.staged_keys(queue, run, 0, '{13,14}', '{a,b}');
+    return next is(pgqueue.sink_commit(run, array[first], '{2}'), true, queue || ': sink_commit of messages whose dedup_keys are all taken returns true');
+    return next is(cardinality(pg_temp.sent(queue)), 9, queue || ': sink_commit of messages whose dedup_keys are all taken sends nothing');
+    perform set_config('test.now', '2030-01-01 12:05:00+00', true);
+    run := gen_random_uuid();
+    first := pg_temp.staged_keys(queue, run, 0, '{15,16,17}', '{a,b,a}');
+    perform pgqueue.sink_commit(run, array[first], '{3}');
+    return next is((pg_temp.sent(queue))[10:], '{15,16}', queue || ': sink_commit sends a message whose dedup_key is free since the dedup_window has ended');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.claim(queue);
+
+    -- Delayed messages.
+    run := gen_random_uuid();
+    first := pg_temp.staged_keys(queue, run, 0, '{1,2,3,4,5}', '{d,null,d,f,g}', '{1 h,1 h,1 day,0,1 h}');
+    second := pg_temp.staged_keys(queue, run, 1, '{6,7}', '{f,d}');
+    perform pgqueue.sink_commit(run, array[first, second], '{5,2}');
+    return next is(row(pg_temp.sent(queue), (select array_agg(x.payload order by x.id) from pgqueue.scheduled_messages x where x.queue_name = queue))::text, row('{4}'::jsonb[], '{1,2,5}'::jsonb[])::text, queue || ': sink_commit sends due and delayed messages with new dedup_keys');
+    return next is((select array_agg(x.due_at - pgqueue._now() order by x.id) from pgqueue.scheduled_messages x where x.queue_name = queue), '{1 h,1 h 0.000001 s,1 h 0.000002 s}'::interval[], queue || ': delayed messages with dedup_keys have distinct due times');
+    return next is((select pgqueue._from_micros(pg_sequence_last_value(q.first_due_at)) from pgqueue.queues q where q.name = queue), pgqueue._now() + interval '1 h', queue || ': sink_commit of delayed messages with dedup_keys sets the register first_due_at');
+
+    -- A rollback, and commits that fail, take no key.
+    return next is(pg_temp.failed(queue, '{1,2}', '{2}', 'raise sqlstate ''XX001'' using message = ''rolled back'''), 'XX001 rolled back', queue || ': a transaction with a sink_commit of dedup_keys is rolled back');
+    return next alike(pg_temp.failed(queue, '{1,12345678901}', '{2}'), 'PQ003 row 2 of partition 3: payload of 11 bytes%', queue || ': sink_commit refuses a payload over the limit beside dedup_keys');
+    return next alike(pg_temp.failed(queue, '{1,2}', '{3}'), 'PQ010 % in partition 3, and 2 are there', queue || ': sink_commit refuses a count that is too high for messages with dedup_keys');
+    return next alike(pg_temp.failed(queue, '{1,2}', '{1}'), 'PQ010 % in partition 3, and 2 are there', queue || ': sink_commit refuses a count that is too low for messages with dedup_keys');
+    run := gen_random_uuid();
+    first := pg_temp.staged_keys(queue, run, 0, '{18,19}', '{x,y}');
+    perform pgqueue.sink_commit(run, array[first], '{2}');
+    return next is(pg_temp.sent(queue), '{4,18,19}', queue || ': the dedup_keys of commits that failed or were rolled back are free');
+
+    -- A key that is taken as long as its message lives.
+    perform pgqueue.alter_queue(queue, dedup_window => '0');
+    for n in 1..2 loop
+        perform pgqueue.purge_queue(queue);
+        run := gen_random_uuid();
+        first := pg_temp.staged_keys(queue, run, 0, '{20,21,22}', '{z,z,null}');
+        perform pgqueue.sink_commit(run, array[first], '{3}');
+    end loop;
+    return next is(pg_temp.sent(queue), '{20,22}', queue || ': with a dedup_window of 0, sink_commit sends a message whose dedup_key is free since its message is gone');
+    perform set_config('test.now', '2030-01-01 12:00:00+00', true);
+end;
+$$;
+select pg_temp.deduplicates('sink-keys', false);
+select pg_temp.deduplicates('sink-keys-2', true);
+
+select pgqueue.create_queue('sink-keys-3') is not null as made \gset
+select pg_temp.staged_keys('sink-keys', pg_temp.run(4), 0, '{1,2}', '{q,r}') as one, pg_temp.staged_keys('sink-keys-3', pg_temp.run(4), 0, '{1,2,3}', '{q,r,r}') as other,
+    pg_temp.staged('sink-keys-2', pg_temp.run(4), 0, 1, '{1,2}') as plain \gset
+select pgqueue.purge_queue(q) from unnest('{sink-keys,sink-keys-2}'::text[]) q \g /dev/null
+select pgqueue.sink_commit(pg_temp.run(4), array[:'other', :'plain', :'one']::uuid[], '{3,2,2}') as sent \gset
+select is(array[pg_temp.sent('sink-keys')::text, pg_temp.sent('sink-keys-2')::text, pg_temp.sent('sink-keys-3')::text], array['{1,2}', '{1,2}', '{1,2}'], 'each queue of a commit has dedup_keys of its own');
+select pg_temp.staged_keys('sink-keys', pg_temp.run(5), 0, '{1,2}', '{null,null}') as token \gset
+select is((select row(s.messages, s.dedup_keys)::text from pgqueue.staged_messages s where s.token = :'token'), '(2,)', 'a row of messages without dedup_keys is stored without the array');
+select pgqueue.sink_abort(pg_temp.run(5)) as aborted \gset
 
 -- Arguments.
 select pgqueue.create_queue('sink') is not null as made \gset

@@ -154,7 +154,8 @@ create_queue = Call(
     " dead_letter_expired boolean, max_payload_bytes int, backoff_base interval,"
     " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
     " if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval,"
-    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, priorities boolean",
+    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, priorities boolean,"
+    " counters boolean",
 )
 alter_queue = Call(
     QueueInfo,
@@ -163,7 +164,7 @@ alter_queue = Call(
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dead_letter_expired boolean,"
     " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
     " backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval,"
-    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval",
+    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, counters boolean",
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")

@@ -340,6 +340,7 @@ class AsyncQueue(_Calls):
         rate_limit: int | None = None,
         rate_period: timedelta | None = None,
         priorities: bool | None = None,
+        counters: bool | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -363,7 +364,8 @@ class AsyncQueue(_Calls):
         over all consumers; the queue is then dedicated, and `receive` refuses it. `rate_limit` (1 to 1000000; None: any
         number) is how many messages claims and receives take in each `rate_period` (1 ms to 1 day; 1 s), and up to
         `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
-        are claimed first; the queue is then dedicated, and cannot have a `group_limit`.
+        are claimed first; the queue is then dedicated, and cannot have a `group_limit`. Without `counters` (true) its
+        calls are faster, and the totals of `stats` are None.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -390,6 +392,7 @@ class AsyncQueue(_Calls):
                 rate_limit,
                 rate_period,
                 priorities,
+                counters,
             )
         )
 
@@ -412,6 +415,7 @@ class AsyncQueue(_Calls):
         max_in_flight: int | None = None,
         rate_limit: int | None = None,
         rate_period: timedelta | None = None,
+        counters: bool | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
@@ -420,6 +424,7 @@ class AsyncQueue(_Calls):
         An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
         that are sent from then on; the keys of earlier ones may be free at once. A queue that was created
         without `group_limit` or `max_in_flight` cannot get one. 0 ends `max_in_flight` and `rate_limit`.
+        `counters` can only become true.
 
         Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
         transport relation that a longer transaction uses.
@@ -444,6 +449,7 @@ class AsyncQueue(_Calls):
                 max_in_flight,
                 rate_limit,
                 rate_period,
+                counters,
             )
         )
 

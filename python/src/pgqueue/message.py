@@ -34,7 +34,8 @@ class QueueInfo:
     `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
     is None if it is never dropped for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives.
     `group_limit` is None if the queue has no groups, `max_in_flight` and `rate_limit` if there is no such limit.
-    With `priorities`, messages with a higher priority are claimed first.
+    With `priorities`, messages with a higher priority are claimed first. Without `counters`, its messages are not
+    counted.
     """
 
     name: str
@@ -60,6 +61,7 @@ class QueueInfo:
     rate_limit: int | None
     rate_period: timedelta
     priorities: bool
+    counters: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class QueueStats:
     `oldest_age_seconds` is the age of the oldest ready message, None if none is ready. The totals count since the queue
     was created and never decrease: messages sent, messages acknowledged, failed attempts that consumers reported, and
     messages that became dead letters. Work that was rolled back stays counted. Plain SQL on the tables is not counted.
+    The totals are None if the queue has no counters.
     """
 
     queue_name: str
@@ -201,10 +204,10 @@ class QueueStats:
     oldest_age_seconds: float | None
     paused: bool
     estimates: list[str]
-    enqueued_total: int = 0
-    acknowledged_total: int = 0
-    failed_total: int = 0
-    dead_total: int = 0
+    enqueued_total: int | None = 0
+    acknowledged_total: int | None = 0
+    failed_total: int | None = 0
+    dead_total: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)

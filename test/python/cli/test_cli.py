@@ -187,6 +187,17 @@ def test_stats_watch_shows_the_messages_that_pass_per_second(
             assert (one[f"{rate}_per_second"] > 0) == (one[f"{name}_total"] > before[f"{name}_total"])
 
 
+def test_a_queue_without_counters_has_no_rates(database: str, name: str, tmp_path: Path) -> None:
+    assert in_process(database, "create", name, "--no-counters").status == 0
+    assert "counters            none\n" in in_process(database, "show", name).out
+    words = ["stats", name, "--watch", "--interval", "100ms", "--json"]
+    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
+        command.wait_for(lambda: '"change_per_second": 0.0' in command.out)
+        command.signal(signal.SIGINT)
+        record = command.end().records[-1]
+    assert {record["enqueued_total"], record["in_per_second"], record["dead_per_second"]} == {None}
+
+
 @pytest.mark.parametrize("options", [["--json"], []])
 def test_stats_watch_repeats_until_an_interrupt(
     database: str, orders: pgqueue.Queue, tmp_path: Path, options: list[str]

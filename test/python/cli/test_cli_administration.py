@@ -89,13 +89,13 @@ def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: 
 
 def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.drop_queue()
-    orders.create_queue(group_limit=1, max_in_flight=1)
+    orders.create_queue(group_limit=1, max_in_flight=1, counters=False)
     changed = cli(
         *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
         *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
         *("--dedup-window", "2h", "--group-limit", "2", "--on-dead", "hold", "--max-in-flight", "30"),
-        *("--rate-limit", "500", "--rate-period", "250ms"),
+        *("--rate-limit", "500", "--rate-period", "250ms", "--counters"),
     ).records[0]
     expected = {
         "visibility_timeout": 7200,
@@ -115,6 +115,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
         "max_in_flight": 30,
         "rate_limit": 500,
         "rate_period": 0.25,
+        "counters": True,
     }
     assert {name: changed[name] for name in expected} == expected
     fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}

@@ -10,7 +10,7 @@ import pytest
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead"
-    " max_in_flight rate_limit rate_period",
+    " max_in_flight rate_limit rate_period counters",
     "alter_schedule": "cron payload headers time_zone paused catch_up priority group_key",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",

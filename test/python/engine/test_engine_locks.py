@@ -3,7 +3,7 @@
 After a lock wait, functions use the current state of the queue.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import connect, wait_for
+from psycopg import sql
 
 import pgqueue
 
@@ -49,6 +50,48 @@ def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(
     assert f"{name}-2" in names
     assert name not in names
     assert name in [found.queue_name for found in pgqueue.Queues(connection).stats()]
+
+
+@pytest.fixture
+def stranger(database: str, name: str) -> Iterator[psycopg.Connection[Any]]:
+    """A session of a role without any access."""
+    role = sql.Identifier(f"pgqueue_{name}")
+    with connect(database) as session:
+        session.execute(sql.SQL("create role {0}; set role {0}").format(role))
+        yield session
+        session.execute(sql.SQL("reset role; drop role {}").format(role))
+
+
+def test_a_stranger_that_locks_a_queue_delays_calls_and_loses_nothing(
+    connection: psycopg.Connection[Any], stranger: psycopg.Connection[Any], name: str
+) -> None:
+    queue, another = pgqueue.Queue(connection, name), pgqueue.Queue(connection, f"{name}-2")
+    for each in (queue, another):
+        each.create_queue()
+        each.enqueue_batch([1, 2])
+    (message,) = queue.claim()
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: queue.enqueue(3),
+        lambda: queue.claim(2),
+        lambda: queue.ack(message.id, message.claim_token),
+        lambda: queue.nack(message.id, message.claim_token),
+        lambda: queue.extend(message.id, message.claim_token),
+    )
+    connection.execute("set lock_timeout = '50 ms'")
+    with stranger.transaction():
+        # The role may not call pgqueue._lock_key, and does not need to.
+        stranger.execute("select pg_advisory_xact_lock(hashtextextended('pgqueue:' || %s, 0))", [name])
+        for call in calls:
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                call()
+        queues = pgqueue.Queues(connection)
+        assert {name, another.name} <= {found.name for found in queues.list_queues()}
+        assert {name, another.name} <= {found.queue_name for found in queues.stats()}
+        queues.doctor()
+        assert [found.id for found in queue.browse("inflight")] == [message.id]
+        assert len(another.claim(2)) == 2
+    assert queue.ack(message.id, message.claim_token)
+    assert [found.payload for found in queue.claim(10)] == [2]
 
 
 def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:

@@ -24,6 +24,12 @@ def is_notified(session: Session) -> bool:
     return bool(list(session.notifies(timeout=PATIENCE, stop_after=1)))
 
 
+def test_a_notification_has_no_content(waiting: Session, connection: Session, name: str) -> None:
+    """Every role can listen on every channel."""
+    connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+    assert [note.payload for note in waiting.notifies(timeout=PATIENCE, stop_after=1)] == [""]
+
+
 @pytest.mark.parametrize("parameters", [True, False])
 def test_a_failed_statement_suppresses_no_later_notification(
     waiting: Session, connection: Session, name: str, parameters: bool

@@ -31,7 +31,7 @@ from pgqueue.http.turns import Gate, RequestStartLimiter
 from pgqueue.message import QueueStats
 
 
-def stats_of(sent: int, acknowledged: int, depth: int = 9, dead: int = 0, *estimates: str) -> QueueStats:
+def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: int = 0, *estimates: str) -> QueueStats:
     return QueueStats(
         "orders", depth - 3, 2, 1, dead, 1.0, False, [*estimates], enqueued_total=sent, acknowledged_total=acknowledged
     )
@@ -40,11 +40,13 @@ def stats_of(sent: int, acknowledged: int, depth: int = 9, dead: int = 0, *estim
 @pytest.mark.parametrize(
     ("totals", "expected"),
     [
-        pytest.param([(7, 5)], Throughput(0.0, None), id="one sample"),
+        pytest.param([(7, 5)], Throughput(), id="one sample"),
         pytest.param([(7, 5), (7, 5)], Throughput(0.0, 0.0), id="nothing happened"),
         pytest.param([(7, 5), (27, 11, 23)], Throughput(10.0, 3.0), id="both increased"),
         pytest.param([(7, 5), (27, 11, 23), (67, 31, 43)], Throughput(15.0, 6.5), id="since the first of a few"),
-        pytest.param([(7, 5), (3, 6)], Throughput(0.0, None), id="the queue was created again"),
+        pytest.param([(7, 5), (3, 6)], Throughput(), id="the queue was created again"),
+        pytest.param([(None, None), (None, None)], Throughput(), id="the queue has no counters"),
+        pytest.param([(None, None), (7, 5)], Throughput(), id="counters were added"),
     ],
 )
 def test_the_throughput_is_the_increase_of_the_totals(totals: list[Any], expected: Throughput) -> None:
@@ -387,6 +389,19 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
         assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + sent
         for each in ("in", "out"):  # nothing more is sent or acknowledged
             web.until(lambda each=each: metric(web, f"pgqueue_{each}_per_second", queue=name) == 0)  # type: ignore[misc]
+
+
+def test_the_throughput_of_a_queue_without_counters_is_unknown(web: Server, site: Site) -> None:
+    name = new_name()
+    with psycopg.connect(site.target, autocommit=True) as connection:
+        connection.execute("select pgqueue.create_queue(%s, counters => false)", [name])
+        connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
+    web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) == 40)
+    web.until(lambda: metric(web, "pgqueue_flow_counted", queue=name) == 0)
+    for each in ("messages_enqueued_total", "messages_dead_total", "in_per_second", "out_per_second"):
+        assert metric(web, f"pgqueue_{each}", queue=name) is None
+    row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
+    assert re.findall(r'data-label="(?:In|Out)">.*?<span class="now">(.*?)</span>', row) == ["–", "–"]
 
 
 @pytest.mark.parametrize("table", ["pgqueue.messages where queue_name = '{}'", 'public."{}"'])

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,58 @@ def test_a_binary_payload_is_sent_as_body(sink: Sink) -> None:
     assert [message.body for message in sink.queue.receive(2)] == [b"\x00\x01", b""]
 
 
+KEYED = schema(payload=t.StringType(), dedup_key=t.StringType())
+
+
+def keyed(*rows: tuple[str, str | None]) -> pa.RecordBatch:
+    return batch(KEYED, *rows)
+
+
+def test_the_first_row_of_each_dedup_key_is_sent(sink: Sink) -> None:
+    sink.queue.enqueue(0, dedup_key="old")
+    writer = sink.writer(KEYED)
+    second = sink.write(writer, keyed(("5", "a"), ("6", None), ("7", "ü\t")), task=(1, 8, None))
+    first = sink.write(writer, keyed(("1", "b"), ("2", "old")), keyed(("3", "b"), ("4", "a")), task=(0, 9, None))
+    writer.commit([first, second])
+    assert sink.sent() == [0, 1, 4, 6, 7]
+    sink.send(keyed(("8", "b"), ("9", "c")), kinds=KEYED)
+    assert sink.sent() == [0, 1, 4, 6, 7, 9]
+    assert sink.staged() == 0
+    assert sink.queue.stats().enqueued_total == 6
+    found = sink.queue.enqueue(10, dedup_key="ü\t")
+    assert [message.payload for message in sink.queue.receive(9) if message.id == found] == [7]
+
+
+def test_dedup_keys_are_compared_across_staged_rows(sink: Sink) -> None:
+    rows = [(str(number), None if number % 7 == 0 else str(number % 150)) for number in range(1000)]
+    writer = sink.writer(KEYED)
+    tasks = enumerate((rows[:450], rows[450:]))
+    writer.commit([sink.write(writer, keyed(*part), task=(number, number, None)) for number, part in tasks])
+    first: dict[str, int] = {}
+    for payload, key in rows:
+        first.setdefault(key or f"row {payload}", int(payload))
+    assert sink.sent() == [*first.values()]
+
+
+def test_rows_with_dedup_keys_keep_their_delays_and_queues(sink: Sink) -> None:
+    other = pgqueue.Queue(sink.connection, f"{sink.name}-other")
+    other.create_queue()
+    kinds = schema(
+        queue_name=t.StringType(), payload=t.StringType(), dedup_key=t.StringType(), delay=t.DayTimeIntervalType()
+    )
+    rows = [
+        (sink.name, "1", "a", timedelta(hours=1)),
+        (other.name, "2", "a", None),
+        (sink.name, "3", "a", None),
+        (other.name, "4", "b", timedelta(0)),
+        (sink.name, "5", None, None),
+    ]
+    sink.send(batch(kinds, *rows), kinds=kinds, queue="")
+    assert sink.sent() == [5]
+    assert sink.queue.stats().scheduled_messages == 1
+    assert [message.payload for message in other.receive(9)] == [2, 4]
+
+
 NESTED = schema(
     text=t.StringType(),
     plain=t.StringType(),
@@ -355,6 +408,21 @@ def test_an_invalid_group_key_is_refused_with_its_row(sink: Sink) -> None:
     kinds = schema(payload=t.StringType(), group_key=t.StringType())
     with pytest.raises(pgqueue.InvalidArgument, match="row 2 of partition 0: invalid group_key: invalid byte sequence"):
         sink.write(sink.writer(kinds), batch(kinds, ("1", "a"), ("2", "\0"), ("3", None)))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("\0", "invalid dedup_key: invalid byte sequence"),
+        ("", "invalid dedup_key: ''"),
+        ("x" * 256, "invalid dedup_key: 'xxx"),
+    ],
+    ids=["nul", "empty", "long"],
+)
+def test_an_invalid_dedup_key_is_refused_with_its_row(sink: Sink, key: str, said: str) -> None:
+    with pytest.raises(pgqueue.InvalidArgument, match=f"row 2 of partition 0: {said}"):
+        sink.write(sink.writer(KEYED), keyed(("1", "x" * 255), ("2", key), ("3", None)))
+    assert sink.staged() == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -550,6 +618,53 @@ def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
     staged = sink.write(sink.stream(), payloads("3"), task=(0, 0, str(uuid4())))
     sink.stream().commit([staged], 1)
     assert sink.sent() == [1, 2, 3]
+
+
+def test_a_repeated_write_with_dedup_keys_is_sent_once(sink: Sink) -> None:
+    writer = sink.writer(KEYED)
+    lost = sink.write(writer, keyed(("1", "a"), ("2", "b"), ("3", None)), task=(0, 1, None))
+    assert lost.counts != {}
+    winner = sink.write(writer, keyed(("1", "a"), ("2", "b"), ("3", None)), task=(0, 2, None))
+    for _ in range(2):
+        writer.commit([winner])
+    assert sink.sent() == [1, 2, 3]
+    query = str(uuid4())
+    for batch_id in (0, 0, 1):
+        staged = sink.write(sink.stream(KEYED), keyed(("4", "a"), ("5", "c"), ("6", None)), task=(0, 0, query))
+        sink.stream(KEYED).commit([staged], batch_id)
+    assert sink.sent() == [1, 2, 3, 5, 6, 6]
+    app = {"txnAppId": sink.name, "txnVersion": "1"}
+    for _ in range(2):
+        sink.send(keyed(("7", "d"), ("8", None)), kinds=KEYED, **app)
+    assert (sink.sent(), sink.staged()) == ([1, 2, 3, 5, 6, 6, 7, 8], 0)
+
+
+def test_a_failed_commit_takes_no_dedup_key(sink: Sink) -> None:
+    writer = sink.writer(KEYED)
+    staged = sink.write(writer, keyed(("1", "a"), ('"long"', "b")))
+    sink.queue.alter_queue(max_payload_bytes=3)
+    with pytest.raises(pgqueue.PayloadTooLarge, match="row 2 of partition 0: payload of 6 bytes"):
+        writer.commit([staged])
+    assert sink.sent() == []
+    sink.queue.alter_queue(max_payload_bytes=6)
+    writer.commit([staged])
+    assert sink.sent() == [1, "long"]
+
+
+def test_concurrent_writes_with_the_same_dedup_keys_do_not_deadlock(sink: Sink) -> None:
+    keys = [str(number) for number in range(300)]
+    chance = random.Random(1)
+    jobs = []
+    for number in range(4):
+        chance.shuffle(keys)
+        writer = sink.writer(KEYED)
+        parts = [keyed(*[(json.dumps(key), key) for key in keys[start : start + 100]]) for start in (0, 100, 200)]
+        jobs.append((writer, [sink.write(writer, part, task=(at, number, None)) for at, part in enumerate(parts)]))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        commits = [pool.submit(writer.commit, staged) for writer, staged in jobs]
+        for commit in commits:
+            commit.result()
+    assert sorted(sink.sent()) == sorted(keys)
 
 
 def test_a_version_is_sent_once_to_each_queue(sink: Sink) -> None:
@@ -772,8 +887,8 @@ TWICE = t.StructType([t.StructField("x", t.IntegerType())] * 2)
         (schema(a=t.ArrayType(TWICE)), {}, "column a: struct<x:int,x:int> has no form in JSON"),
         (schema(payload=TWICE), {}, "column payload: struct<x:int,x:int> has no form in JSON"),
         (schema(a=t.IntegerType(), headers=t.StringType()), {}, "column headers is ambiguous without a column payload"),
-        (schema(payload=t.StringType(), dedup_key=t.StringType()), {}, "column dedup_key: .* without deduplication"),
-        (schema(a=t.IntegerType(), Dedup_Key=t.StringType()), {}, "column Dedup_Key: .* without deduplication"),
+        (schema(payload=t.StringType(), dedup_key=t.LongType()), {}, "column dedup_key is bigint, and must be a"),
+        (schema(a=t.IntegerType(), Dedup_Key=t.StringType()), {}, "column Dedup_Key is ambiguous without a column pay"),
         (schema(payload=t.StringType()), {"queue": ""}, "no queue: set option queue, or"),
         (schema(payload=t.StringType(), queue_name=t.StringType()), {}, "the queue is named twice"),
         (schema(queue_name=t.StringType()), {"queue": ""}, "there is nothing to send"),
@@ -855,6 +970,27 @@ def test_retried_tasks_send_each_row_once(spark: Any, sink: Sink, save: Callable
     assert sink.staged() == 0
 
 
+def test_retried_tasks_send_each_dedup_key_once(
+    spark: Any, sink: Sink, save: Callable[..., None], tmp_path: Path
+) -> None:
+    from pyspark.sql.functions import udf
+
+    def once(number: int) -> str:
+        mark = tmp_path / str(number)
+        if number % 250 == 249 and not mark.exists():
+            mark.touch()
+            raise RuntimeError("injected")
+        return str(number)
+
+    payload = udf(once, "string", useArrow=False)("id").alias("payload")
+    frame = spark.range(0, 1000, 1, 4).selectExpr("id", "cast(id % 300 as string) as dedup_key")
+    for _ in range(2):
+        save(frame.select(payload, "dedup_key"))
+    assert len([*tmp_path.iterdir()]) == 4
+    assert sink.sent() == [*range(300)]
+    assert sink.staged() == 0
+
+
 def test_a_retried_task_of_foreach_partition_sends_each_dedup_key_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
     dsn, name = sink.dsn, sink.name
 
@@ -914,25 +1050,33 @@ def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Callable[..., Non
     assert sink.sent() == [1]
 
 
-def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [None, 30])
+def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: Path, keys: int | None) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
-    spark.range(100).selectExpr("to_json(struct(id)) as payload").coalesce(1).write.json(str(source))
+    key = "string(null)" if keys is None else f"string(id % {keys})"
+    frame = spark.range(100).selectExpr("to_json(struct(id)) as payload", f"{key} as dedup_key").coalesce(1)
+    frame.write.json(str(source))
+    expected = [*range(keys or 100)]
 
     def run() -> None:
-        frame = spark.readStream.schema("payload string").json(str(source))
+        frame = spark.readStream.schema("payload string, dedup_key string").json(str(source))
         options = {"dsn": sink.dsn, "queue": sink.name, "checkpointLocation": str(checkpoint)}
         completed(frame.writeStream.format("pgqueue").options(**options).trigger(availableNow=True).start)
 
     run()
-    assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
+    assert sorted(payload["id"] for payload in sink.sent()) == expected
     # As if the driver had died after the commit of the sink and before the entry in Spark's commit log.
     (checkpoint / "commits/0").unlink()
     (checkpoint / "commits/.0.crc").unlink()
     run()
-    assert sorted(payload["id"] for payload in sink.sent()) == [*range(100)]
+    assert sorted(payload["id"] for payload in sink.sent()) == expected
     assert (checkpoint / "commits/0").exists()
+    frame.write.mode("append").json(str(source))
+    run()
+    assert sorted(payload["id"] for payload in sink.sent()) == sorted(expected * (2 if keys is None else 1))
     assert sink.staged() == 0
     rows = sink.connection.execute(
-        "select count(*) from pgqueue.sink_commits c where c.messages = 100 and c.version = 0"
+        "select c.version, c.messages from pgqueue.sink_commits c where c.app_id = %s order by c.version",
+        (json.loads((checkpoint / "metadata").read_text())["id"],),
     )
-    assert rows.fetchone() == (1,)
+    assert rows.fetchall() == [(0, 100), (1, 100)]

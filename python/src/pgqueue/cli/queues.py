@@ -104,6 +104,15 @@ RateLimit = Annotated[
 
 RatePeriod = Annotated[timedelta | None, duration_option(help="The period of --rate-limit (1s; 1ms to 1d).")]
 
+Counters = Annotated[
+    bool | None,
+    typer.Option(
+        "--counters/--no-counters",
+        help="Count what is sent and acknowledged (yes). A queue that has counters keeps them.",
+        show_default=False,
+    ),
+]
+
 
 def create(
     session: Session,
@@ -125,6 +134,7 @@ def create(
     max_in_flight: MaxInFlight = None,
     rate_limit: RateLimit = None,
     rate_period: RatePeriod = None,
+    counters: Counters = None,
     priorities: Annotated[
         bool, typer.Option("--priorities", help="Claim messages with a higher priority (send --priority) first.")
     ] = False,
@@ -156,6 +166,7 @@ def create(
             rate_limit=rate_limit,
             rate_period=rate_period,
             priorities=priorities or None,
+            counters=counters,
         )
     _report(session, info)
 
@@ -180,6 +191,7 @@ def alter(
     max_in_flight: MaxInFlight = None,
     rate_limit: RateLimit = None,
     rate_period: RatePeriod = None,
+    counters: Counters = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
@@ -205,6 +217,7 @@ def alter(
         "max_in_flight": max_in_flight,
         "rate_limit": rate_limit,
         "rate_period": rate_period,
+        "counters": counters,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
@@ -252,6 +265,7 @@ def show(session: Session, queue: QueueName) -> None:
         "rate": f"up to {counted(info.rate_limit, 'message')} every {format_duration(info.rate_period)}"
         if info.rate_limit
         else None,
+        "counters": None if info.counters else "none",
         "table": "its own" if info.dedicated else "shared",
         "created": format_moment(info.created_at),
         "changed": format_moment(info.updated_at),
@@ -325,7 +339,7 @@ def stats(
 _STATS = ["queue", ">ready", ">in flight", ">scheduled", ">dead", ">oldest", ""]
 _LIVE = ("ready_messages", "inflight_messages", "scheduled_messages")
 # The figures whose rates --watch shows.
-_COUNTS: Final[dict[str, Callable[[QueueStats], int]]] = {
+_COUNTS: Final[dict[str, Callable[[QueueStats], int | None]]] = {
     "in": attrgetter("enqueued_total"),
     "out": attrgetter("acknowledged_total"),
     "failed": attrgetter("failed_total"),
@@ -356,20 +370,23 @@ class _Rates:
         self._at = 0.0
 
     def add(self, looked: list[QueueStats]) -> dict[str, dict[str, float | None]]:
-        """Add a look. Returns the rates of each queue since the look before; None for a queue that was not in it."""
+        """Add a look. Returns the rates of each queue since the look before; None if unknown."""
         at, before = time.monotonic(), self._looked
         seconds = at - self._at
         self._at = at
         self._looked = {found.queue_name: found for found in looked}
         return {
             name: {
-                f"{rate}_per_second": round((count(found) - count(before[name])) / seconds, 1) + 0.0
-                if name in before
-                else None
+                f"{rate}_per_second": _rate(count(before[name]), count(found), seconds) if name in before else None
                 for rate, count in _COUNTS.items()
             }
             for name, found in self._looked.items()
         }
+
+
+def _rate(before: int | None, after: int | None, seconds: float) -> float | None:
+    """How fast a number has grown; None if the queue has no counters."""
+    return None if before is None or after is None else round((after - before) / seconds, 1) + 0.0
 
 
 _SHORTEST, _LONGEST = timedelta(seconds=0.1), timedelta(days=365)  # bounds of the time between two looks

@@ -23,7 +23,7 @@ _GAUGES = {
     "paused": "1 while the queue is paused.",
 }
 _THROUGHPUT = {
-    "in_per_second": "Messages sent per second, recently.",
+    "in_per_second": "Messages sent per second, recently; missing where unknown.",
     "out_per_second": "Messages acknowledged per second, recently; missing where unknown.",
     "flow_counted": "1 if out_per_second is known.",
 }
@@ -61,8 +61,10 @@ class _QueueCollector(Collector):
                 family.add_metric(place, float(getattr(stats, name) or 0))
             change.add_metric(place, history.change)
             for name, total in totals.items():
-                total.add_metric(place, getattr(stats, f"{name}_total"))
-            incoming.add_metric(place, history.throughput.incoming)
+                if (counted_messages := getattr(stats, f"{name}_total")) is not None:
+                    total.add_metric(place, counted_messages)
+            if history.throughput.incoming is not None:
+                incoming.add_metric(place, history.throughput.incoming)
             if history.throughput.outgoing is not None:
                 outgoing.add_metric(place, history.throughput.outgoing)
             counted.add_metric(place, float(history.throughput.outgoing is not None))

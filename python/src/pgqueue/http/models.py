@@ -407,6 +407,7 @@ class QueueSettings(BaseModel):
     rate_limit: int | None
     rate_period_seconds: float
     priorities: bool
+    counters: bool
 
 
 class ListedSettings(BaseModel):
@@ -532,7 +533,7 @@ class DirectStats(BaseModel):
     """The depth of a queue, with the columns of the SQL type. `estimates` names the figures that are estimated.
 
     The totals count since the queue was created: messages sent, messages acknowledged, failed attempts, and messages
-    that became dead letters.
+    that became dead letters. They are null if the queue has no counters.
     """
 
     queue_name: str
@@ -543,10 +544,10 @@ class DirectStats(BaseModel):
     oldest_age_seconds: float | None
     paused: bool
     estimates: list[str]
-    enqueued_total: int
-    acknowledged_total: int
-    failed_total: int
-    dead_total: int
+    enqueued_total: int | None
+    acknowledged_total: int | None
+    failed_total: int | None
+    dead_total: int | None
 
 
 class DeadLetter(BaseModel):

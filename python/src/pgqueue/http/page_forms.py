@@ -93,8 +93,9 @@ _FIELDS: Final = (
     Field("rate_limit", "Rate limit", int, explanation="messages claimed in each period; empty: no limit"),
     _duration("rate_period", "Rate period"),
 )
-_ONLY_NEW: Final = (  # what alter_queue does not change
+_ONLY_NEW: Final = (  # what the page of the settings does not change
     Field("priorities", "Priorities", bool, explanation="messages with a higher priority are claimed first"),
+    Field("counters", "Counters", bool, explanation="count what is sent and acknowledged; costs some processor time"),
     Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load"),
 )
 # An empty field turns these off: the value that alter_queue gets then.
@@ -109,6 +110,7 @@ _DEFAULTS: Final = {
     "visibility_timeout": "30",
     "max_attempts": "5",
     "dlq_enabled": "True",
+    "counters": "True",
     "max_payload_bytes": "262144",
     "backoff_base": "1",
     "backoff_factor": "2",

@@ -58,8 +58,8 @@ class Row:
         return [] if self.history is None else [float(each.depth) for each in self.history.samples]
 
     @property
-    def incoming(self) -> list[float]:
-        """Incoming messages per second at each sample."""
+    def incoming(self) -> list[float | None]:
+        """Incoming messages per second at each sample; None where unknown."""
         return [] if self.history is None else [each.incoming for each in self.history.throughputs]
 
     @property

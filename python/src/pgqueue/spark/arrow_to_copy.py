@@ -30,6 +30,7 @@ TARGETS = {
     "delay": ("delays", _INTERVAL),
     "expires_in": ("expires_in", _INTERVAL),
     "group_key": ("group_keys", _TEXT),
+    "dedup_key": ("dedup_keys", _TEXT),
     "priority": ("priorities", _INT4),
 }
 # Limits of a COPY row. More messages are no faster, and the server holds all bytes of a row in memory.

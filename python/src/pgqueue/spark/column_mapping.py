@@ -28,6 +28,7 @@ _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "delay": ((t.DayTimeIntervalType,), _INTERVAL),
     "expires_in": ((t.DayTimeIntervalType,), _INTERVAL),
     "group_key": ((t.StringType,), "a string; cast it"),
+    "dedup_key": ((t.StringType,), "a string; cast it"),
     "priority": ((t.IntegerType, t.ShortType, t.ByteType), "an int; cast it"),
 }
 
@@ -71,13 +72,6 @@ class ColumnMapping:
 def map_columns(schema: t.StructType, queue: str | None) -> ColumnMapping:
     """Map the columns of a DataFrame. Raises OptionError if a column is missing, unknown or of a wrong type."""
     kinds = {field.name: field.dataType for field in schema.fields}
-    for name in kinds:
-        # Without this check it would be a member of the payload where there is no column payload.
-        if name.lower() == "dedup_key":
-            raise OptionError(
-                f"column {name}: a write sends all its rows, without deduplication; call enqueue_batch with dedup_keys"
-                f" in foreachPartition instead, or rename {name} if it is part of the payload"
-            )
     if len(kinds) < len(schema.fields) or not kinds:
         raise OptionError("the columns of the data must have different names, and there must be at least one")
     if queue is None and "queue_name" not in kinds:

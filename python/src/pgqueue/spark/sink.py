@@ -43,7 +43,7 @@ _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
 # Errors of the server for text that it cannot store or that is not JSON, and for JSON that is nested too deeply.
 _TEXT_ERRORS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
-_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers|group_keys)")
+_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers|group_keys|dedup_keys)")
 
 
 def commit_name(app_id: str, queue: str | None) -> str:
@@ -291,7 +291,7 @@ class _Staging:
             return error
         target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
         self._connection.rollback()
-        stored_as = "text" if target == "group_key" else "jsonb"
+        stored_as = "text" if target in ("group_key", "dedup_key") else "jsonb"
         for place in rows[int(found[1]) - 1]:
             # As bytes: the text may be invalid UTF-8.
             value = values[target][place].cast(pa.binary()).as_py()

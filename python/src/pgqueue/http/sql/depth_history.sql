@@ -9,8 +9,9 @@ create table pgqueue_http.depth_history (
     depth bigint not null,
     dead bigint not null,
     oldest_age_seconds double precision not null,
-    incoming double precision not null,
-    outgoing double precision, -- per second, like incoming; null if unknown
+    -- Messages per second; null if unknown.
+    incoming double precision,
+    outgoing double precision,
     primary key (service_id, database_name, queue_name, minutes, begins_at),
     constraint depth_history_minutes_are_known check (minutes in (1, 15))
 );
