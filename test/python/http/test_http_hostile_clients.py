@@ -3,31 +3,48 @@ and of the connections to a database.
 """
 
 import asyncio
+import gc
 import resource
 import socket
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
 import psycopg
 import pytest
+import uvloop
 from clients import PATIENCE
 from served import ADMIN, SERVICE, Site, locked, new_name, serving, waiters
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from pgqueue.http import create_app, page_forms, page_routes, protocol, server
+from pgqueue._tasks import end_tasks
+from pgqueue.http import (
+    create_app,
+    idempotency,
+    page_forms,
+    page_routes,
+    protocol,
+    server,
+    statements,
+)
 from pgqueue.http.client_connections import ClientConnections
+from pgqueue.http.databases import Databases
 from pgqueue.http.request_body import PART_BYTES
+from pgqueue.http.rights import Caller, begin
 from pgqueue.http.sampling import History
 from pgqueue.http.settings import Limits, Service, Settings
+from pgqueue.http.statements import Statement
+from pgqueue.http.turns import Gate, RequestStartLimiter
 from pgqueue.message import QueueStats
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -264,6 +281,97 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
     assert server._most_client_connections(more) == min(most, 10)
 
 
+def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
+    """The turns of a busy server are long, and the client that connected last would wait for all of them."""
+    number, announced = 320, []
+    config = Config(
+        greeting,
+        HERE,
+        0,
+        http=partial(protocol.LimitedHttpProtocol, clients=ClientConnections(1000)),  # type: ignore[arg-type]
+        log_config=None,
+        lifespan="off",
+    )
+    config.load()
+
+    async def accept() -> int:
+        listening = server._Server(cast("Any", greeting), config, lambda *place: announced.append(place))
+        listening.lifespan = config.lifespan_class(config)
+        await listening.startup()
+        ((host, port),) = announced  # one place, although several descriptors listen there
+        waiting = [socket.create_connection((host, port), PATIENCE) for _ in range(number)]  # the kernel connects them
+        turns = 0
+        while len(listening.server_state.connections) < number:
+            await asyncio.sleep(0)
+            turns += 1
+        for each in waiting:
+            each.close()
+        await listening.shutdown()
+        return turns
+
+    assert uvloop.run(accept()) <= number / server._ACCEPTED_AT_ONCE + 5
+
+
+async def test_what_clients_send_ahead_on_all_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "PIPELINES_LIMIT", 150_000)
+    app, clients = Holding(), ClientConnections(10)
+    many = WHOLE * (100_000 // len(WHOLE))
+    async with listening(app, clients) as served:
+        first, _ = await served.connect(many)
+        while clients.unparsed < 90_000:  # noqa: ASYNC110 - nothing tells that the server has received it
+            await asyncio.sleep(0)
+        for _ in range(3):
+            assert await closed((await served.connect(many))[0])
+        little = [await served.connect(WHOLE * 500) for _ in range(2)]
+        await app.until(6)
+        app.released.set()
+        for reader in (first, little[0][0], little[1][0]):
+            await reader.readuntil(b"ok")
+        for each in served.protocols:
+            each.transport.abort()
+        while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
+            await asyncio.sleep(0)
+        assert clients.unparsed == 0
+
+
+async def test_requests_that_never_start_leave_nothing_to_the_garbage_collector() -> None:
+    """It runs seldom, and a client can send dozens of requests on each of its connections, and close them."""
+    app = Holding()
+    async with listening(app, ClientConnections(10)) as served:
+        await served.connect(10 * WHOLE)
+        await app.until(1)
+        (connection,) = (weakref.ref(each) for each in served.protocols)
+        gc.disable()
+        try:
+            for each in served.protocols:
+                each.transport.abort()
+            del each
+            while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
+                await asyncio.sleep(0)
+            app.released.set()
+            for _ in range(100):  # turns of the event loop, in which the request ends
+                await asyncio.sleep(0)
+            assert connection() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("others", ["192.0.2.1", "2001:db8::{:x}"], ids=["IPv4", "IPv6"])
+async def test_clients_take_turns_to_start_requests(others: str) -> None:
+    """So the thousands of requests of one address, or of one network of IPv6, delay another by a few."""
+    limiter, began = RequestStartLimiter(), []
+
+    async def begin_request(address: str) -> None:
+        await limiter.wait_to_start(address)
+        began.append(address)
+
+    async with asyncio.timeout(PATIENCE):
+        addresses = [others.format(number) for number in range(1000)] + ["192.0.2.2"]
+        await asyncio.gather(*(begin_request(each) for each in addresses))
+    assert began.index("192.0.2.2") <= 2 * 8
+    assert sorted(began) == sorted(addresses)
+
+
 def test_thousands_of_idle_connections_keep_no_client_waiting(site: Site, tmp_path: Path) -> None:
     with serving(site.configuration(tmp_path, limits={"client_connections": 50}), tmp_path) as web:
         process = psutil.Process(web.command.process.pid)
@@ -387,6 +495,24 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
             assert [each.result(PATIENCE) for each in searches] == [200] * 16
 
 
+async def test_slow_requests_of_two_users_leave_a_place_to_a_third() -> None:
+    gate = Gate(10)
+    for user in ("one", "two") * 10:
+        gate.try_pass(user)
+    waiting = [asyncio.create_task(gate.wait(user)) for user in ("one", "two", "one", "two")]
+    await asyncio.sleep(0)
+    for _ in range(20):
+        assert gate.try_pass("third")
+        assert not gate.try_pass("third"), "who has a place leaves the others to users without one"
+        gate.leave("third")
+        await asyncio.sleep(0)
+    assert not any(each.done() for each in waiting)
+    for _ in range(4):  # the places are given to both in turn
+        gate.leave("one")
+        await asyncio.sleep(0)
+    assert [each.done() for each in waiting] == [True] * 4
+
+
 LONG = "[" + ", ".join(["[]"] * 60_000) + "]"  # nearly 256 KB
 
 
@@ -507,3 +633,88 @@ async def test_of_many_recorded_failures_the_last_ones_are_shown(
         answer = await client.get("/queue", params=place)
         assert answer.text.count("<b>Attempt") == 20 * 20
         assert answer.text.count("<b>Attempt 2999</b>") == answer.text.count("<b>Attempt 2980</b>") == 20
+
+
+LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $1::int)")
+LENGTH = Statement("length", "select length($1)")
+
+
+async def test_a_user_receives_one_large_answer_of_a_database_at_a_time(site: Site) -> None:
+    """libpq keeps all of it in memory, and its size is not known before. Another user receives one meanwhile."""
+    answered: list[str] = []
+
+    async def fetch(user: str, rows: int) -> None:
+        begin(Caller(user))
+        async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+            assert (await LARGE.fetch(connection, str(rows))).ntuples == rows
+        answered.append(user)
+
+    gate = statements._LARGE_RESULTS
+    async with asyncio.timeout(PATIENCE):
+        assert gate.try_pass("many")  # as if an answer for this user were received
+        second = asyncio.create_task(fetch("many", 100))
+        while not gate._waiting and not second.done():  # noqa: ASYNC110 - nothing tells that a request waits
+            await asyncio.sleep(0)
+        await asyncio.create_task(fetch("other", 100))
+        await asyncio.create_task(fetch("many", 0))
+        assert not second.done()
+        gate.leave("many")
+        await second
+        assert gate.try_pass("many")
+        given_up = asyncio.create_task(fetch("many", 100))
+        while not gate._waiting:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0)
+        await end_tasks([given_up])
+        gate.leave("many")
+    assert answered == ["other", "many", "many"]
+    assert (gate._free, gate._passed) == (2, {})
+
+
+async def test_a_connection_that_has_carried_a_large_statement_is_replaced(site: Site) -> None:
+    """libpq would keep a buffer of its size for minutes."""
+    name = site.databases[0]
+    service = Service("one", site.target, (name,))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
+    pids = []
+    async with asyncio.timeout(PATIENCE):
+        for size in (1000, 3_000_000, 1000):
+            async with databases.target(service, name) as connection:
+                pids.append(connection.info.backend_pid)
+                assert (await LENGTH.fetch(connection, "x" * size)).get_value(0, 0) == b"%d" % size
+    assert [each == pids[0] for each in pids] == [True, True, False]
+    await databases.close()
+
+
+async def test_messages_are_received_as_rows(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libpq keeps a buffer as large as the largest row for minutes. After a large answer in one row, which was stored,
+    the connection is replaced.
+    """
+    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
+    rows: list[int] = []
+    stored: list[int] = []
+    fetch = Statement.fetch
+
+    async def watched(statement: Statement, connection: Any, *given: str | None) -> Any:
+        result = await fetch(statement, connection, *given)
+        rows.append(result.ntuples)
+        return result
+
+    monkeypatch.setattr(Statement, "fetch", watched)
+    monkeypatch.setattr(idempotency, "note_size", lambda _, size: stored.append(size))
+    async with serving_here(site, tmp_path) as (client, place, sql):
+        name, key = place["name"], {"Idempotency-Key": "1"}
+        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[8]))", [name, LONG])
+        await sql.execute("select pgqueue.alter_queue(%s, dlq_enabled => true)", [name])
+        await sql.execute("select pgqueue.reject(%s, m.id, m.claim_token) from pgqueue.claim(%s, 2) m", [name, name])
+        for method, path, body, headers, stored_length in (
+            ("GET", f"{name}/browse_dead_messages", None, {}, []),
+            ("POST", f"{name}/claim", {"max_messages": 2}, {}, []),
+            ("POST", "claim_any", {"queue_names": [name], "max_messages": 2}, {}, []),
+            ("POST", f"{name}/claim", {"max_messages": 2}, key, []),
+            ("POST", f"{name}/claim", {"max_messages": 2}, key, None),
+        ):
+            answer = await client.request(method, f"/v1/queues/{path}", json=body, headers=headers)
+            assert answer.status_code == 200
+            assert answer.text.count("[]") == 2 * 60_000
+            assert stored == ([len(answer.text)] if stored_length is None else stored_length)
+    assert rows == [2] * 4

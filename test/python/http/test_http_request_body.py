@@ -1,10 +1,12 @@
 """Bodies of requests: valid JSON, its size in PostgreSQL's form, and what is refused before it reaches PostgreSQL."""
 
 import asyncio
+import gc
 import json
 import re
 import threading
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -34,9 +36,11 @@ from pgqueue.http.request_body import (
     VALUES_LIMIT,
     Bodies,
     BodyMemory,
+    JsonRequest,
     json_size,
     read_json,
     run_beside,
+    run_in_thread,
 )
 from pgqueue.http.rights import ACCESSES, NEEDS, Caller, begin, parse_rights
 
@@ -270,7 +274,49 @@ async def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(web: h
         finally:
             tracemalloc.stop()
         assert (status, error["code"], error["field"]) == (413, "body_too_large", "body")
-        assert (error["value"], error["limit"]) == ("over 1000000 values", "1000000 values")
+        assert (error["value"], error["limit"]) == (f"over {VALUES_LIMIT} values", f"{VALUES_LIMIT} values")
+
+
+@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "1"}], ids=["direct", "key"])
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f'{{"messages": [{{"payload": [{"1e5," * VALUES_LIMIT}1]}}]}}', (413, "body_too_large")),
+        ("[" + "1," * 20_000, (400, "malformed_json")),
+        ("[", (400, "malformed_json")),
+        (f'{{"messages": [{{"payload": [{"1," * 20_000}1]}}], "x": 1}}', (422, "invalid")),
+        (f'{{"messages": [{{"payload": "{"x" * 300_000}"}}]}}', (413, "payload_too_large")),
+        (f'{{"messages": [{{"payload": "{"x" * 100_000}"}}]}}', (503, "database_unavailable")),
+    ],
+    ids=range(6),
+)
+async def test_a_refused_request_leaves_nothing_to_the_garbage_collector(
+    web: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    key: dict[str, str],
+    body: str,
+    expected: tuple[int, str],
+) -> None:
+    """It runs seldom, and the body may have 50 MB, which is not counted any more."""
+    requests: list[weakref.ref[JsonRequest]] = []
+    read_body = JsonRequest.body
+
+    async def watched(request: JsonRequest) -> bytes:
+        requests.append(weakref.ref(request))
+        return await read_body(request)
+
+    monkeypatch.setattr(JsonRequest, "body", watched)
+    headers = {"Content-Type": "application/json"} | key
+    await refusal(web, DIRECT, "{}")
+    requests.clear()
+    gc.disable()
+    try:
+        answer = await web.post(DIRECT, content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == expected
+        assert requests
+        assert not any(each() for each in requests)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -346,6 +392,26 @@ async def test_a_user_has_one_thread_for_bodies_at_a_time() -> None:
         assert not second.done()
         released.set()
         await second
+
+
+async def test_a_failed_call_in_a_thread_leaves_nothing_to_the_garbage_collector() -> None:
+    """Its argument may be a body of 50 MB."""
+    request = Request({"type": "http", "body_memory": BodyMemory(Bodies())})
+    argument = weakref.ref(request)
+
+    def fail(_request: Request) -> None:
+        raise ValueError
+
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            await run_in_thread(request, fail, request)
+        del request
+        async with asyncio.timeout(PATIENCE):
+            while argument() is not None:  # noqa: ASYNC110 - nothing tells that the thread has forgotten its work
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "values"])

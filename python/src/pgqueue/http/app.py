@@ -7,7 +7,7 @@ the environment variable PGQUEUE_CONFIG names.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, Literal
@@ -152,12 +152,29 @@ def _handle_errors(app: FastAPI) -> None:
     async def disconnected(_request: Request, _error: Any) -> Response:
         return Response(status_code=400)  # nobody reads it
 
-    app.add_exception_handler(ApiError, api)
-    app.add_exception_handler(ClientDisconnect, disconnected)
-    app.add_exception_handler(RequestValidationError, validation)
-    app.add_exception_handler(HTTPException, status)
+    def add(kind: type[Exception], respond: Callable[[Request, Any], Awaitable[Response]]) -> None:
+        async def handle(request: Request, error: Any) -> Response:
+            response = await respond(request, error)
+            _forget_frames(error)
+            return response
+
+        app.add_exception_handler(kind, handle)
+
+    add(ApiError, api)
+    add(ClientDisconnect, disconnected)
+    add(RequestValidationError, validation)
+    add(HTTPException, status)
     for kind in (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError):
-        app.add_exception_handler(kind, database)
+        add(kind, database)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception that was answered. Their frames hold the body of the request, and some refer
+    to the exception: only the garbage collector would free them, which runs seldom.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _document_authentication(app: FastAPI) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Protocol
 
-__all__ = ["ClientConnection", "ClientConnections"]
+__all__ = ["ClientConnection", "ClientConnections", "client_of"]
 
 _ADDRESS_SHARE: Final = 4 / 5  # of the connections, which one address can have
 _IPV6_NETWORK_BITS: Final = 64  # of an address: a client chooses the others as it likes
@@ -31,11 +31,12 @@ class ClientConnections:
         self._is_proxy = is_proxy
         self._clients: dict[ClientConnection, str] = {}
         self._numbers: Counter[str] = Counter()  # of connections, by client
+        self.unparsed = 0  # bytes that were received on all connections and wait for previous requests
         self._idle: dict[str, dict[ClientConnection, None]] = {}  # by client, the longest idle first
 
     def add(self, connection: ClientConnection, address: str) -> str | None:
         """Add a connection, which is idle. Returns whose connections are too many if it is refused."""
-        client = _client(address)
+        client = client_of(address)
         if self._numbers[client] >= self._most_of_address and not self._is_proxy(address):
             if client not in self._idle:
                 return "the address of the client"
@@ -78,7 +79,7 @@ class ClientConnections:
         connection.transport.abort()  # a response that the client does not read would keep it open
 
 
-def _client(address: str) -> str:
+def client_of(address: str) -> str:
     """What counts as one client: an IPv4 address, or a network of IPv6."""
     try:
         parsed = ipaddress.ip_address(address)

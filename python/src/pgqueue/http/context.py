@@ -158,12 +158,12 @@ def find_database(service: Service, name: str | None) -> str:
 
 
 class _JsonResponse(Response):
-    """A response of JSON text, made without the general code of Starlette."""
+    """A response of JSON, made without the general code of Starlette."""
 
-    def __init__(self, text: str, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         self.status_code = status
         self.background = None
-        self.body = text.encode()
+        self.body = body
         self.raw_headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
         for name, value in headers.items():
             self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
@@ -173,4 +173,4 @@ def to_response(answer: Answer, **headers: str) -> Response:
     """The HTTP response of an effect."""
     if answer.replayed:
         headers["Idempotent-Replayed"] = "true"
-    return _JsonResponse(answer.text, answer.status, headers)
+    return _JsonResponse(answer.body, answer.status, headers)

@@ -1,7 +1,6 @@
 """The direct routes: each calls a verb of a queue in one round trip, without an agent."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,6 +20,7 @@ from .._connections import is_proxied
 from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueInfo
+from .admission import address_of
 from .context import (
     Context,
     CurrentContext,
@@ -102,11 +102,12 @@ def _columns(model: type[BaseModel]) -> str:
     return ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in model.model_fields)
 
 
-# PostgreSQL writes the JSON of the response, at a tenth of the CPU time that Python takes.
+# PostgreSQL writes the JSON of each message, at a tenth of the CPU time that Python takes. They are rows, because libpq
+# keeps a buffer as large as the largest row.
 _CLAIM: Final = Statement(
     "pgqueue_claim",
     f"""
-select count(*), json_agg(m), string_agg(m.id::text, ','), min(m.claim_token::text)
+select to_json(m), m.id, m.claim_token
 from (
     select {_columns(ClaimedMessage)}
     from pgqueue.claim($1, $2, $3, $4) c
@@ -116,21 +117,18 @@ from (
 _CLAIM_ANY: Final = Statement(
     "pgqueue_claim_any",
     f"""
-with m as materialized (
+select to_json(m), m.id, m.claim_token, m.queue_name
+from (
     select {_columns(ClaimedMessage)},
         c.queue_name
     from pgqueue.claim_any($1, $2, $3, $4) c
-)
-select
-    count(*), json_agg(m),
-    (select json_agg(q) from (select c.queue_name, json_agg(c.id) as ids, c.claim_token from m c group by 1, 3) q)
-from m
+) m
 """,  # noqa: S608 - the names are those of the model
 )
 _BROWSE_DEAD_MESSAGES: Final = Statement(
     "pgqueue_browse_dead_messages",
     f"""
-select coalesce(json_agg(m), '[]')
+select to_json(m)
 from (
     select {_columns(DeadLetter)}
     from pgqueue.browse_dead_messages($1, $2, $3) c
@@ -334,8 +332,7 @@ class _ClaimOperation:
             answer = await asyncio.shield(claiming)
             if answer is not None:
                 memory: BodyMemory = self.request.scope["body_memory"]
-                text = answer.text
-                memory.take_response(len(text) if text.isascii() else len(text.encode()))
+                memory.take_response(len(answer.body))
             is_gone = bool(self._held) and await self.request.is_disconnected()
         except (asyncio.CancelledError, ApiError):
             self._target_queue.context.run_in_background(self._release(claiming))
@@ -359,14 +356,15 @@ class _ClaimOperation:
             _seconds(body.visibility_timeout_seconds),
             _storable_text(body.claimed_by),
         )
-        number, messages, ids, token = (_text(result, column) for column in range(4))
-        if number == "0":
+        number = result.ntuples
+        if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
-        target.count("claimed", int(number))
+        target.count("claimed", number)
         if target.key is None:  # with a key the client can ask for the stored response again
-            self._held = [(target.name, [int(each) for each in ids.split(",")], token)]
-        return Answer(200, f'{{"messages": {messages}}}')
+            ids = [int(_text(result, 1, row)) for row in range(number)]
+            self._held = [(target.name, ids, _text(result, 2))]
+        return Answer(200, _list(b"messages", result))
 
     async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
         await asyncio.wait({claiming})
@@ -399,15 +397,17 @@ class _ClaimAnyOperation(_ClaimOperation):
             raise queue_not_found(
                 next((name for name in body.queue_names if f"'{name}'" in said), target.name)
             ) from None
-        number, messages, held = (_text(result, column) for column in range(3))
-        if number == "0":
+        if not result.ntuples:
             raise _NothingReady
-        claims = [(each["queue_name"], each["ids"], each["claim_token"]) for each in json.loads(held)]
-        for name, ids, _ in claims:
+        claims: dict[tuple[str, str], list[int]] = {}
+        for row in range(result.ntuples):
+            claimed, token, name = (_text(result, column, row) for column in (1, 2, 3))
+            claims.setdefault((name, token), []).append(int(claimed))
+        for (name, _), ids in claims.items():
             replace(target, name=name).count("claimed", len(ids))
         if target.key is None:
-            self._held = claims
-        return Answer(200, f'{{"messages": {messages}}}')
+            self._held = [(name, ids, token) for (name, token), ids in claims.items()]
+        return Answer(200, _list(b"messages", result))
 
 
 async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, seconds: float) -> Answer | None:
@@ -447,7 +447,7 @@ async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, secon
                     for notification in notifications:
                         notification.cancel()
                 # A message can wake thousands of requests.
-                await targets[0].context.admission.start_limiter.wait_to_start()
+                await target.context.admission.start_limiter.wait_to_start(address_of(claiming.request.scope))
     finally:
         stopping.cancel()
     return None
@@ -502,7 +502,7 @@ async def browse_dead_messages(
     """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
         result = await _BROWSE_DEAD_MESSAGES.fetch(queue.connection, target.name, str(max_messages), str(after_id))
-    return to_response(Answer(200, f'{{"dead_messages": {_text(result, 0)}}}'))
+    return to_response(Answer(200, _list(b"dead_messages", result)))
 
 
 @router.post("/redrive", response_model=Count, responses=DIRECT_ERRORS)
@@ -561,9 +561,18 @@ async def _run_and_count(target: TargetQueue, operation: str, verb: Callable[[As
     return to_response(await target.run_once(effect))
 
 
-def _text(result: PGresult, column: int) -> str:
-    """The value in the first row; an empty text if it is null."""
-    return (result.get_value(0, column) or b"").decode()
+def _text(result: PGresult, column: int, row: int = 0) -> str:
+    """The value in a row; an empty text if it is null."""
+    return (result.get_value(row, column) or b"").decode()
+
+
+def _list(name: bytes, result: PGresult) -> bytes:
+    """A JSON object with a list: the first column of the rows. It can have 25 MB, so the result is cleared."""
+    rows = [result.get_value(row, 0) or b"" for row in range(result.ntuples)] or [b""]
+    result.clear()
+    rows[0] = b'{"%b": [%b' % (name, rows[0])
+    rows[-1] += b"]}"
+    return b", ".join(rows)
 
 
 def _seconds(number: int | None) -> str | None:

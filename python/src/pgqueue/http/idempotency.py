@@ -8,16 +8,29 @@ import psycopg
 from psycopg import AsyncConnection
 
 from .errors import ApiError
+from .statements import note_size
 
 __all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
 
 
 class Answer(NamedTuple):
-    """The response to an effect: an HTTP status and JSON text. `replayed` is true if the effect had run before."""
+    """The response to an effect: an HTTP status and JSON, as text or in UTF-8. `replayed` is true if the effect had run
+    before.
+    """
 
     status: int
-    text: str
+    json: str | bytes
     replayed: bool = False
+
+    @property
+    def text(self) -> str:
+        """The JSON as text."""
+        return self.json if isinstance(self.json, str) else self.json.decode()
+
+    @property
+    def body(self) -> bytes:
+        """The JSON in UTF-8."""
+        return self.json if isinstance(self.json, bytes) else self.json.encode()
 
 
 class EffectKey(NamedTuple):
@@ -67,6 +80,7 @@ async def run_once(
                 raise ApiError(
                     422, "idempotency_key_reused", message, "Idempotency-Key", key.key, "one key for each request"
                 )
+            note_size(connection, len(text))
             return Answer(status, text, True)
         answer = await effect()
         await connection.execute(

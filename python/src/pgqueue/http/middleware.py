@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .admission import Admission
+from .admission import Admission, address_of
 from .audit import Audit
 from .errors import ApiError, error_response, from_database_error
 from .metrics import Metrics
@@ -85,7 +85,7 @@ class RequestMiddleware:
         )
         try:
             async with asyncio.timeout(self._seconds) as response.time_limit:
-                await self._admission.start_limiter.wait_to_start()
+                await self._admission.start_limiter.wait_to_start(address_of(get_scope))
                 await self._admit(get_scope, limit)
                 await self._app(get_scope, _LimitedReceive(receive, limit, memory), response.send)
         except ApiError as error:

@@ -23,6 +23,7 @@ __all__ = [
     "HEADERS_LIMIT",
     "HEADERS_MOST",
     "HEADERS_SECONDS",
+    "PIPELINES_LIMIT",
     "PIPELINE_LIMIT",
     "REMAINING_BODY_SECONDS",
     "LimitedHttpProtocol",
@@ -33,6 +34,8 @@ HEADERS_MOST: Final = 100  # of a request; a short one takes twenty times its by
 HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
 REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
 PIPELINE_LIMIT: Final = 64 * 1024  # bytes that wait for the response to a previous request; then reading stops
+# Such bytes of all connections; then those are closed that are over `PIPELINE_LIMIT`, by the last read of up to 256 KB.
+PIPELINES_LIMIT: Final = 32 * 1024 * 1024
 _PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
 _PARSE_SECONDS: Final = 0.002  # then other connections have their turn
 _JOINED_BYTES: Final = 16 * 1024  # of a write; larger ones are not joined
@@ -95,6 +98,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = True
         self._received = 0
         self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
+        self._counted = 0  # bytes of it, among those of all connections
         self._next_parsing: asyncio.Handle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._read_deadline: asyncio.TimerHandle | None = None  # for the client to read
@@ -119,10 +123,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._cancel_read_deadline()
         self._clients.remove(self)
         self._unparsed.clear()
+        self._count_unparsed()
         if self._current_cycle is not None:
             self._current_cycle.disconnected = True
             self._current_cycle.message_event.set()
         super().connection_lost(exc)
+        # Requests that never start refer to this connection: only the garbage collector would free them.
+        self.pipeline.clear()
+        self.cycle = self._current_cycle  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
         """Start the time limit for the client to read what waits for it."""
@@ -158,8 +166,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 if self._next_parsing is None:
                     self._next_parsing = self.loop.call_soon(self._parse_on)
                 break
+        self._count_unparsed()
         if self.transport.is_closing():
             self._unparsed.clear()
+        elif self.pipeline and self._counted > PIPELINE_LIMIT and self._clients.unparsed > PIPELINES_LIMIT:
+            self.transport.abort()
         elif len(self._unparsed) > PIPELINE_LIMIT:
             self.flow.is_full = True
             self.flow.pause_reading()
@@ -169,6 +180,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             cycle = self.cycle
             if cycle is None or cycle.response_complete or len(cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
+
+    def _count_unparsed(self) -> None:
+        self._clients.unparsed += len(self._unparsed) - self._counted
+        self._counted = len(self._unparsed)
 
     def _parse_on(self) -> None:
         self._next_parsing = None

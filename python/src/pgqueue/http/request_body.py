@@ -43,9 +43,9 @@ __all__ = [
     "run_in_thread",
 ]
 
-BODIES_LIMIT: Final = 256 * 1024 * 1024  # bytes of memory for the bodies of all requests
+BODIES_LIMIT: Final = 128 * 1024 * 1024  # bytes of memory for the bodies of all requests
 PART_BYTES: Final = 64 * 1024  # of a response that are sent at once
-VALUES_LIMIT: Final = 1_000_000  # of JSON in a body: items of lists and members of objects
+VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 _VALUE_BYTES: Final = 128  # of memory that a parsed value takes
 _LARGE: Final = 16 * 1024  # bytes or characters; a thread costs more than it saves below
@@ -182,7 +182,10 @@ async def run_in_thread(
     work = loop.run_in_executor(_THREADS, partial(copy_context().run, function, *arguments, **more))
     # Also after the request was cancelled: the thread goes on.
     work.add_done_callback(lambda _: loop.call_later(min(loop.time() - began, _REST_SECONDS), gate.leave, user))
-    return await asyncio.shield(work)
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # Its exception refers to this frame: together they would keep the body until garbage is collected.
 
 
 class JsonRequest(Request):

@@ -35,7 +35,8 @@ logger = logging.getLogger("pgqueue.http")
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-_OTHER_FILES: Final = 100  # of the process, besides connections
+_ACCEPTED_AT_ONCE: Final = 32  # connections in a turn of the event loop
+_OTHER_FILES: Final = 200  # of the process, besides connections; those that listen are among them
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
@@ -55,6 +56,20 @@ class _Server(uvicorn.Server):
                 self._started(host, port)
                 if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
                     logger.warning("%s is reached without TLS: put a reverse proxy with TLS in front of it", host)
+        await self._listen_more()
+
+    async def _listen_more(self) -> None:
+        """Listen on duplicates of each descriptor.
+
+        libuv accepts one connection for each descriptor in a turn of the event loop. With one descriptor, a client
+        would wait for as many turns as there are connections before its own, and the turns of a busy server are long.
+        """
+        loop = asyncio.get_running_loop()
+        given = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        protocol: Callable[[], asyncio.Protocol] = partial(self.config.http_protocol_class, **given)
+        for listening in [each for server in self.servers for each in server.sockets]:
+            for _ in range(_ACCEPTED_AT_ONCE - 1):
+                self.servers.append(await loop.create_server(protocol, sock=listening.dup(), backlog=_BACKLOG))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,10 +12,16 @@ from psycopg.errors import error_from_result
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
-__all__ = ["Statement"]
+from .rights import current_or_none
+from .turns import Gate
+
+__all__ = ["Statement", "note_size"]
 
 _CANCEL_SECONDS: Final = 5.0
+_LARGE_BYTES: Final = 2 * 1024 * 1024
+_LARGE_READS: Final = 16  # of 8 KB, which PostgreSQL sends at a time, up to 512 KB, if rows are as large
 _SUCCESSFUL: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
+_LARGE_RESULTS: Final = Gate(2)  # that are received at a time, and one of a user
 
 
 class Statement:
@@ -37,6 +43,7 @@ class Statement:
         """
         pgconn = connection.pgconn
         texts = [None if value is None else value.encode() for value in values]
+        note_size(connection, sum(map(len, filter(None, texts))))
         if pgconn.transaction_status != TransactionStatus.IDLE:  # an error would end the caller's transaction
             pgconn.send_query_params(self._text, texts)
             return await _result(connection)
@@ -69,21 +76,30 @@ async def _result(connection: AsyncConnection[Any]) -> PGresult:
 
 
 async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
+    """The results of what was sent. The rest of a large one waits for a turn: libpq keeps all of it in memory, and its
+    size is not known before.
+    """
     pgconn = connection.pgconn
     loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    results = []
+    over: asyncio.Future[bool] = loop.create_future()
+    results: list[PGresult] = []
+    reads = 0
 
     def receive() -> None:
+        nonlocal reads
+        reads += 1
         try:
             pgconn.consume_input()
             while not pgconn.is_busy():
                 result = pgconn.get_result()
                 if result is None:
                     if not over.done():
-                        over.set_result(None)
+                        over.set_result(True)
                     return
                 results.append(result)
+            if reads == _LARGE_READS and not over.done():
+                loop.remove_reader(descriptor)
+                over.set_result(False)
         except psycopg.Error as error:
             if not over.done():
                 over.set_exception(error)
@@ -91,7 +107,17 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
     descriptor = pgconn.socket
     loop.add_reader(descriptor, receive)
     try:
-        await over
+        if not await over:
+            caller = current_or_none()
+            user = caller.name if caller else ""
+            if not _LARGE_RESULTS.try_pass(user):
+                await _LARGE_RESULTS.wait(user)
+            try:
+                over = loop.create_future()
+                loop.add_reader(descriptor, receive)
+                await over
+            finally:
+                _LARGE_RESULTS.leave(user)
     except asyncio.CancelledError:
         loop.remove_reader(descriptor)
         with suppress(psycopg.Error):
@@ -101,3 +127,11 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
     finally:
         loop.remove_reader(descriptor)
     return results
+
+
+def note_size(connection: AsyncConnection[Any], size: int) -> None:
+    """Have the pool replace a connection that has carried a large statement or answer: libpq keeps a buffer as large as
+    the largest.
+    """
+    if size > _LARGE_BYTES:
+        connection._expire_at = 0.0

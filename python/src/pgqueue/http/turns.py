@@ -4,27 +4,30 @@ import asyncio
 from collections import deque
 from typing import Final
 
+from .client_connections import client_of
+
 __all__ = ["Gate", "RequestStartLimiter"]
 
-_RESERVED_SHARE: Final = 5  # a fifth of the places is for other users; at least one place, if there are two
+_RESERVED_SHARE: Final = 5  # a fifth of the places is for users that have none; at least one place, if there are two
 
 
 class Gate:
     """Lets at most `places` requests pass at a time. The users whose requests wait take turns.
 
-    One user cannot have all places: a fifth of them is for others, so slow requests of one user do not delay other
-    users. What the server does by itself has no user, and may have all places.
+    A fifth of the places is for users that have no place yet. So slow requests of one user do not delay other users,
+    and if there are ten places or more, those of two users do not either. What the server does by itself has no user,
+    and may have all places.
     """
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._most = max(1, places - max(1, places // _RESERVED_SHARE))  # for a user
+        self._reserved = max(1, places // _RESERVED_SHARE)
         self._passed: dict[str, int] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next turn belongs to the first user
 
     def try_pass(self, user: str) -> bool:
         """Pass if the request does not have to wait."""
-        if not self._free or (user and self._passed.get(user, 0) >= self._most):
+        if self._free <= (self._reserved if user and user in self._passed else 0):
             return False
         self._free -= 1
         self._passed[user] = self._passed.get(user, 0) + 1
@@ -60,7 +63,7 @@ class Gate:
 
 
 class RequestStartLimiter:
-    """Lets a few requests start in each turn of the event loop, in the order of their arrival.
+    """Lets a few requests start in each turn of the event loop. Addresses of clients take turns.
 
     A request takes several turns of the loop. If thousands of requests arrived at once and all of them started, each
     turn of the loop would last until all of them have started.
@@ -70,11 +73,11 @@ class RequestStartLimiter:
 
     def __init__(self) -> None:
         self._left = self._AT_ONCE
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next turn belongs to the first client
         self._is_running = False
 
-    async def wait_to_start(self) -> None:
-        """Wait until the request may start."""
+    async def wait_to_start(self, address: str = "") -> None:
+        """Wait until the request of a client at this address may start."""
         loop = asyncio.get_running_loop()
         if not self._is_running:
             self._is_running = True
@@ -83,14 +86,18 @@ class RequestStartLimiter:
             self._left -= 1
             return
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
+        self._waiting.setdefault(client_of(address), deque()).append(turn)
         await turn
 
     def _renew(self) -> None:
         self._is_running = self._left < self._AT_ONCE
         self._left = self._AT_ONCE
         while self._waiting and self._left:
-            turn = self._waiting.popleft()
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns
             if not turn.done():
                 turn.set_result(None)
                 self._left -= 1
