@@ -171,3 +171,38 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
             queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
         queue.enqueue_batch([1] * 50)
         assert buffers_of_claims(connection, name) < 502  # 251
+
+
+def test_a_message_that_has_returned_to_an_old_id_is_counted_above_a_dead_letter(
+    connection: psycopg.Connection[Any], name: str
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(max_in_flight=2)
+    queue.enqueue("dead")
+    (dead,) = queue.claim()
+    assert queue.reject(dead.id, dead.claim_token)
+    returning = queue.enqueue("returning")
+    (claimed,) = queue.claim()
+    assert queue.nack(claimed.id, claimed.claim_token, delay=timedelta(seconds=3))
+
+    def is_vacant() -> bool:
+        queue.enqueue("passing")
+        for passing in queue.claim():
+            assert queue.ack(passing.id, passing.claim_token)
+        connection.execute(
+            "select pgqueue._record_vacant_ids(q, pgqueue._now(), pg_sequence_last_value(q.fresh_from_id))"
+            " from pgqueue.queues q where q.name = %s",
+            [name],
+        )
+        row = connection.execute(
+            "select s.vacant_ids @> %s::bigint and s.first_id <= %s from pgqueue.sweep_state s where s.queue_name = %s",
+            [returning, dead.id, name],
+        ).fetchone()
+        return row == (True,)
+
+    wait_for(is_vacant)
+    found: list[Any] = []
+    wait_for(lambda: found.extend(queue.claim()) or found)
+    assert [message.id for message in found] == [returning]
+    queue.enqueue_batch(["first", "second"])
+    assert len(queue.claim(5)) == 1
