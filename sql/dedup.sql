@@ -119,25 +119,17 @@ declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
     moved int;
 begin
-    if new_id is null then
-        execute format('
-            delete from pgqueue.dedup_keys_%1$s k
-            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
-                and k.id = $4', slice)
-        using q.queue_id, period, key, old_id;
-    else
-        execute format('
-            update pgqueue.dedup_keys_%1$s k set id = $5, enqueued_at = $6
-            where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
-                and k.id = $4', slice)
-        using q.queue_id, period, key, old_id, new_id, at;
-    end if;
+    execute format('
+        update pgqueue.dedup_keys_%1$s k set id = $5, enqueued_at = $6
+        where k.slice = %1$s and k.queue_id = $1 and k.dedup_key = $3 collate "C" and k.period = $2
+            and k.id = $4', slice)
+    using q.queue_id, period, key, old_id, new_id, at;
     get diagnostics moved = row_count;
     return moved = 1;
 end;
 $$;
 comment on function pgqueue._move_dedup_key(pgqueue.queues, bigint, text, bigint, bigint, timestamptz) is
-'Gives a key to another message, or to none if new_id is null. Returns false if old_id no longer has it.';
+'Records another message, or another time, for a key. Returns false if old_id no longer has the key.';
 
 create or replace function pgqueue._move_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], old_ids bigint[], new_ids bigint[], at timestamptz
@@ -226,6 +218,7 @@ declare
     holders bigint[] := ids;
     added bigint[];
     missed text[];
+    freed text[];
     found record;
     free record;
     e record;
@@ -252,10 +245,9 @@ begin
         found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
         if array_position(found.taken_ids, null) is not null then
             -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
-            free := pgqueue._read_dedup_keys(
-                q, period,
-                array(select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null),
-                at, ids, gone, true);
+            freed := array(
+                select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null);
+            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, true);
             perform pgqueue._move_dedup_keys(
                 q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
             from (
@@ -265,7 +257,16 @@ begin
                 where k.taken_id is null and u.id = u.holder
                 order by k.key, case when replaces then -u.id else u.id end
             ) f;
-            found := pgqueue._read_dedup_keys(q, period, missed, at, ids, gone, replaces);
+            -- The others stay taken, even if their message is removed now. To lock one of them after the locks above
+            -- would break the order.
+            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, false);
+            select array_agg(k.key), array_agg(k.id) into found.found_keys, found.taken_ids
+            from (
+                select f.key, f.id from unnest(found.found_keys, found.taken_ids) as f (key, id)
+                where f.id is not null
+                union all
+                select f.key, f.id from unnest(free.found_keys, free.taken_ids) as f (key, id)
+            ) k;
         end if;
         for e in
             select u.key, u.id, u.n, k.id as taken_by
@@ -277,7 +278,7 @@ begin
             holders[e.n] := coalesce(
                 e.taken_by, pgqueue._take_dedup_key(q, period, e.key, e.id, at, ids, gone, replaces));
             if holders[e.n] <> e.id and period < latest then
-                perform pgqueue._move_dedup_key(q, latest, e.key, e.id, null, at);
+                perform pgqueue._move_dedup_key(q, latest, e.key, e.id, e.id, '-infinity');
             end if;
         end loop;
     end loop;
@@ -366,10 +367,13 @@ create or replace function pgqueue._free_dedup_key(q pgqueue.queues, dedup_key t
 returns void
 language sql volatile
 as $$
-    select pgqueue._move_dedup_key(q, period, dedup_key, id, null, at)
+    -- The order in which senders lock the rows of a key. A deleted row would break their order: the sender of a batch
+    -- that has met the row would have to add it again, after rows of later keys.
+    select pgqueue._move_dedup_key(q, period, dedup_key, id, id, '-infinity')
     from generate_series(
+        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at)),
         pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at),
-        pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), pgqueue._end_of_dedup_window(q, at))
+        -1
     ) as period
 $$;
 comment on function pgqueue._free_dedup_key(pgqueue.queues, text, bigint, timestamptz) is

@@ -71,8 +71,13 @@ def test_a_key_has_at_most_one_living_message(database: str, connection: psycopg
             mine = pgqueue.Queue(own, name)
             while not done.is_set():
                 if number < SENDERS // 2:
-                    keys = [chance.randrange(20) for _ in range(chance.choice([1, 1, 5]))]
-                    mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
+                    keys = [chance.randrange(20) for _ in range(chance.choice([1, 5, 20]))]
+                    if chance.random() < 0.2:
+                        mine.cancel_by_key(str(keys[0]))
+                    elif len(keys) == 1:
+                        mine.enqueue(keys[0], dedup_key=str(keys[0]))
+                    else:
+                        mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
                 else:
                     for message in mine.claim(chance.choice([1, 5])):
                         if chance.random() < 0.3:
@@ -128,6 +133,28 @@ def test_parallel_replacements_leave_one_message(database: str, connection: psyc
     assert {each for (each,) in scheduled} == ids  # the last replacement of each sender has a delay
     assert queue.cancel_by_key("only") is True
     assert queue.cancel_by_key("only") is False
+
+
+def test_replacements_and_cancellations_of_one_key_do_not_deadlock(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(dedup_window=timedelta(0))
+
+    def work(number: int) -> int:
+        with connect(database) as own:
+            mine = pgqueue.Queue(own, name)
+            cancelled = 0
+            for n in range(150):
+                if number % 2:
+                    cancelled += mine.cancel_by_key("only")
+                else:
+                    mine.enqueue([number, n], dedup_key="only", on_duplicate="replace")
+        return cancelled
+
+    cancelled = sum(in_parallel(SENDERS, work))
+    assert cancelled > 0
+    assert queue.stats().enqueued_total - cancelled == queue.cancel_by_key("only")
 
 
 def test_a_receive_that_truncates_keys_blocks_no_claim_while_its_handler_works(
