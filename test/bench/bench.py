@@ -32,7 +32,7 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
     from runner import Testbed, run_part
 
     run = {"latency": run_latency, "cost": run_cost}
-    run |= dict.fromkeys(("pressure", "pinned", "mixed", "groups_pinned"), run_pressure)
+    run |= dict.fromkeys(("pressure", "pinned", "endurance", "mixed", "groups_pinned"), run_pressure)
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     report = {"parts": found.get("parts", {})}
     plan = {name: parts(options.full)[name].shortened(options.rounds, options.seconds) for name in names}

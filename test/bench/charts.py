@@ -28,6 +28,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "latency": _latencies,
         "pressure": _pressures,
         "pinned": _pressures,
+        "endurance": _pressures,
         "mixed": _pressures,
         "groups_pinned": _pressures,
         "cost": _costs,

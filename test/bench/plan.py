@@ -183,6 +183,14 @@ def parts(full: bool) -> dict[str, Part]:
             seconds=30 if full else 5,
             overhead=7 if full else 1.4,
         ),
+        "endurance": Part(
+            "For long without pauses: enqueue, claim 1, ack, 4 clients, 100 bytes, synchronous_commit = off",
+            rounds=60 if full else 12,
+            contestants=PINNED[:1],
+            trials=[IDLE_XID],
+            seconds=30 if full else 5,
+            overhead=7 if full else 1.4,
+        ),
         "mixed": Part(
             "For long, 10% delayed, 10% retried after a delay, 1% dead and redriven, 4 clients, 100 bytes,"
             " synchronous_commit = off",
