@@ -44,7 +44,8 @@ with psycopg.connect(dsn, autocommit=True) as connection:
     while True:
         due = int((time.monotonic() - start) * rate) - sent
         if due >= 500:
-            payloads = ['{"order_id": 1, "event": "created"}'] * min(due, 5000)
+            numbers = range(sent + 1, sent + min(due, 5000) + 1)
+            payloads = ['{"order_id": %d, "event": "created"}' % number for number in numbers]
             connection.execute("select count(*) from pgqueue.enqueue_batch('orders', %s::jsonb[])", (payloads,))
             sent += len(payloads)
         else:
@@ -238,6 +239,33 @@ def report(database: "Database", options: argparse.Namespace, console: Console) 
     return figures
 
 
+# For each figure of a minute: by which factor, and by how much besides, the median of the last minutes may exceed that of
+# the first. The figures depend on the machine, so these limits only find a growth without end.
+GROWTH = {
+    "batch_median": (2, 1.0),  # seconds
+    "oldest": (2, 10.0),  # seconds
+    "connections": (1, 2),
+    "worker_mb": (1.5, 50),
+    "total_mb": (1.5, 500),
+    "tables_mb": (2, 200),
+}
+
+
+def check_steady(minutes: list[dict[str, Any]]) -> None:
+    """Raise AssertionError for a figure that has grown from the first third of the minutes to the last.
+
+    In a run of at least ten minutes, the first two do not count: Spark is warming up.
+    """
+    counted = minutes[2:] if len(minutes) >= 10 else minutes
+    third = max(1, len(counted) // 3)
+    for name, (factor, more) in GROWTH.items():
+        first, last = (
+            statistics.median(float("inf") if one[name] is None else one[name] for one in part)
+            for part in (counted[:third], counted[-third:])
+        )
+        assert last <= factor * first + more, f"{name} has grown from {first:g} to {last:g}"
+
+
 def long(database: "Database", options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Stream to Parquet for long while a producer sends at a steady rate; returns one row of figures a minute."""
     minutes: list[dict[str, Any]] = []
@@ -295,7 +323,9 @@ def long(database: "Database", options: argparse.Namespace, console: Console) ->
                 console.print(f"[dim]{row}")
             producer.terminate()
             producer.wait()
-            while database.count():
+            # A killed client's last statement can still commit.
+            producing = "select from pg_stat_activity where application_name = 'bench-producer'"
+            while connection.execute(producing).rowcount or database.count():
                 assert query.isActive, query.exception()
                 time.sleep(1)
         finally:
@@ -303,5 +333,12 @@ def long(database: "Database", options: argparse.Namespace, console: Console) ->
             producer.wait()
             query.stop()
         ((sent,),) = connection.execute("select enqueued_total from pgqueue.stats('orders')").fetchall()
-        written = spark.read.parquet(f"{home}/parquet").select("id").distinct().count()
+        number = "cast(get_json_object(payload, '$.order_id') as long) as number"
+        numbers = spark.read.parquet(f"{home}/parquet").selectExpr("id", number)
+        totals = numbers.selectExpr("count(*)", "count(distinct id)", "count(distinct number)", "sum(number)")
+        (found,) = [tuple(row) for row in totals.collect()]
+    # The producer has numbered its messages from 1.
+    assert found == (sent, sent, sent, sent * (sent + 1) // 2), f"{sent} were sent; rows, ids, numbers, sum: {found}"
+    written = found[0]
+    check_steady(minutes)
     return {"rate": options.long_rate, "sent": sent, "written": written, "minutes": minutes}
