@@ -2243,6 +2243,10 @@ begin
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
+    if q.on_dead = 'hold' and not q.dlq_enabled then
+        perform pgqueue._raise_invalid('on_dead', 'hold',
+            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
+    end if;
     if q.dead_letter_expired is null then
         perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
     end if;
@@ -2409,13 +2413,13 @@ dedup_window (1 s to 30 days) is the time for which enqueue adds no second messa
 long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
 same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
 message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
-of its messages has become a dead letter; with hold the group waits until the dead letter is redriven or purged. At most
-max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
-dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
-up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
-first; the queue is then dedicated, and cannot have a group_limit. counters false makes its calls faster, and stats
-returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
-dedicated table from being attached.';
+of its messages has become a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is
+redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all
+consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
+rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
+with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
+makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
+longer transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2547,9 +2551,10 @@ already; a running transaction may not notice the change before it ends. archive
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
 to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
-rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. counters true
-begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or end
-for the relation of a transport while a longer transaction uses that relation.';
+rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
+has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
+true begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or
+end for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -3594,9 +3599,10 @@ not checked for uniqueness. dedup_key (1 to 255 characters) is: while another me
 message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
 message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
-message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
-key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
-pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
+message is added and has the key from now on. A replaced message keeps its dedup_window, which begins when it is added:
+to delay a message again and again, use dedup_window 0. A call with a dedup_key waits for a transaction that has sent
+the same key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the
+header pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
 pgqueue.priority. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create function pgqueue.enqueue_batch(
@@ -4784,16 +4790,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._group_places_left(q, at, place, first_id) > 0 and exists (
-        select from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
-            and pgqueue._group_position(m.headers, m.id) = place
-            and m.id >= first_id and pgqueue._is_ready(m, at)
-    );
+    return pgqueue._group_places_left(q, at, place, first_id) > 0
+        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+        and exists (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and pgqueue._is_ready(m, at)
+        );
 end;
 $$;
 comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
-'Whether the group at this position has fewer messages in flight than its limit, and a message that is ready.';
+'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
+message that is ready.';
 
 create function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -4924,7 +4933,8 @@ declare
     below_position bigint := 9223372036854775807;
     next_position bigint;
     first_id constant bigint := pgqueue._first_id_of(q.name);
-    most_steps int := 500;
+    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
+    most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
     spent_ids bigint[];
@@ -4944,10 +4954,6 @@ begin
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        -- With a higher limit each step counts the messages in flight. It costs as much as a lock, and counts as one.
-        if q.group_limit > 1 then
-            most_steps := locks_left;
-        end if;
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
@@ -4968,12 +4974,16 @@ begin
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._group_position(m.headers, m.id) > w.position
                     and pgqueue._group_position(m.headers, m.id) < below_position
+                    -- PostgreSQL compares it in the index, so no row that was removed before is read.
+                    and m.id >= first_id
                 limit 1
             ) s
             cross join lateral (
                 -- The lock of a group that gives no message would keep others from it until the transaction ends.
                 select case
-                    when s.visible_at <= at and (q.group_limit = 1 or not s.is_ready)
+                    when s.visible_at <= at and not s.is_ready
+                        or q.group_limit = 1 and s.is_ready
+                        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
                         or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
                     then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
@@ -4983,7 +4993,7 @@ begin
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
             array_agg(w.id) filter (where w.is_spent and w.is_locked),
-            locks_left - case q.group_limit when 1 then max(w.found) else max(w.n) end,
+            locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
@@ -5225,6 +5235,47 @@ comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
+create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    registers constant regclass[] := pgqueue._level_registers(q);
+begin
+    perform setval(registers[(f.floor >> 59) + 1], coalesce(
+        (
+            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+                and pgqueue._is_ready(m, at)
+            limit 1
+        ),
+        (
+            select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) + 1 from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+                < pgqueue._level_start(f.floor) + 576460752303423488
+        )))
+    from unnest(pgqueue._level_floors(registers)) as f (floor)
+    cross join lateral (
+        select pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
+        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
+            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+            < pgqueue._level_start(f.floor) + 576460752303423488
+        limit 1
+    ) w
+    where not w.is_ready;
+end;
+$$;
+comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
+'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready. Otherwise
+each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds these.';
+
 create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
 returns void
 language plpgsql volatile
@@ -5334,6 +5385,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
+    perform pgqueue._move_levels_to_ready(q, at);
     candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
@@ -5485,7 +5537,10 @@ begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
         -- _claim_end_times, for which the primary key cannot serve.
-        execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
+        -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
+        execute format(
+            'create index %I on %s ((id + 0)) where attempt_count > 0'
+            ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)',
             format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
     end if;
     perform pgqueue._sync_limits(q);
@@ -5897,6 +5952,9 @@ begin
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
+    -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
+    -- what is ready now was not ready then.
+    at := pgqueue._now();
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;
@@ -6384,6 +6442,10 @@ begin
         returning (pgqueue._as_message(c)).* into m;
         if not found then
             return false;
+        end if;
+        if q.group_limit = 1 then
+            -- A message of a group goes to messages, under an id that sweeps may have passed.
+            insert into pgqueue.requeued_messages (queue_name, check_at, id) select q.name, (select pgqueue._now()), m.id;
         end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
@@ -7546,10 +7608,11 @@ end;
 $$;
 comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
-messages are ready, and null if nothing is pending. If a limit of the queue holds, it is the time at which the limit
-allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
-message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001,
-40001.';
+messages are ready, and null if nothing is pending. In a queue with group_limit it is also in the past while a message
+waits for others of its group, as in stats; prepare_wait returns when to look again. If a limit of the queue holds, it
+is the time at which the limit allows the next message: when the next token of rate_limit comes, and with max_in_flight
+when the next claim ends, if no message is settled before. Only the first 1,000 messages by id are checked for the ends
+of claims. Raises PQ001, 40001.';
 
 create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz
@@ -7783,6 +7846,7 @@ declare
     ahead_until timestamptz;
     late_until timestamptz;
     claimed_since timestamptz;
+    hidden_ids bigint[];
     found pgqueue.finding[];
     pending text[];
     since timestamptz;
@@ -7866,15 +7930,20 @@ begin
                 or w.claimed_attempt is distinct from w.attempt_count and w.visible_at > at + interval '12 h 1 min'
                 and w.attempt_count > 0)),
         min(w.claimed_at) filter (
-            where w.visible_at > at and w.claimed_attempt = w.attempt_count
-                and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h'))
-    into lapsed, oldest_at, shortest, ahead_until, claimed_since
+            where w.visible_at > at and w.claimed_attempt = w.attempt_count and not w.is_unclaimed
+                and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h')),
+        array_agg(w.id) filter (
+            where q.group_limit = 1 and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
+                and (w.is_unclaimed or not isfinite(w.visible_at)))
+    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids
     from (
         (
             select c.*
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+                select
+                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                    pgqueue._is_unclaimed(m) as is_unclaimed
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
@@ -7884,7 +7953,9 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+            select
+                m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                pgqueue._is_unclaimed(m)
             from pgqueue.messages m,
                 pgqueue._sample_requeued_ids(
                     q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) c
@@ -7902,6 +7973,22 @@ begin
             format(
                 'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
                 ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
+    end if;
+    if hidden_ids is not null then
+        return query
+        select
+            'warning', q.name, 'held_group',
+            format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+                m.visible_at),
+            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+                at, q.name, m.id)
+        from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (hidden_ids) and exists (
+            select from pgqueue.messages c
+            where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
+        )
+        order by m.id limit 10;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
@@ -8136,12 +8223,13 @@ runs while the horizon is pinned, and the last one), uncompacted_table (nearly a
 stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
 messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
-missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
-for more than an hour and ten visibility timeouts), clock_ahead, late_retries (returned messages wait for longer than
-backoff_max), lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, missing_relation, renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of
-a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter, or for a message that is hidden for
+longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
+clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
+peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
+subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -8159,6 +8247,7 @@ declare
     queue_name text;
     wanted int := max_messages;
     found_messages int;
+    grouped_queues_left int := 10;
 begin
     if queue_names is null or array_ndims(queue_names) is distinct from 1 or cardinality(queue_names) > 100
         or array_position(queue_names, null) is not null
@@ -8177,6 +8266,14 @@ begin
         get diagnostics found_messages = row_count;
         wanted := wanted - found_messages;
         exit when wanted = 0;
+        if found_messages > 0 and exists (
+            select from pgqueue.queues q where q.name = queue_name collate "C" and q.group_limit is not null
+        ) then
+            -- Each of these claims keeps up to 100 locks of groups until the transaction ends. A hundred such claims
+            -- could fill the lock table of the server.
+            grouped_queues_left := grouped_queues_left - 1;
+            exit when grouped_queues_left = 0;
+        end if;
     end loop;
 end;
 $$;
@@ -8184,7 +8281,7 @@ comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.calle
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
-not looked at. Raises 22023, PQ001.';
+not looked at, nor those that come after ten queues with group_limit that had messages. Raises 22023, PQ001.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.
@@ -9020,6 +9117,8 @@ begin
     if on_ack = 'archive' and q.archive_for is null then
         perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
     end if;
+    -- An alter_queue that gives the queue a limit ends before, or sees the stream.
+    perform from pgqueue.queues where queues.name = q.name for share;
     insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
     values (
         q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
@@ -9035,9 +9134,10 @@ $$;
 comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
-each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
-humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the
-queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
+stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
+happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
+or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -9609,6 +9709,32 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
+
+create function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    stream text;
+begin
+    if coalesce(before.max_in_flight, before.rate_limit) is not null or coalesce(after.max_in_flight, after.rate_limit) is null
+    then
+        return;
+    end if;
+    -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    select t.stream_name into stream from pgqueue.streams t where t.queue_name = after.name limit 1;
+    if found then
+        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+            coalesce(after.rate_limit, after.max_in_flight)::text,
+            format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
+                after.name, after.name, stream));
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
+'Raises 22023 if a queue with a stream gets a limit, and 40001 if an old snapshot may hide a stream.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
@@ -10603,7 +10729,8 @@ returns text[]
 language sql immutable parallel safe
 as $$
     select regexp_split_to_array(
-        case lower(trim(cron))
+        -- Other collations, such as that of Turkish, have other lower case letters.
+        case lower(trim(cron) collate "C")
             when '@hourly' then '0 * * * *'
             when '@daily' then '0 0 * * *'
             when '@midnight' then '0 0 * * *'
@@ -10611,7 +10738,7 @@ as $$
             when '@monthly' then '0 0 1 * *'
             when '@yearly' then '0 0 1 1 *'
             when '@annually' then '0 0 1 1 *'
-            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g'))
+            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C")
         end, '[[:space:]]+')
 $$;
 comment on function pgqueue._cron_fields(text) is
@@ -10804,7 +10931,7 @@ begin
     -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
     -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
     select z.name into canonical from pg_timezone_names z
-    where lower(z.name) = lower(time_zone) and (z.name ~ '/' or z.name = 'UTC');
+    where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
     if canonical is null then
         perform pgqueue._raise_invalid(
             'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');

@@ -185,6 +185,9 @@ begin
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
+    -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
+    -- what is ready now was not ready then.
+    at := pgqueue._now();
     if max_messages is null or max_messages not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
     end if;

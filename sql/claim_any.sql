@@ -15,6 +15,7 @@ declare
     queue_name text;
     wanted int := max_messages;
     found_messages int;
+    grouped_queues_left int := 10;
 begin
     if queue_names is null or array_ndims(queue_names) is distinct from 1 or cardinality(queue_names) > 100
         or array_position(queue_names, null) is not null
@@ -33,6 +34,14 @@ begin
         get diagnostics found_messages = row_count;
         wanted := wanted - found_messages;
         exit when wanted = 0;
+        if found_messages > 0 and exists (
+            select from pgqueue.queues q where q.name = queue_name collate "C" and q.group_limit is not null
+        ) then
+            -- Each of these claims keeps up to 100 locks of groups until the transaction ends. A hundred such claims
+            -- could fill the lock table of the server.
+            grouped_queues_left := grouped_queues_left - 1;
+            exit when grouped_queues_left = 0;
+        end if;
     end loop;
 end;
 $$;
@@ -40,4 +49,4 @@ comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.calle
 'Claims up to max_messages (1 to 10000) messages from several queues (1 to 100), as claim does: as many as possible from
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
-not looked at. Raises 22023, PQ001.';
+not looked at, nor those that come after ten queues with group_limit that had messages. Raises 22023, PQ001.';

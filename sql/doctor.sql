@@ -186,6 +186,7 @@ declare
     ahead_until timestamptz;
     late_until timestamptz;
     claimed_since timestamptz;
+    hidden_ids bigint[];
     found pgqueue.finding[];
     pending text[];
     since timestamptz;
@@ -269,15 +270,20 @@ begin
                 or w.claimed_attempt is distinct from w.attempt_count and w.visible_at > at + interval '12 h 1 min'
                 and w.attempt_count > 0)),
         min(w.claimed_at) filter (
-            where w.visible_at > at and w.claimed_attempt = w.attempt_count
-                and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h'))
-    into lapsed, oldest_at, shortest, ahead_until, claimed_since
+            where w.visible_at > at and w.claimed_attempt = w.attempt_count and not w.is_unclaimed
+                and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h')),
+        array_agg(w.id) filter (
+            where q.group_limit = 1 and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
+                and (w.is_unclaimed or not isfinite(w.visible_at)))
+    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids
     from (
         (
             select c.*
             from pgqueue._possible_ranges(q.name, pgqueue._first_possible_id_of(q.name), 9223372036854775807) as r
             cross join lateral (
-                select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+                select
+                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                    pgqueue._is_unclaimed(m) as is_unclaimed
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
@@ -287,7 +293,9 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at
+            select
+                m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                pgqueue._is_unclaimed(m)
             from pgqueue.messages m,
                 pgqueue._sample_requeued_ids(
                     q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) c
@@ -305,6 +313,22 @@ begin
             format(
                 'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
                 ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
+    end if;
+    if hidden_ids is not null then
+        return query
+        select
+            'warning', q.name, 'held_group',
+            format('group %L waits for message %s, which is hidden until %s', left(m.headers ->> 'pgqueue.group', 255), m.id,
+                m.visible_at),
+            format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
+                at, q.name, m.id)
+        from pgqueue.messages m
+        where m.queue_name = q.name and m.id = any (hidden_ids) and exists (
+            select from pgqueue.messages c
+            where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
+        )
+        order by m.id limit 10;
     end if;
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
@@ -539,9 +563,10 @@ runs while the horizon is pinned, and the last one), uncompacted_table (nearly a
 stopped_schedule, misplaced_messages, ids_above_sequence, twin_messages (checked among the first 1,000 scheduled
 messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (the owner of pgqueue cannot see the
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
-missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter), stuck_claims, long_claims (extended
-for more than an hour and ten visibility timeouts), clock_ahead, late_retries (returned messages wait for longer than
-backoff_max), lapsed_stream, peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index,
-long_writer, unmanaged_grant (by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day,
-archive_overdue, missing_relation, renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of
-a transport do not find the subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter, or for a message that is hidden for
+longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
+clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
+peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
+subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

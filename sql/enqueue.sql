@@ -325,9 +325,10 @@ not checked for uniqueness. dedup_key (1 to 255 characters) is: while another me
 message is added, and the id of the other one is returned. A key is taken for the queue''s dedup_window, also after its
 message is gone, or, if that is 0, as long as its message lives. With on_duplicate replace (default: keep) the other
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
-message is added and has the key from now on. A call with a dedup_key waits for a transaction that has sent the same
-key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the header
-pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
+message is added and has the key from now on. A replaced message keeps its dedup_window, which begins when it is added:
+to delay a message again and again, use dedup_window 0. A call with a dedup_key waits for a transaction that has sent
+the same key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the
+header pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
 pgqueue.priority. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
 
 create or replace function pgqueue.enqueue_batch(

@@ -75,16 +75,19 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return pgqueue._group_places_left(q, at, place, first_id) > 0 and exists (
-        select from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
-            and pgqueue._group_position(m.headers, m.id) = place
-            and m.id >= first_id and pgqueue._is_ready(m, at)
-    );
+    return pgqueue._group_places_left(q, at, place, first_id) > 0
+        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
+        and exists (
+            select from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and pgqueue._is_ready(m, at)
+        );
 end;
 $$;
 comment on function pgqueue._has_group_candidate(pgqueue.queues, timestamptz, bigint, bigint) is
-'Whether the group at this position has fewer messages in flight than its limit, and a message that is ready.';
+'Whether the group at this position has fewer messages in flight than its limit, no dead letter to wait for, and a
+message that is ready.';
 
 create or replace function pgqueue._claim_up_to_group_limit(
     q pgqueue.queues, at timestamptz, positions bigint[], first_id bigint, wanted int
@@ -215,7 +218,8 @@ declare
     below_position bigint := 9223372036854775807;
     next_position bigint;
     first_id constant bigint := pgqueue._first_id_of(q.name);
-    most_steps int := 500;
+    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
+    most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
     spent_ids bigint[];
@@ -235,10 +239,6 @@ begin
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        -- With a higher limit each step counts the messages in flight. It costs as much as a lock, and counts as one.
-        if q.group_limit > 1 then
-            most_steps := locks_left;
-        end if;
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
         -- taking two messages of a group, as neither sees what the other has not committed. A group that another
@@ -259,12 +259,16 @@ begin
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._group_position(m.headers, m.id) > w.position
                     and pgqueue._group_position(m.headers, m.id) < below_position
+                    -- PostgreSQL compares it in the index, so no row that was removed before is read.
+                    and m.id >= first_id
                 limit 1
             ) s
             cross join lateral (
                 -- The lock of a group that gives no message would keep others from it until the transaction ends.
                 select case
-                    when s.visible_at <= at and (q.group_limit = 1 or not s.is_ready)
+                    when s.visible_at <= at and not s.is_ready
+                        or q.group_limit = 1 and s.is_ready
+                        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
                         or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
                     then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
                 offset 0
@@ -274,7 +278,7 @@ begin
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
             array_agg(w.id) filter (where w.is_spent and w.is_locked),
-            locks_left - case q.group_limit when 1 then max(w.found) else max(w.n) end,
+            locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1

@@ -44,7 +44,10 @@ begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
         -- _claim_end_times, for which the primary key cannot serve.
-        execute format('create index %I on %s ((id + 0)) where attempt_count > 0',
+        -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
+        execute format(
+            'create index %I on %s ((id + 0)) where attempt_count > 0'
+            ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)',
             format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
     end if;
     perform pgqueue._sync_limits(q);

@@ -206,6 +206,10 @@ begin
         if not found then
             return false;
         end if;
+        if q.group_limit = 1 then
+            -- A message of a group goes to messages, under an id that sweeps may have passed.
+            insert into pgqueue.requeued_messages (queue_name, check_at, id) select q.name, (select pgqueue._now()), m.id;
+        end if;
     end if;
     m.attempt_count := record_failure.attempt_count;
     perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);

@@ -112,6 +112,10 @@ begin
     if q.dlq_enabled is null then
         perform pgqueue._raise_invalid('dlq_enabled', null, 'true or false');
     end if;
+    if q.on_dead = 'hold' and not q.dlq_enabled then
+        perform pgqueue._raise_invalid('on_dead', 'hold',
+            'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
+    end if;
     if q.dead_letter_expired is null then
         perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
     end if;
@@ -278,13 +282,13 @@ dedup_window (1 s to 30 days) is the time for which enqueue adds no second messa
 long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
 same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
 message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
-of its messages has become a dead letter; with hold the group waits until the dead letter is redriven or purged. At most
-max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers; the queue is then
-dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and
-up to rate_limit more that earlier claims have left. With priorities true, messages with a higher priority are claimed
-first; the queue is then dedicated, and cannot have a group_limit. counters false makes its calls faster, and stats
-returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
-dedicated table from being attached.';
+of its messages has become a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is
+redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all
+consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
+rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
+with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
+makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
+longer transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -416,9 +420,10 @@ already; a running transaction may not notice the change before it ends. archive
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
 applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
 to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
-rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. counters true
-begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or end
-for the relation of a transport while a longer transaction uses that relation.';
+rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
+has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
+true begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or
+end for the relation of a transport while a longer transaction uses that relation.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint

@@ -50,7 +50,8 @@ returns text[]
 language sql immutable parallel safe
 as $$
     select regexp_split_to_array(
-        case lower(trim(cron))
+        -- Other collations, such as that of Turkish, have other lower case letters.
+        case lower(trim(cron) collate "C")
             when '@hourly' then '0 * * * *'
             when '@daily' then '0 0 * * *'
             when '@midnight' then '0 0 * * *'
@@ -58,7 +59,7 @@ as $$
             when '@monthly' then '0 0 1 * *'
             when '@yearly' then '0 0 1 1 *'
             when '@annually' then '0 0 1 1 *'
-            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g'))
+            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C")
         end, '[[:space:]]+')
 $$;
 comment on function pgqueue._cron_fields(text) is
@@ -251,7 +252,7 @@ begin
     -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
     -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
     select z.name into canonical from pg_timezone_names z
-    where lower(z.name) = lower(time_zone) and (z.name ~ '/' or z.name = 'UTC');
+    where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
     if canonical is null then
         perform pgqueue._raise_invalid(
             'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');

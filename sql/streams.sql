@@ -315,6 +315,8 @@ begin
     if on_ack = 'archive' and q.archive_for is null then
         perform pgqueue._raise_invalid('on_ack', on_ack, format('delete or null where queue %L has no archive_for', q.name));
     end if;
+    -- An alter_queue that gives the queue a limit ends before, or sees the stream.
+    perform from pgqueue.queues where queues.name = q.name for share;
     insert into pgqueue.streams as t (queue_name, stream_name, epoch, opened_by, opened_at, created_at, on_ack)
     values (
         q.name, stream_open.stream_name, pgqueue._next_epoch(null), stream_open.opened_by, pgqueue._now(), pgqueue._now(),
@@ -330,9 +332,10 @@ $$;
 comment on function pgqueue.stream_open(pgqueue.queue_of_consumer, text, text, text) is
 'Opens a stream of the queue, creates it if it does not exist, and returns it with a new epoch. The previous reader of
 the stream is fenced: its calls raise PQ006. stream_name is 1 to 128 lowercase letters, digits, hyphens and underscores;
-each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. opened_by is a name for
-humans. on_ack says what happens to messages that are acknowledged from now on: delete; archive, which requires that the
-queue has archive_for; or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
+each query needs its own. A reader without a checkpoint starts after acked_seq and acked_token. While the queue has a
+stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a name for humans. on_ack says what
+happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
+or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
 create or replace function pgqueue._claim_candidates_up_to(
     q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
@@ -904,6 +907,32 @@ comment on function pgqueue.drop_stream(pgqueue.queue_of_admin, text) is
 'Drops a stream, releases the messages of its open batch as release does, and returns how many were released. A reader
 that still has a checkpoint of the stream gets PQ005, or PQ007 after the stream was created again. Raises PQ001,
 PQ005.';
+
+create or replace function pgqueue._on_queue_altered_streams(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    stream text;
+begin
+    if coalesce(before.max_in_flight, before.rate_limit) is not null or coalesce(after.max_in_flight, after.rate_limit) is null
+    then
+        return;
+    end if;
+    -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
+    perform pgqueue._require_current_snapshot(format('queue %L', after.name));
+    select t.stream_name into stream from pgqueue.streams t where t.queue_name = after.name limit 1;
+    if found then
+        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+            coalesce(after.rate_limit, after.max_in_flight)::text,
+            format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
+                after.name, after.name, stream));
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
+'Raises 22023 if a queue with a stream gets a limit, and 40001 if an old snapshot may hide a stream.';
 
 create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(15);
+select plan(18);
 
 create function pg_temp.claim(queues text[], wanted int default 1) returns text language sql as $$
     select string_agg(m.queue_name || ' ' || m.payload, ', ') from pgqueue.claim_any(queues, wanted) m
@@ -21,6 +21,15 @@ select is((select m.visible_at from pgqueue.claim_any('{urgent,normal}', 5, '1 m
 select is((select bool_and(pgqueue.ack(m.queue_name, m.id, m.claim_token)) from pgqueue.messages m where m.queue_name in ('urgent', 'normal')), true, 'messages are settled under their own queue_name');
 select pgqueue.enqueue('normal', '6'), pgqueue.pause_queue('urgent'), pgqueue.enqueue('urgent', '7') \g /dev/null
 select is(pg_temp.claim('{urgent,normal}', 5), 'normal 6', 'claim_any passes a paused queue');
+
+-- The locks of groups
+select pgqueue.create_queue(format('grouped-%s', n), group_limit => 1) from generate_series(1, 12) as n \g /dev/null
+select pgqueue.enqueue_batch(format('grouped-%s', n), array_fill('1'::jsonb, array[150]), group_keys => array(select g::text from generate_series(1, 150) as g)) from generate_series(1, 12) as n \g /dev/null
+select pgqueue.enqueue('normal', '8') \g /dev/null
+create temporary table locks as select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid();
+select is((select count(*) from pgqueue.claim_any('{normal}' || array(select format('grouped-%s', n) from generate_series(1, 12) as n), 10000)), 1001::bigint, 'claim_any takes messages of at most ten queues with groups');
+select cmp_ok((select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()) - (select count from locks), '<=', 1050::bigint, 'claim_any locks at most 100 groups of each of ten queues');
+select is((select count(*) from pgqueue.claim_any(array(select format('grouped-%s', n) from generate_series(1, 12) as n), 10000)), 500::bigint, 'the next call takes the messages of the other groups of these queues');
 
 select throws_ok($$ select pgqueue.claim_any(null) $$, '22023', 'invalid queue_names: null', 'claim_any refuses null');
 select throws_ok($$ select pgqueue.claim_any('{}') $$, '22023', 'invalid queue_names: ''{}''', 'claim_any refuses an empty array');

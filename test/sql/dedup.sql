@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(113);
+select plan(115);
 
 create function pg_temp.contents(queue text) returns text[] language sql as $$
     select array(
@@ -47,6 +47,9 @@ select pgqueue.enqueue('dedup', '"next"', dedup_key => 'invoice-9') as next_id \
 select isnt(:next_id::bigint, :first_id::bigint, 'a key is free when the window ends');
 select pg_temp.at('2030-01-01 12:09:00') \g /dev/null
 select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9'), :next_id::bigint, 'the window counts from the message that was added last');
+select is(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9', on_duplicate => 'replace'), :next_id::bigint, 'a message is replaced within the window');
+select pg_temp.at('2030-01-01 12:10:00') \g /dev/null
+select isnt(pgqueue.enqueue('dedup', '1', dedup_key => 'invoice-9', on_duplicate => 'replace'), :next_id::bigint, 'the window counts from the time when a message was added, not when it was replaced');
 
 -- Windows that begin and end at different places around the end of a period.
 create function pg_temp.wrong_windows(queue text, window_ interval, boundary timestamptz) returns text[] language plpgsql as $$

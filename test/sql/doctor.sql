@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(179);
+select plan(188);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -320,6 +320,38 @@ begin
 end;
 $$;
 select pg_temp.comes_from_another_major();
+
+-- Groups that wait for a message which is hidden.
+select pgqueue.create_queue('doctor_group', group_limit => 1), pgqueue.enqueue('doctor_group', '1', group_key => 'a') as first \gset
+create function pg_temp.finds_hidden(first bigint) returns setof text language plpgsql as $$
+declare
+    queue constant text := 'doctor_group';
+begin
+    perform pgqueue.nack(queue, c.id, c.claim_token, '2 h') from pgqueue.claim(queue) c;
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), '{}'::text[], 'doctor does not report a message that waits for its retry and keeps no other waiting');
+    perform pgqueue.enqueue(queue, '2', group_key => 'a');
+    perform pgqueue.enqueue(queue, '3', group_key => 'a');
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['warning held_group'], 'doctor reports a group that waits for a retry for longer than backoff_max');
+    return next is((select f.detail from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'held_group'), format('group ''a'' waits for message %s, which is hidden until %s', first, pgqueue._now() + interval '2 h'), 'doctor names the message for which a group waits');
+    perform pg_temp.pass('01:00:01');
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['warning held_group'], 'doctor does not take the wait for a retry for a long claim');
+    perform pg_temp.pass('49 min');
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), '{}'::text[], 'doctor does not report a group that waits for no longer than backoff_max');
+    perform pg_temp.pass('11 min');
+    perform pgqueue.nack(queue, c.id, c.claim_token, '10 years') from pgqueue.claim(queue) c;
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'held_group');
+    return next is((select c.payload from pgqueue.claim(queue) c), '1'::jsonb, 'the repair of held_group makes the message ready');
+    perform pgqueue.ack(queue, b.id, b.claim_token) from pgqueue.messages b where b.queue_name = queue and b.claim_token is not null;
+    update pgqueue.messages b set visible_at = 'infinity' where b.queue_name = queue and b.payload = '2';
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['warning held_group'], 'doctor reports a group that waits for a message that plain SQL has hidden for ever');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'held_group');
+    return next is((select c.payload from pgqueue.claim(queue) c), '2'::jsonb, 'the repair of held_group shows a message that was hidden for ever');
+    update pgqueue.messages b set visible_at = 'infinity' where b.queue_name = queue and b.payload = '2';
+    return next is(array_remove(pg_temp.findings(queue), 'warning long_writer'), array['warning held_group'], 'doctor reports a group that waits for a claim without end');
+    perform pgqueue.drop_queue(queue);
+end;
+$$;
+select pg_temp.finds_hidden(:first);
 
 -- With such a DateStyle a session writes IST for India and Israel alike. A repair must not depend on that.
 savepoint style;

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(81);
+select plan(93);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -44,7 +44,10 @@ select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1001) $$, '2
 select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, on_dead => 'wait') $$, '22023', 'invalid on_dead: ''wait''', 'create_queue refuses an unknown on_dead');
 select throws_ok($$ select pgqueue.create_queue('x', on_dead => null) $$, '22023', 'invalid on_dead: null', 'create_queue refuses null as on_dead');
 select throws_ok($$ select pgqueue.alter_queue('plain', group_limit => 1) $$, '22023', 'invalid group_limit: ''1''', 'alter_queue gives no group_limit to a queue that was created without it');
+select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, on_dead => 'hold', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'create_queue refuses on_dead hold without dead letters');
+select throws_ok($$ select pgqueue.alter_queue('plain', on_dead => 'hold', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue refuses on_dead hold without dead letters');
 select is((pgqueue.alter_queue('fifo', on_dead => 'hold')).on_dead, 'hold', 'alter_queue changes on_dead');
+select throws_ok($$ select pgqueue.alter_queue('fifo', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue does not end the dead letters of a queue with on_dead hold');
 select is((pgqueue.alter_queue('fifo', on_dead => 'skip')).group_limit, 1, 'alter_queue keeps the group_limit that is not given');
 
 -- Sending
@@ -77,6 +80,7 @@ select is(
         ) w where w.is_ready and w.n > 1
     ), 3::bigint, 'a query of sql/README.md counts those that wait');
 select is(pgqueue.prepare_wait('fifo'), pgqueue._now() + interval '1 s', 'prepare_wait returns a time that is one second ahead while messages wait for others of their groups');
+select is(pgqueue.next_due_at('fifo') <= pgqueue._now(), true, 'next_due_at does not return a later time while messages wait for others of their groups');
 select is(pg_temp.ack('fifo', 'a1'), true, 'a message of a group is acknowledged like others');
 select is(pg_temp.claim('fifo'), 'a2', 'claim returns the next message of a group after an acknowledgement');
 select is(pg_temp.nack('fifo', 'b1', '1 min'), true, 'nack returns a message of a group');
@@ -198,6 +202,39 @@ select is(pgqueue.redrive('held'), 200, 'redrive returns the dead letters of man
 select is((select count(distinct c.payload) filter (where c.payload #>> '{}' like '%-1') from generate_series(1, 200) as n, lateral pgqueue.claim('held', 1 + 0 * n) c), 200::bigint,
     'all redriven dead letters are delivered before the later messages of their groups');
 
+-- Groups that give no message
+
+create function pg_temp.last_group() returns text language sql as $$
+    -- A claim visits the groups in the order of their positions.
+    select g from (select 'free' || n as g from generate_series(1, 1000) as n) w
+    order by pgqueue._group_position(jsonb_build_object('pgqueue.group', w.g), 0) desc limit 1
+$$;
+select pgqueue.create_queue('crowd', group_limit => 1, on_dead => 'hold') \g /dev/null
+insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, headers, reason)
+select nextval('pgqueue.message_id'), 'crowd', '2030-01-01', 1, 1, '1', jsonb_build_object('pgqueue.group', 'g' || n), 'rejected'
+from generate_series(1, 300) as n;
+select pgqueue.enqueue_batch('crowd', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(1, 300) as n \g /dev/null
+select pgqueue.enqueue('crowd', '"free"', group_key => pg_temp.last_group()) \g /dev/null
+select is(pg_temp.claim('crowd'), 'free', 'a claim passes any number of groups that wait for their dead letters');
+select pgqueue.create_queue('crowd2', group_limit => 2) \g /dev/null
+select pgqueue.enqueue_batch('crowd2', array_agg('1'::jsonb), group_keys => array_agg('g' || n % 300)) from generate_series(1, 900) as n \g /dev/null
+select is((select count(*) from generate_series(1, 3) as n, lateral pgqueue.claim('crowd2', 1000 + 0 * n)), 600::bigint, 'with a higher limit, a claim returns messages of at most 100 groups');
+select pgqueue.enqueue('crowd2', '"free"', group_key => pg_temp.last_group()), setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = 'crowd2' \g /dev/null
+select is(pg_temp.claim('crowd2'), 'free', 'a claim passes any number of groups that have group_limit messages in flight');
+
+-- The failure of a delayed message: the message stays in messages, at an id that sweeps skip.
+
+select pgqueue.create_queue('late', '30 s', group_limit => 1, max_in_flight => 1), pgqueue.enqueue('late', '"a1"', delay => '1 s', group_key => 'a') as late_id, pg_temp.send('late', 'a2 b1 c1'), pg_temp.at('2030-01-01 12:08:41') \gset
+update pgqueue.sweep_state set vacant_ids = int8multirange(int8range(null, :late_id + 1)) where queue_name = 'late';
+select pg_temp.at('2030-01-01 12:08:43') \g /dev/null
+select is(pgqueue.record_failure('late', :late_id, 1, '10 s'), true, 'record_failure counts the attempt of a due message of a group');
+select is((select count(*) from pgqueue.doctor() d where d.queue_name = 'late' and d.finding = 'misplaced_messages'), 0::bigint, 'a due message whose failure was recorded is at an id that is known');
+select is(pg_temp.claim('late'), 'b1', 'a message whose failure was recorded keeps its group waiting');
+select pg_temp.ack('late', 'b1'), pgqueue.cancel('late', m.id), pg_temp.at('2030-01-01 12:08:53') from pgqueue.messages m where m.queue_name = 'late' and m.payload = '"c1"' \g /dev/null
+select is(pg_temp.claim('late'), 'a1', 'a message whose failure was recorded is delivered before the later ones of its group');
+select pg_temp.send('late', 'd1') \g /dev/null
+select is(pg_temp.claim('late'), null, 'max_in_flight counts a message whose failure was recorded before');
+
 -- Rooms
 
 select throws_ok($$ select pgqueue.expose_transport('held') $$, '22023', 'invalid queue_name: ''held''', 'expose_transport refuses a queue with group_limit');
@@ -205,7 +242,7 @@ select pgqueue.create_queue('streamed', group_limit => 1) \g /dev/null
 select pgqueue.enqueue_batch('streamed', '{1,2,3}', group_keys => '{a,a,b}') \g /dev/null
 select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null, up_to_id => 9223372036854775807) c $$,
     array[2], 'a batch of a stream with up_to_id has one message of each group, as group_limit says');
-select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'plain']) as q $$, 'queues with groups are dropped like others');
+select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'a dropped queue leaves no index');
 
 select * from finish();

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(63);
+select plan(65);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -194,6 +194,23 @@ select cmp_ok(
         'pgqueue._prune_requeued(q, %L, ''2030-01-03'') from pgqueue.queues q where q.name = ''pruned''', g.places::text),
     '<', 100, 'rows of requeued_messages are deleted by their place'
 ) from gone g;
+
+-- A claim that counts the messages in flight does not read those that wait for their retry in a queue with groups.
+select pgqueue.create_queue('waiting', group_limit => 1, max_in_flight => 100) is not null as made \gset
+insert into pgqueue.messages (queue_name, payload, visible_at, attempt_count, claimed_attempt, headers)
+select 'waiting', '1', '2030-02-01', 1, 1, '{"pgqueue.group": "retried"}' from generate_series(1, 10000);
+select pgqueue.enqueue_batch('waiting', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(1, 20) as n \g /dev/null
+select cmp_ok(min(pg_temp.buffers('pgqueue.claim(%L)', 'waiting')), '<', 200, 'a claim with max_in_flight reads no messages that wait for their retry')
+from generate_series(1, 5);
+
+-- A claim looks once whether a group waits for its dead letters, however many it has.
+select pgqueue.create_queue('holding', group_limit => 1, on_dead => 'hold') is not null as made \gset
+insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, headers, reason)
+select nextval('pgqueue.message_id'), 'holding', '2030-01-01', 1, 1, '1', jsonb_build_object('pgqueue.group', 'g' || n % 200), 'rejected'
+from generate_series(1, 20000) as n;
+select pgqueue.enqueue_batch('holding', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(0, 199) as n \g /dev/null
+select cmp_ok(min(pg_temp.buffers('pgqueue.claim(%L)', 'holding')), '<', 4000, 'a claim that passes 200 groups with 100 dead letters each reads few buffers')
+from generate_series(1, 3);
 
 -- Functions that remove many messages look up each message once. Comparing all pairs would take minutes.
 set local work_mem = '64kB';

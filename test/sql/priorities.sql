@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(52);
+select plan(57);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -129,6 +129,32 @@ select pg_temp.at('2030-01-01 12:06:00') \g /dev/null
 select is((select count(*) filter (where payload::int % 2 = 1) from pgqueue.claim('many', 2500)), 2500::bigint, 'a claim finds all those of the higher priority when their claims have ended');
 select is((select count(*) filter (where payload::int % 2 = 0) from pgqueue.claim('many', 5000)), 2500::bigint, 'the next claim finds all others');
 select pgqueue.drop_queue('many') \g /dev/null
+
+-- Messages that have expired, or are not visible yet, before those that are claimed
+create function pg_temp.buffers(queue text) returns int language plpgsql as $$
+declare
+    plan json;
+begin
+    -- No sweep runs in this claim.
+    perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '14 s')) from pgqueue.queues q where q.name = queue;
+    execute format('explain (analyze, buffers, timing off, format json) select pgqueue.claim(%L)', queue) into plan;
+    return (plan -> 0 -> 'Plan' ->> 'Shared Hit Blocks')::int + (plan -> 0 -> 'Plan' ->> 'Shared Read Blocks')::int;
+end;
+$$;
+select pgqueue.create_queue('expired', priorities => true) \g /dev/null
+select pgqueue.enqueue_batch('expired', array_fill('"late"'::jsonb, array[5000]), expires_in => '1 s', priorities => array_fill(9, array[5000])) \g /dev/null
+insert into pgqueue.messages (queue_name, payload, headers, enqueued_at, visible_at)
+select 'expired', '"hidden"', '{"pgqueue.priority": 5}', pgqueue._now(), pgqueue._now() + interval '1 h' from generate_series(1, 5000);
+select pgqueue.enqueue_batch('expired', array_fill('"low"'::jsonb, array[100])), pg_temp.at('2030-01-01 12:06:10') \g /dev/null
+select setval(q.next_sweep_at, 1), setseed(0.5) from pgqueue.queues q where q.name = 'expired' \g /dev/null
+select is(pg_temp.claim('expired', 1), 'low', 'a claim passes messages that are not ready');
+select cmp_ok(pg_temp.buffers('expired'), '<', 150, 'the next claim does not read them again');
+select is((select count(*) from pgqueue.messages m where m.queue_name = 'expired' and m.payload = '"late"'), 0::bigint, 'sweeps remove those that have expired');
+select pg_temp.send('expired', '9y 5x'), setseed(0.5) \g /dev/null
+select is(pg_temp.claim('expired', 2), '9y 5x', 'messages of these priorities that are sent later are claimed first');
+select pg_temp.at('2030-01-01 13:06:10'), setval(q.next_sweep_at, 1), setseed(0.5) from pgqueue.queues q where q.name = 'expired' \g /dev/null
+select is((select count(*) filter (where m.payload = '"hidden"') from pgqueue.claim('expired', 5200) m), 5000::bigint, 'a sweep finds the others when they have become visible');
+select pgqueue.drop_queue('expired'), pg_temp.at('2030-01-01 12:06:20') \g /dev/null
 
 -- Shares
 select pgqueue.create_queue('shares', priorities => true) \g /dev/null

@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(139);
+select plan(141);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -50,6 +50,10 @@ insert into expressions values
 select is(pg_temp.ticks(e.cron, 'UTC', pgqueue._now(), 3), e.ticks, e.description) from expressions e;
 select is(pgqueue._next_tick('30 12 * * *', 'UTC', '2030-01-01 12:30:00+00'), '2030-01-02 12:30:00+00', '_next_tick returns a tick after the given moment, not at it');
 select is(pgqueue._next_tick('0 0 29 2 */7', 'UTC', '2088-03-01 00:00+00'), '2128-02-29 00:00+00', 'February 29 on a Sunday is found 40 years ahead');
+
+-- A collation, such as that of Turkish, can have its own rules for letters. The lower case of U+0130 is i in C.utf8.
+select throws_ok($$ select pgqueue._next_tick(format('0 0 * * FR%s', chr(304)) collate "C.utf8", 'UTC', pgqueue._now()) $$, '22023', null, 'the collation has no effect on the names of weekdays');
+select throws_ok($$ select pgqueue._canonical_time_zone(format('EUROPE/%sSTANBUL', chr(304)) collate "C.utf8") $$, '22023', null, 'the collation has no effect on the names of time zones');
 
 -- Daylight saving time: in Berlin the wall clock goes from 02:00 to 03:00 on March 31, and from 03:00 to 02:00 on
 -- October 27.

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(225);
+select plan(234);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -19,6 +19,17 @@ begin
 exception when others then
     get stacked diagnostics message = message_text;
     return sqlstate || ' ' || message;
+end;
+$$;
+create function pg_temp.hint(statement text) returns text language plpgsql as $$
+declare
+    hint text;
+begin
+    execute statement;
+    return 'nothing';
+exception when others then
+    get stacked diagnostics hint = pg_exception_hint;
+    return hint;
 end;
 $$;
 create function pg_temp.sent(queue text, n int) returns bigint[] language sql
@@ -377,6 +388,22 @@ $$;
 select pg_temp.attempts();
 select throws_ok($$ select pgqueue.list_streams('streams_nowhere') $$, 'PQ001', null, 'list_streams refuses an unknown queue');
 select is((select array_agg(l.queue_name || ' ' || l.stream_name) from pgqueue.list_streams() l where l.queue_name = 'streams'), array['streams s'], 'list_streams without a queue returns the streams of all queues');
+
+-- A limit would refuse the claim that acknowledges the open batch.
+select pgqueue.create_queue('streams_limited', max_in_flight => 5), pgqueue.alter_queue('streams_limited', max_in_flight => 0), pgqueue.enqueue('streams_limited', '1') \g /dev/null
+select epoch from pgqueue.stream_open('streams_limited', 's') \gset
+select claim_token from pgqueue.stream_claim('streams_limited', 's', :epoch, 0, null) \gset
+select throws_ok($$ select pgqueue.alter_queue('streams_limited', rate_limit => 5) $$, '22023', 'invalid rate_limit: ''5''', 'alter_queue gives no rate_limit to a queue with a stream');
+select throws_ok($$ select pgqueue.alter_queue('streams_limited', max_in_flight => 4) $$, '22023', 'invalid max_in_flight: ''4''', 'alter_queue gives no max_in_flight to a queue with a stream');
+select alike(pg_temp.hint($$ select pgqueue.alter_queue('streams_limited', rate_limit => 5) $$), '%drop_stream(''streams_limited'', ''s'')%', 'the hint names the call that drops the stream');
+select is((pgqueue.alter_queue('streams_limited', max_attempts => 4)).max_attempts, 4, 'alter_queue changes the other settings of a queue with a stream');
+select lives_ok(format('select pgqueue.stream_claim(%L, %L, %s, 1, %L)', 'streams_limited', 's', :epoch, :'claim_token'), 'the stream goes on after limits were refused');
+select is((select l.acked_seq from pgqueue.list_streams('streams_limited') l), 1::bigint, 'the stream has acknowledged its batch');
+select pgqueue.drop_stream('streams_limited', 's') \g /dev/null
+select is((pgqueue.alter_queue('streams_limited', rate_limit => 5)).rate_limit, 5, 'alter_queue gives a rate_limit after the stream was dropped');
+select pgqueue.stream_open('streams_limited', 's') \g /dev/null
+select is((pgqueue.alter_queue('streams_limited', rate_limit => 6)).rate_limit, 6, 'alter_queue changes a rate_limit although a stream was opened that cannot be read');
+select is((pgqueue.alter_queue('streams_limited', rate_limit => 0)).rate_limit, null, 'alter_queue ends the rate_limit of a queue with a stream');
 
 select * from finish();
 rollback;

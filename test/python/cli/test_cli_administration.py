@@ -89,9 +89,9 @@ def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: 
 
 def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.drop_queue()
-    orders.create_queue(group_limit=1, max_in_flight=1, counters=False)
+    orders.create_queue(group_limit=1, max_in_flight=1, counters=False, dlq_enabled=False)
     changed = cli(
-        *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--no-dlq"),
+        *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--dlq"),
         *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
         *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
         *("--dedup-window", "2h", "--group-limit", "2", "--on-dead", "hold", "--max-in-flight", "30"),
@@ -100,7 +100,7 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
     expected = {
         "visibility_timeout": 7200,
         "max_attempts": 7,
-        "dlq_enabled": False,
+        "dlq_enabled": True,
         "dead_letter_expired": True,
         "max_payload_bytes": 1000,
         "backoff_base": 0.25,
@@ -121,12 +121,12 @@ def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders:
     fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
     assert set(changed) - set(expected) == fixed, "alter needs an option for each setting that can be changed"
     ended = cli(
-        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--dlq", "--drop-expired"),
-        *("--max-in-flight", "0", "--rate-limit", "0"),
+        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--no-dlq"),
+        *("--drop-expired", "--on-dead", "skip", "--max-in-flight", "0", "--rate-limit", "0"),
     ).records[0]
     assert (ended["archive_for"], ended["expires_after_idle"]) == (None, None)
     assert (ended["max_in_flight"], ended["rate_limit"]) == (None, None)
-    assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (True, False)
+    assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (False, False)
 
 
 def test_alter_refuses_no_settings_and_values_out_of_range(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:

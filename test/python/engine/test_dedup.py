@@ -15,6 +15,7 @@ import pgqueue
 
 KEYS = int(os.environ.get("PGQUEUE_TEST_DEDUP_KEYS") or 2000)
 SENDERS = 8
+SENT = 100_000  # keys, in batches
 
 
 def in_parallel(number: int, function: Callable[[int], Any]) -> list[Any]:
@@ -57,6 +58,34 @@ def test_parallel_senders_add_one_message_for_each_key(
         "select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,)
     ).fetchall()
     assert sorted((given, key) for key, given in first.items()) == sorted(rows)
+
+
+def test_parallel_batches_add_one_message_for_each_of_many_keys(
+    database: str, connection: psycopg.Connection[Any], name: str
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
+    chance = random.Random(1)
+    # Half of the keys of a sender are those of others, and some come twice in a batch.
+    common = chance.sample(range(SENT // 4), SENT // SENDERS // 2)
+    keys = [
+        common + [chance.randrange(SENT // 4) for _ in range(SENT // SENDERS - len(common))] for _ in range(SENDERS)
+    ]
+
+    def send(sender: int) -> set[tuple[int, int]]:
+        chance = random.Random(sender)
+        mine = chance.sample(keys[sender], len(keys[sender]))
+        with connect(database) as own:
+            queue = pgqueue.Queue(own, name)
+            sent: set[tuple[int, int]] = set()
+            for start in range(0, len(mine), 1000):
+                batch = mine[start : start + 1000]
+                sent.update(zip(queue.enqueue_batch(batch, dedup_keys=map(str, batch)), batch, strict=True))
+        return sent
+
+    answers = set().union(*in_parallel(SENDERS, send))
+    rows = connection.execute("select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,))
+    assert answers == set(rows.fetchall())
+    assert sorted(key for _, key in answers) == sorted(set().union(*keys))
 
 
 def test_a_key_has_at_most_one_living_message(database: str, connection: psycopg.Connection[Any], name: str) -> None:

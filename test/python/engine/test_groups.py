@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -184,6 +184,76 @@ def test_order_and_limit_hold_although_sessions_die(
     assert history.violations == []
 
 
+@pytest.mark.parametrize("on_dead", ["skip", "hold"])
+def test_many_consumers_process_each_group_in_order(
+    database: str, connection: psycopg.Connection[Any], name: str, on_dead: str
+) -> None:
+    own = pgqueue.Queue(connection, name)
+    own.create_queue(group_limit=1, on_dead=on_dead, max_attempts=100, backoff_base=timedelta(0))
+    keys = [f"group {number % 100}" for number in range(3000)]
+    waiting: dict[str, deque[int]] = defaultdict(deque)
+    for each, key in zip(own.enqueue_batch(keys, group_keys=keys), keys, strict=True):
+        waiting[key].append(each)
+    lock, stopped = Lock(), Event()
+    held: dict[str, int] = {}
+    violations: list[str] = []
+    kinds: Counter[str] = Counter()
+
+    def take(message: pgqueue.Message) -> str:
+        """Note a message that a claim has returned, and decide its fate."""
+        assert message.headers is not None
+        group = message.headers["pgqueue.group"]
+        with lock:
+            if group in held:
+                violations.append(f"{message.id} of {group} is in flight beside {held[group]}")
+            if waiting[group][0] != message.id:
+                violations.append(f"{message.id} of {group} comes before {waiting[group][0]}")
+            held[group] = message.id
+        return group
+
+    def settle(queue: pgqueue.Queue, message: pgqueue.Message, group: str, fate: float) -> None:
+        assert message.claim_token is not None
+        kind = "ack" if fate < 0.85 else "nack" if fate < 0.95 else "reject"
+        with lock:
+            # The next claim of the group can return before the call below does.
+            del held[group]
+            kinds[kind] += 1
+            if kind == "ack" or (kind == "reject" and on_dead == "skip"):
+                waiting[group].popleft()
+        if kind == "ack":
+            assert queue.ack(message.id, message.claim_token)
+        elif kind == "nack":
+            assert queue.nack(message.id, message.claim_token)
+        else:
+            assert queue.reject(message.id, message.claim_token)
+            if on_dead == "hold":
+                assert queue.redrive(ids=[message.id]) == 1
+
+    def consume(number: int) -> None:
+        chance = random.Random(number)
+        with connect(database) as session:
+            queue = pgqueue.Queue(session, name)
+            while not stopped.is_set():
+                claimed = [(each, take(each)) for each in queue.claim(3)]
+                for message, group in claimed:
+                    settle(queue, message, group, chance.random())
+                if not claimed:
+                    stopped.wait(0.02)
+
+    with ThreadPoolExecutor(64) as pool:
+        consumers = [pool.submit(consume, number) for number in range(64)]
+        try:
+            wait_for(lambda: violations or not any(waiting.values()) or any(each.done() for each in consumers))
+        finally:
+            stopped.set()
+        for each in consumers:
+            each.result()
+    assert violations == []
+    assert not any(waiting.values())
+    assert min(kinds["nack"], kinds["reject"]) > 50
+    assert is_empty(connection, name)
+
+
 @pytest.mark.parametrize("is_analyzed", [False, True])
 def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
     connection: psycopg.Connection[Any], name: str, is_analyzed: bool
@@ -225,6 +295,32 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
         wait_for(is_recorded)
         queue.enqueue_batch(keys, group_keys=keys)
         assert buffers_of_claims(connection, name) < 200  # 100
+
+
+def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(
+    empty_database: Callable[[], str], name: str
+) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+        connection.execute("create extension pgqueue")
+        connection.execute("set pgqueue.compaction = off")  # it leaves tables with a large backlog alone
+        queue = pgqueue.Queue(connection, name)
+        queue.create_queue(group_limit=1)
+        pin.execute("select pg_current_xact_id()")
+        ids = queue.enqueue_batch([0] * 20_100, group_keys=["hot"] * 20_100)
+        connection.execute("delete from pgqueue.messages where queue_name = %s and id < %s", [name, ids[20_000]])
+
+        def is_recorded() -> bool:
+            connection.execute(
+                "select pgqueue._record_vacant_ids(q, pgqueue._now(), %s) from pgqueue.queues q where q.name = %s",
+                [ids[-1], name],
+            )
+            state = connection.execute("select first_id from pgqueue.sweep_state where queue_name = %s", [name])
+            (first_id,) = state.fetchone() or (0,)
+            return bool(first_id == ids[20_000])
+
+        wait_for(is_recorded)
+        assert buffers_of_claims(connection, name) < 84  # 42
 
 
 def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(

@@ -762,6 +762,46 @@ def test_a_message_is_sent(page: Page, name: str, at: dict[str, str], sql: psyco
     assert (round(seconds, 1), headers) == (90.5, {"tenant": "acme"})
 
 
+def test_a_message_is_sent_with_a_key_and_a_priority(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s, priorities => true)", [name])
+    for payload in "12":
+        page.goto(url("/queue/send", at))
+        page.get_by_label("Payload, as JSON").fill(payload)
+        page.get_by_text("More").click()
+        expect(page.get_by_label("Group")).to_have_count(0)
+        page.get_by_label("Deduplication key").fill("invoice-9")
+        page.get_by_label("Priority").fill("7")
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_role("status")).to_contain_text("has the key invoice-9")
+    found = sql.execute("select payload, headers from pgqueue.browse(%s)", [name]).fetchall()
+    assert found == [(1, {"pgqueue.priority": 7})]
+
+
+def test_a_message_is_sent_with_a_group(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s, group_limit => 1)", [name])
+    page.goto(url("/queue/send", at))
+    page.get_by_label("Payload, as JSON").fill("1")
+    page.get_by_text("More").click()
+    expect(page.get_by_label("Priority")).to_have_count(0)
+    page.get_by_label("Group").fill("customer 5")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_contain_text("Sent as message")
+    found = sql.execute("select headers from pgqueue.browse(%s)", [name]).fetchall()
+    assert found == [({"pgqueue.group": "customer 5"},)]
+
+
+def test_the_form_for_a_dead_letter_takes_no_key(web: Server, queue: str, at: dict[str, str]) -> None:
+    at = at | {"name": queue}
+    dead = web.http.get(url("/queue", at | {"state": "dead"})).text.partition("state=dead&amp;id=")[2].partition('"')[0]
+    form = web.http.get(url("/queue/send", at | {"state": "dead", "id": dead})).text
+    assert ('name="replaces"' in form, 'name="dedup_key"' in form) == (True, False)
+    assert 'name="dedup_key"' in web.http.get(url("/queue/send", at)).text
+
+
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
@@ -773,6 +813,9 @@ def test_a_message_is_sent(page: Page, name: str, at: dict[str, str], sql: psyco
         ({"payload": "1", "delay": "soon"}, "Delay (s) is invalid: soon; must be a number"),
         ({"payload": "1", "delay": "-5"}, "invalid delay"),
         ({"payload": "1", "delay": "1e99"}, "Delay (s) is invalid"),
+        ({"payload": "1", "priority": "high"}, "Priority is invalid: high; must be a whole number"),
+        ({"payload": "1", "priority": "10"}, "invalid priority"),
+        ({"payload": "1", "dedup_key": "k" * 256}, "invalid dedup_key"),
         ({"payload": '"\\u0000"'}, "PostgreSQL cannot store this"),
     ],
 )

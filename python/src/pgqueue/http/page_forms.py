@@ -98,6 +98,11 @@ _ONLY_NEW: Final = (  # what the page of the settings does not change
     Field("counters", "Counters", bool, explanation="count what is sent and acknowledged; costs some processor time"),
     Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load"),
 )
+_DEDUP_KEY: Final = Field(
+    "dedup_key", "Deduplication key", str, explanation="nothing is added while another message of the queue has it"
+)
+_GROUP_KEY: Final = Field("group_key", "Group", str, explanation="few messages of a group are in flight at a time")
+_PRIORITY: Final = Field("priority", "Priority", int, explanation="0 to 9; 9 is claimed first")
 # An empty field turns these off: the value that alter_queue gets then.
 _NULLABLE: Final = {
     "archive_for": timedelta(0),
@@ -208,7 +213,7 @@ async def send_form(
 ) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
     async with open_queue(context, place) as queue:
-        await queue.get_queue()
+        settings = await queue.get_queue()
         found = await _find_copied(place, queue, state, message_ids([id])[0]) if id else None
     form: Form = {}
     if found is not None:
@@ -218,7 +223,7 @@ async def send_form(
         for name, text in (("payload", found.payload), ("headers", found.headers)):
             if text:
                 form[name] = [await run_beside(request, text, pretty_json, text, 8 * PAYLOAD_LIMIT)]
-    return _send_page(place, form)
+    return _send_page(place, settings, form)
 
 
 async def _find_copied(place: Place, queue: AsyncQueue, state: str, id: int) -> FoundMessage:
@@ -239,8 +244,14 @@ async def _find_copied(place: Place, queue: AsyncQueue, state: str, id: int) -> 
     return found
 
 
-def _send_page(place: Place, form: Form, problem: ApiError | None = None) -> Response:
-    values = {"up": "../", "place": place, "form": form, "problem": problem}
+def _send_page(place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
+    fields = [
+        # The key of a dead letter can still be taken by the dead letter itself.
+        *([] if "replaces" in form else [_DEDUP_KEY]),
+        *([] if settings.group_limit is None else [_GROUP_KEY]),
+        *([_PRIORITY] if settings.priorities else []),
+    ]
+    values = {"up": "../", "place": place, "fields": fields, "form": form, "problem": problem}
     return render("send.html", values, problem.status if problem else 200)
 
 
@@ -251,20 +262,28 @@ async def send(request: Request, context: CurrentContext, place: CurrentPlace) -
     replaced = message_ids(form["replaces"]) if form.get("replaces") else []
     if replaced:
         current().check(*place, ("admin",))
+    async with open_queue(context, place) as queue:
+        settings = await queue.get_queue()
     try:
         payload, headers = await _json(request, form, "payload"), await _json(request, form, "headers")
         delay = _duration("delay", "Delay").read(form)
+        dedup_key = None if replaced else _DEDUP_KEY.read(form)
+        group_key, priority = _GROUP_KEY.read(form), _PRIORITY.read(form)
         async with open_queue(context, place) as queue, queue.connection.transaction():
             if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
                 message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
                 raise ApiError(409, "message_not_found", message)
-            sent = await queue.enqueue(payload, delay, headers)
+            sent = await queue.enqueue(
+                payload, delay, headers, dedup_key=dedup_key, group_key=group_key, priority=priority
+            )
     except _ERRORS as error:
-        return _send_page(place, form, explain(error))
+        return _send_page(place, settings, form, explain(error))
     context.metrics.messages(*place, "enqueued", 1)
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     state = "scheduled" if delay else "ready"
-    done = f"Sent as message {sent}" + (f"; dead letter {replaced[0]} is deleted" if replaced else "")
+    # enqueue returns the id of an earlier message if that one has the key.
+    done = f"Message {sent} has the key {dedup_key}" if dedup_key else f"Sent as message {sent}"
+    done += f"; dead letter {replaced[0]} is deleted" if replaced else ""
     if not current().may(_READER, *place):  # the page of the queue is not for this user
         return RedirectResponse(f"../{queue_url('', place, done=done)}", 303)
     return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
