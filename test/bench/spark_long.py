@@ -239,8 +239,8 @@ def report(database: "Database", options: argparse.Namespace, console: Console) 
     return figures
 
 
-# For each figure of a minute: by which factor, and by how much besides, the median of the last minutes may exceed that of
-# the first. The figures depend on the machine, so these limits only find a growth without end.
+# For each figure of a minute: by which factor, and by how much besides, the median of the last minutes may exceed that
+# of the first. The figures depend on the machine, so these limits only find a growth without end.
 GROWTH = {
     "batch_median": (2, 1.0),  # seconds
     "oldest": (2, 10.0),  # seconds

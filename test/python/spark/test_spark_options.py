@@ -1,7 +1,9 @@
 """The options of the data source: parsing, errors, connection strings, and that passwords are never shown."""
 
+import socket
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -10,6 +12,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 pytest.importorskip("pyspark")
 
+from pgqueue.embedded import EmbeddedServer
 from pgqueue.spark.connections import connect, resolve_conninfo
 from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
 
@@ -235,3 +238,22 @@ def test_connections_have_an_application_name_and_keepalives(database: str, give
     with connect(resolve_conninfo(f"{database}{given}")) as connection:
         found = {option.keyword.decode(): (option.val or b"").decode() for option in connection.pgconn.info}
     assert meant.items() <= found.items()
+
+
+def test_the_server_detects_a_lost_client_unless_it_has_settings_of_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def keepalives(dsn: str) -> list[str]:
+        with connect(dsn) as connection:
+            connection.rollback()  # as after an error
+            names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
+            return [connection.execute(f"show {name}".encode()).fetchone()[0] for name in names]  # type: ignore[index]
+
+    with EmbeddedServer(data_dir=tmp_path / "data", durable=False, port=port) as server:
+        assert keepalives(server.tcp_dsn) == ["20", "10", "3"]
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("alter database postgres set tcp_keepalives_interval = 7")
+        assert keepalives(f"{server.tcp_dsn} options='-c tcp_keepalives_idle=300'") == ["300", "7", "3"]
+        # A connection by a Unix socket has no keepalives.
+        assert keepalives(server.dsn) == ["0", "0", "0"]

@@ -354,6 +354,16 @@ def test_an_unreadable_file_fails_a_compaction_although_the_session_ignores_it(
         spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
 
 
+def test_settings_of_the_session_reach_the_file_system(spark: Any, tmp_path: Path) -> None:
+    link = "fs.viewfs.mounttable.settings.link./data"
+    spark.conf.set(link, tmp_path.as_uri())
+    try:
+        Folder(spark, "viewfs://settings/data/there").make()
+    finally:
+        spark.conf.unset(link)
+    assert (tmp_path / "there").is_dir()
+
+
 def test_an_object_store_holds_the_archive(
     spark: Any, s3: str, database: str, connection: Connection, queue: Queue
 ) -> None:

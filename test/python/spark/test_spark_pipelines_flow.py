@@ -177,6 +177,21 @@ def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
 
 
+def test_a_report_reads_no_payloads(
+    spark: Any, database: str, busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns: list[str] = []
+
+    def counted(letters: Any) -> Any:
+        columns.extend(letters.columns)
+        return dead_letter_report(letters)
+
+    monkeypatch.setattr(report, "dead_letter_report", counted)
+    flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(hours=1))
+    # The source reads all columns of its schema.
+    assert sorted(columns) == ["attempt_count", "died_at", "id", "last_error", "queue_name", "reason"]
+
+
 def test_more_than_10_000_windows_are_refused(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
         flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(seconds=0.5))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from sparks import completed
 
 import pgqueue
+from pgqueue.embedded import EmbeddedServer
 from pgqueue.spark import connections
 from pgqueue.spark.columns import source_schema
 from pgqueue.spark.connections import ConnectionSlots
@@ -328,6 +330,35 @@ def test_partitions_have_the_same_number_of_messages_although_ids_have_holes(
     assert [len(read(reader, part)) for part in parts] == [25, 25, 25, 26]
 
 
+def test_the_plan_of_a_read_by_a_pattern_locks_few_tables_at_a_time(tmp_path: Path) -> None:
+    home, number = tmp_path / "data", 400
+    with (
+        EmbeddedServer(data_dir=home, durable=False) as server,
+        psycopg.connect(server.dsn, autocommit=True) as connection,
+    ):
+        connection.execute("create extension pgqueue")
+        for n in range(number):
+            queue = pgqueue.Queue(connection, f"many-{n}")
+            queue.create_queue(dedicated=True)
+            queue.enqueue(n)
+    # Fewer locks than there are tables.
+    few = {"max_connections": "10", "max_worker_processes": "0", "max_wal_senders": "0"}
+    settings = few | {"max_locks_per_transaction": "10", "autovacuum_worker_slots": "1"}
+    with EmbeddedServer(data_dir=home, durable=False, settings=settings) as server:
+        with psycopg.connect(server.dsn) as connection, pytest.raises(psycopg.errors.OutOfMemory):
+            connection.execute("select count(*) from pgqueue.messages")
+        reader, parts = planned(dsn=server.dsn, queuePattern="many-*", numPartitions="8")
+        assert sum(len(read(reader, part)) for part in parts) == number
+
+
+def test_partitions_need_no_time_zone_of_the_session(queues: Queues, database: str) -> None:
+    # A worker may not know the time zone that the server or the role has.
+    queues["a"].enqueue(1)
+    source = PgQueueDataSource({"dsn": f"{database} options='-c TimeZone=Asia/Kolkata'", "queue": queues["a"].name})
+    (part,) = source.reader(source.schema()).partitions()
+    assert {one.at.tzinfo for one in part.ranges} == {UTC}
+
+
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60), st.integers(1, 100)), max_size=8), max_size=4),
     st.integers(1, 12),
@@ -398,6 +429,37 @@ def test_a_task_of_a_write_waits_for_a_slot_and_is_not_connected_meanwhile(
         one.commit()
         thread.join(60)
         assert len(done) == 1
+
+
+def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
+    queues: Queues, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "maxConnections": "2"})
+    writer: Any = source.writer(t.StructType([t.StructField("payload", t.StringType())]), overwrite=False)
+    worker = pickle.loads(pickle.dumps(writer))
+    connect = connections.connect
+    together = threading.Lock()
+    opened: list[psycopg.Connection[Any]] = []
+    numbers: list[int] = []
+
+    def counted(conninfo: str) -> psycopg.Connection[Any]:
+        made = connect(conninfo)
+        with together:
+            opened.append(made)
+            numbers.append(sum(not one.closed for one in opened))
+        return made
+
+    monkeypatch.setattr(connections, "connect", counted)
+    batch = pa.RecordBatch.from_pydict({"payload": ["3"]})
+    staged: list[Any] = []
+    threads = [threading.Thread(target=lambda: staged.append(worker.write(iter([batch])))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(staged) == 16
+    # Those that have the slots, and one that looks.
+    assert max(numbers) <= 3
 
 
 def test_each_write_has_slots_of_its_own(database: str) -> None:
@@ -575,6 +637,8 @@ def test_rows_with_the_columns_of_kafka_are_written(queues: Queues, database: st
     ("row", "said"),
     [
         ((b"\xff", b"1", [{"key": "x", "value": b"1"}]), "row 3 of partition 0: invalid key: 'utf-8' codec"),
+        ((b"", b"1", None), "row 3 of partition 0: invalid group_key"),
+        ((("é" * 256).encode(), b"1", None), "row 3 of partition 0: invalid group_key"),
         ((None, b"1", [{"key": "x", "value": b"\xff"}]), "row 3 of partition 0: invalid header 'x': 'utf-8' codec"),
         ((None, b"1", [{"key": "x", "value": b"1"}] * 2), "row 3 of partition 0: invalid headers: header 'x' is there"),
         ((b"k", b"1", [{"key": "pgqueue.group", "value": b"1"}]), "header 'pgqueue.group' is there twice"),

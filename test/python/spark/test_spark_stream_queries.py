@@ -199,6 +199,36 @@ def test_a_second_query_on_a_stream_ends_the_first(orders: pgqueue.Queue, querie
     assert more in [ids for _, ids in queries.got]
 
 
+def test_queries_with_streams_of_their_own_share_the_messages_of_a_queue(
+    orders: pgqueue.Queue, spark: Any, database: str, name: str, tmp_path: Path
+) -> None:
+    both = [Queries(spark, database, name, tmp_path / stream) for stream in ("one", "two")]
+    have_both = threading.Barrier(2)
+
+    def sink_of(mine: Queries) -> Callable[[Any, int], None]:
+        def sink(frame: Any, batch: int) -> None:
+            mine.take(frame, batch)
+            if batch == 0:  # the first messages of each, so that none gets all
+                have_both.wait(PATIENCE)
+
+        return sink
+
+    sent = orders.enqueue_batch(list(range(16)))
+    try:
+        for mine in both:
+            mine.start(sink_of(mine), streamId=mine.home.name)
+        for _ in range(8):
+            sent += orders.enqueue_batch(list(range(8)))
+        wait_for(lambda: left(orders) == 0, PATIENCE)
+    finally:
+        for mine in both:
+            for started in mine.started:
+                started.stop()
+    shares = [[one for _, ids in mine.got for one in ids] for mine in both]
+    assert all(shares)
+    assert sorted(shares[0] + shares[1]) == sent
+
+
 def test_a_lost_checkpoint_is_accepted_and_a_rolled_back_one_is_refused(
     orders: pgqueue.Queue, queries: Queries
 ) -> None:

@@ -159,8 +159,10 @@ def dead_letter_report(
         from pyspark.sql import functions as F
 
         from ..spark import pipelines
+        from ..spark.pipelines.dead_letters import COUNTED
 
-        letters = pipelines.read_dead_letters(spark, queue or _default_queues(dsn), dsn=dsn)
+        queues = queue or _default_queues(dsn)
+        letters = pipelines.read_dead_letters(spark, queues, dsn=dsn, columns=COUNTED)
         report = pipelines.dead_letter_report(letters, window)
         for moment in ("died_from", "last_died_at"):
             report = report.withColumn(moment, F.unix_micros(moment))

@@ -1,11 +1,15 @@
 """Database connections of the driver and of the workers: connection strings, retries, and short error messages."""
 
+import errno
 import logging
 import os
 import random
 import re
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -15,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
 from .. import _connections
-from .._connections import complete_conninfo
+from .._connections import complete_conninfo, execute_command, is_proxied
 from ..embedded import given_server
 from .options import OptionError
 
@@ -38,6 +42,15 @@ _KEEPALIVE = {
     "tcp_user_timeout": 50_000,
     "connect_timeout": 10,
 }
+# The same for the server, which otherwise keeps the transaction of a lost host for two hours. tcp_user_timeout is not
+# set: it would also end the connection of a task that does not read its rows for that long, because it computes.
+_KEEPALIVE_OF_SERVER = b"""
+select pg_catalog.set_config(s.name, w.value, false)
+from (values ('tcp_keepalives_idle', '20'), ('tcp_keepalives_interval', '10'), ('tcp_keepalives_count', '3'))
+    as w (name, value)
+join pg_catalog.pg_settings s on s.name = w.name
+where s.source = 'default'
+"""
 _SQL_NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
 
 # SQLSTATEs that a later attempt can avoid: the connection is lost, the server is full, stops, starts or has ended an
@@ -46,7 +59,8 @@ READ_ONLY = "25006"
 _TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
-_SLOT_PAUSE = (0.3, 1.2)  # seconds between two looks for a free slot
+_LONGEST_SLOT_PAUSE = 1.0  # seconds between two looks for a free slot
+_TURN_PAUSE = (0.02, 0.1)  # seconds between two attempts to get the turn of the host
 
 
 class Backoff:
@@ -140,9 +154,16 @@ class _Connection(psycopg.Connection[Any]):
 
 
 def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
-    """Open a connection that detects a lost server within a minute."""
+    """Open a connection that detects a lost server within a minute, and whose server detects a lost client."""
     complete = complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE)
     connection = _connections.connect(complete, autocommit, _Connection)
+    try:
+        # A connection by a Unix socket has no address. Settings made behind a pooler would reach other clients.
+        if connection.info.hostaddr and not is_proxied(connection):
+            connection.wait(execute_command(connection, _KEEPALIVE_OF_SERVER))
+    except BaseException:
+        connection.close()
+        raise
     connection.prepare_threshold = None  # Each statement is executed a few times only.
     return connection
 
@@ -150,8 +171,9 @@ def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
 class ConnectionSlots:
     """The slots for the transactions of the tasks of a write: at most `limit` of them are open at once.
 
-    A slot is an advisory lock of the task's transaction, which also works behind a pooler. The driver makes this object
-    and sends it to the tasks.
+    A slot is an advisory lock of the task's transaction, which also works behind a pooler. A task has to connect to
+    look for a slot. Therefore the tasks of a host take turns: one at a time looks, and the others wait unconnected. The
+    driver makes this object and sends it to the tasks.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -163,18 +185,43 @@ class ConnectionSlots:
 
         `reached` is called whenever the server has answered, also if there is no slot yet.
         """
-        while True:
+        if self._limit is None:
             connection = connect(conninfo)
             reached()
-            try:
-                if self._limit is None or self._take(connection):
-                    return connection
-            except BaseException:
+            return connection
+        with self._turn():
+            pause = _FIRST_PAUSE
+            while True:
+                connection = connect(conninfo)
+                reached()
+                try:
+                    if self._take(connection):
+                        return connection
+                except BaseException:
+                    connection.close()
+                    raise
+                # A connection that waited in the database would be one too many.
                 connection.close()
-                raise
-            # A connection that waited in the database would be one too many.
-            connection.close()
-            time.sleep(random.uniform(*_SLOT_PAUSE))  # noqa: S311 - no secret
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_SLOT_PAUSE)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait for the turn of this task among those of its host.
+
+        The turn is an abstract Unix socket, a name without a file. The kernel removes it when the process ends. Without
+        such names, as on other systems than Linux, all tasks look at the same time.
+        """
+        with socket.socket(socket.AF_UNIX) as turn:
+            while sys.platform == "linux":
+                try:
+                    turn.bind(f"\0pgqueue spark {self._key}")
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        break
+                time.sleep(random.uniform(*_TURN_PAUSE))  # noqa: S311 - no secret
+            yield
 
     def _take(self, connection: psycopg.Connection[Any]) -> bool:
         # The search ends at the first lock that is free.

@@ -113,7 +113,9 @@ def sink_schema(schema: t.StructType, queue: str | None) -> t.StructType:
     if queue is None and "topic" not in kinds:
         raise OptionError("columns=kafka: no queue: set option queue, or add a column topic")
     fields = [t.StructField("payload" if isinstance(kinds["value"], t.StringType) else "body", kinds["value"])]
-    if "key" in kinds or "headers" in kinds:
+    if "key" in kinds:
+        fields.append(t.StructField("group_key", t.StringType()))
+    if "headers" in kinds:
         fields.append(t.StructField("headers", t.StringType()))
     if queue is None:
         fields.append(t.StructField("queue_name", t.StringType()))
@@ -135,6 +137,8 @@ def from_kafka(batches: Iterable[pa.RecordBatch], schema: t.StructType, partitio
         for name in schema.names:
             if name == "queue_name":
                 arrays.append(batch.column("topic"))
+            elif name == "group_key":
+                arrays.append(pa.array(_all_keys(batch, done, partition), pa.string()))
             elif name == "headers":
                 arrays.append(pa.array(_all_headers(batch, done, partition), pa.string()))
             else:
@@ -143,22 +147,26 @@ def from_kafka(batches: Iterable[pa.RecordBatch], schema: t.StructType, partitio
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
 
 
-def _all_headers(batch: pa.RecordBatch, done: int, partition: int) -> Iterator[str | None]:
-    nothing = [None] * batch.num_rows
-    names = batch.schema.names
+def _all_keys(batch: pa.RecordBatch, done: int, partition: int) -> Iterator[str | None]:
     # As bytes: the text of a Spark string may be invalid UTF-8.
-    keys = batch.column("key").cast(pa.binary()).to_pylist() if "key" in names else nothing
-    headers = batch.column("headers").to_pylist() if "headers" in names else nothing
-    for row, (key, given) in enumerate(zip(keys, headers, strict=True), done + 1):
+    for row, key in enumerate(batch.column("key").cast(pa.binary()).to_pylist(), done + 1):
+        yield _text(key, "key", row, partition)
+
+
+def _all_headers(batch: pa.RecordBatch, done: int, partition: int) -> Iterator[str | None]:
+    keys = batch.column("key").is_valid().to_pylist() if "key" in batch.schema.names else [False] * batch.num_rows
+    for row, (has_key, given) in enumerate(zip(keys, batch.column("headers").to_pylist(), strict=True), done + 1):
         made: dict[str, str | None] = {}
-        pairs = [(one["key"], one["value"]) for one in given or () if one is not None]
-        for name, value in pairs if key is None else [*pairs, (_KEY, key)]:
-            if name is None or name in made:
+        for name, value in [(one["key"], one["value"]) for one in given or () if one is not None]:
+            if name is None or name in made or (has_key and name == _KEY):
                 reason = "a header has no key" if name is None else f"header {name!r} is there twice"
                 raise InvalidArgument(f"row {row} of partition {partition}: invalid headers: {reason}")
-            try:
-                made[name] = None if value is None else value.decode()
-            except UnicodeDecodeError as error:
-                what = "key" if name == _KEY else f"header {name!r}"
-                raise InvalidArgument(f"row {row} of partition {partition}: invalid {what}: {error}") from None
+            made[name] = _text(value, f"header {name!r}", row, partition)
         yield json.dumps(made, ensure_ascii=False) if made else None
+
+
+def _text(value: bytes | None, what: str, row: int, partition: int) -> str | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"row {row} of partition {partition}: invalid {what}: {error}") from None

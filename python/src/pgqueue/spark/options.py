@@ -96,9 +96,9 @@ SOURCE_OPTIONS = (
         "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
         " so on), as set on the driver. Keep passwords out of it: put them in a service file or ~/.pgpass on the"
         " workers, or in PGQUEUE_DSN or PGPASSWORD on the driver, which Spark never shows. Plans show options, except"
-        " those in which Spark finds the word password (spark.redaction.regex). A batch read also accepts a JSON array"
-        " of up to 100 connection strings. It reads all of these databases, and column shard has the position of the"
-        " database in the array, from 0.",
+        " those in which Spark finds the word password (spark.redaction.regex); Spark Connect shows all of them. A"
+        " batch read also accepts a JSON array of up to 100 connection strings. It reads all of these databases, and"
+        " column shard has the position of the database in the array, from 0.",
         secret=True,
     ),
     Option(
@@ -142,9 +142,9 @@ SOURCE_OPTIONS = (
         integer(1, 1000),
         (READ, STREAM, WRITE),
         "How many tasks of the read, stream or write use a database at the same time. A read or stream gets no more"
-        " partitions than that. Further tasks of a write, whose partitions Spark alone determines, wait, and connect"
-        " briefly about once a second to look for a free slot; by default all that Spark runs are connected. The"
-        " driver has up to two connections of its own.",
+        " partitions than that. Further tasks of a write, whose partitions Spark alone determines, wait; on each host"
+        " one of them at a time connects briefly to look for a free slot. By default all that Spark runs are connected."
+        " The driver has up to two connections of its own.",
     ),
     Option(
         "source",

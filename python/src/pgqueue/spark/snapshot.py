@@ -8,7 +8,7 @@ table of another source, during a read with several partitions may or may not be
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby, product
 from typing import Any
 
@@ -213,7 +213,7 @@ class SnapshotReader(Shipped, DataSourceReader):
         """Divide the present messages among the tasks. Raises QueueNotFound."""
         counted: list[_Counted] = []
         for shard, conninfo in enumerate(self._conninfos):
-            with connect(conninfo) as connection:
+            with connect(conninfo, autocommit=True) as connection:  # holds the locks of one queue at a time
                 for queue in self._queues(connection):
                     counted += self._count(connection, queue, shard)
         return [ReadPart(ranges) for ranges in divide(counted, self._options.num_partitions)] or [ReadPart([])]
@@ -228,7 +228,12 @@ class SnapshotReader(Shipped, DataSourceReader):
                 else:
                     connection.execute("select from pgqueue.get_queue(%s)", [queue])
             return list(options.queue)
-        names = {name for table in _TABLES[options.source] for name in names_in(connection, table)}
+        # Messages of these two tables belong to an existing queue. A query on all queues of `messages` would lock each
+        # dedicated table, and there may be more of them than max_locks_per_transaction allows.
+        tables = set(_TABLES[options.source])
+        names = {name for table in tables - {"messages", "scheduled_messages"} for name in names_in(connection, table)}
+        if "messages" in tables:
+            names |= {name for (name,) in connection.execute("select name from pgqueue.queues")}
         return sorted(name for name in names if name.startswith(options.queue_pattern))
 
     def _count(self, connection: Connection[Any], queue: str, shard: int) -> list[_Counted]:
@@ -251,7 +256,8 @@ class SnapshotReader(Shipped, DataSourceReader):
         last = last if options.max_id is None else min(last, options.max_id)
         if last < first:
             return []
-        whole = IdRange(first, last, at, queue, shard)
+        # Tasks may run where the time zone of the session is not known.
+        whole = IdRange(first, last, at.astimezone(UTC), queue, shard)
         if options.num_partitions == 1:
             return [(whole, [])]
         # Ids have holes: all queues share a sequence, and messages leave in any order. One read of the index counts

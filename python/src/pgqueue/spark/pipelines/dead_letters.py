@@ -6,11 +6,17 @@ from typing import Final
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
+from ..columns import source_schema
 from ..connections import resolve_conninfo
 from .times import utc_floor
 
-__all__ = ["dead_letter_report", "normalized_error", "read_dead_letters"]
+__all__ = ["COUNTED", "dead_letter_report", "normalized_error", "read_dead_letters"]
+
+# The columns that dead_letter_report needs.
+COUNTED: Final = ("id", "queue_name", "attempt_count", "last_error", "reason", "died_at")
+_SOURCE: Final = source_schema("dead")
 
 _MAX_LENGTH: Final = 300  # characters
 # The order matters: an earlier pattern may match text of which a later one would match only a part.
@@ -32,14 +38,21 @@ _PATTERNS: Final = (
 )
 
 
-def read_dead_letters(spark: SparkSession, queues: Iterable[str], *, dsn: str | None = None) -> DataFrame:
-    """Return the dead letters of one or more queues, with the columns that `dead_letter_report` needs.
+def read_dead_letters(
+    spark: SparkSession,
+    queues: Iterable[str],
+    *,
+    dsn: str | None = None,
+    columns: Iterable[str] = tuple(_SOURCE.names),
+) -> DataFrame:
+    """Return the dead letters of one or more queues, with the columns of source `dead`, or only those in `columns`.
 
     Raises ValueError if `queues` is empty, and OptionError.
     """
     where = resolve_conninfo(dsn)
+    schema = StructType([_SOURCE[name] for name in columns])
     parts = [
-        spark.read.format("pgqueue").options(dsn=where, queue=queue, source="dead").load()
+        spark.read.format("pgqueue").options(dsn=where, queue=queue, source="dead").schema(schema).load()
         for queue in dict.fromkeys(queues)
     ]
     if not parts:

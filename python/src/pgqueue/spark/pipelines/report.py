@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 
 from ..options import OptionError
 from .archive import read_finished
-from .dead_letters import dead_letter_report, read_dead_letters
+from .dead_letters import COUNTED, dead_letter_report, read_dead_letters
 from .metrics import flow_metrics
 from .report_page import DeadLetterGroup, Flow, Measure, render
 from .times import from_micros, in_utc, window_of
@@ -70,7 +70,7 @@ def flow_report(
         spark, queues=names, dsn=dsn, path=path, since=since, until=until, columns=_COLUMNS
     ).persist()
     try:
-        dead = read_dead_letters(spark, names, dsn=dsn)
+        dead = read_dead_letters(spark, names, dsn=dsn, columns=COUNTED)
         for moment, keep in ((since, F.col("died_at") >= F.lit(since)), (until, F.col("died_at") < F.lit(until))):
             dead = dead if moment is None else dead.where(keep)
         dead = dead.persist()
