@@ -5263,7 +5263,7 @@ comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
-create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
+create function pgqueue._move_levels_to_ready(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5271,6 +5271,7 @@ as $$
 declare
     registers constant regclass[] := pgqueue._level_registers(q);
 begin
+    -- The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
             select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
@@ -5278,7 +5279,7 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and pgqueue._is_ready(m, at)
+                and pgqueue._is_ready(m, (select pgqueue._now()))
             limit 1
         ),
         (
@@ -5290,7 +5291,7 @@ begin
         )))
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
-        select pgqueue._is_ready(m, at) as is_ready from pgqueue.messages m
+        select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
@@ -5300,7 +5301,7 @@ begin
     where not w.is_ready;
 end;
 $$;
-comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
+comment on function pgqueue._move_levels_to_ready(pgqueue.queues) is
 'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready. Otherwise
 each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds these.';
 
@@ -5413,7 +5414,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
-    perform pgqueue._move_levels_to_ready(q, at);
+    perform pgqueue._move_levels_to_ready(q);
     candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
