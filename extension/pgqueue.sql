@@ -4255,7 +4255,9 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
+    fresh_from_id constant bigint := case
+        when q.group_limit is null then coalesce(pg_sequence_last_value(q.fresh_from_id), 1) else 9223372036854775807 end;
     -- The highest bigint has no successor.
     from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin
@@ -4960,10 +4962,11 @@ begin
         -- transaction has locked waits for its next turn.
         with recursive walk as (
             select
-                0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_locked, 0 as found
+                0 as n, from_position - 1 as position, null::bigint as id, null::bigint as spent_id, false as is_locked,
+                0 as found
             union all
             select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_locked,
+                w.n + 1, s.position, s.id, p.spent_id, h.is_locked,
                 w.found + h.is_locked::int
             from walk w
             cross join lateral (
@@ -4979,9 +4982,23 @@ begin
                 limit 1
             ) s
             cross join lateral (
+                -- With a higher limit, a message without attempts can have one in flight before it.
+                select case
+                    when s.visible_at <= at and not s.is_ready then s.id
+                    when q.group_limit > 1 then (
+                        select c.id from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = s.position
+                            and c.id >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                        limit 1
+                    )
+                end as spent_id
+                offset 0
+            ) p
+            cross join lateral (
                 -- The lock of a group that gives no message would keep others from it until the transaction ends.
                 select case
-                    when s.visible_at <= at and not s.is_ready
+                    when p.spent_id is not null
                         or q.group_limit = 1 and s.is_ready
                         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
                         or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
@@ -4992,7 +5009,7 @@ begin
         )
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
-            array_agg(w.id) filter (where w.is_spent and w.is_locked),
+            array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
@@ -7200,6 +7217,7 @@ declare
     lowest_id bigint;
     last_id bigint;
     id_ranges int8multirange;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select
@@ -7245,8 +7263,8 @@ begin
         -- The samples are split at fresh_from_id: messages in flight lie below it, ready ones mostly above.
         select
             sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
-            least(_message_stats.oldest_at, min(p.oldest_at))
-        into ready, inflight, scheduled, dead, oldest_at
+            least(_message_stats.oldest_at, min(p.oldest_at)), count(*) filter (where p.weight * p.n > 10000 / 16)
+        into ready, inflight, scheduled, dead, oldest_at, deep_samples
         from (
             select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(null, fresh_from_id)))
             union all
@@ -7254,6 +7272,7 @@ begin
         ) t
         cross join lateral (
             select
+                count(*) as n,
                 pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
@@ -7270,8 +7289,9 @@ begin
                 order by m.id limit 16
             ) w
         ) p;
-        -- Samples of messages that lie in groups of ids with gaps between them can be several times too high.
-        exit when ready + inflight + scheduled + dead > 4 * 10000;
+        -- Samples of messages that lie in groups of ids with gaps between them can be several times too high, and a
+        -- single sample that begins in such a group any number of times.
+        exit when deep_samples >= 4 and ready + inflight + scheduled + dead > 4 * 10000;
     end loop;
 end;
 $$;
@@ -7332,6 +7352,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     max_counted int;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
@@ -7342,7 +7363,7 @@ begin
         ) w;
         estimated := messages > max_counted;
         exit when not estimated;
-        select sum(p.weight * p.n) into messages
+        select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(s.id) from pgqueue.scheduled_messages s
@@ -7360,7 +7381,7 @@ begin
                 order by s.id limit 16
             ) w
         ) p;
-        exit when messages > 4 * 10000;
+        exit when deep_samples >= 4 and messages > 4 * 10000;
     end loop;
 end;
 $$;
@@ -7375,6 +7396,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     max_counted int;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
@@ -7385,7 +7407,7 @@ begin
         ) w;
         estimated := messages > max_counted;
         exit when not estimated;
-        select sum(p.weight * p.n) into messages
+        select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(d.id) from pgqueue.dead_messages d
@@ -7403,7 +7425,7 @@ begin
                 order by d.id limit 16
             ) w
         ) p;
-        exit when messages > 4 * 10000;
+        exit when deep_samples >= 4 and messages > 4 * 10000;
     end loop;
 end;
 $$;

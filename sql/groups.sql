@@ -245,10 +245,11 @@ begin
         -- transaction has locked waits for its next turn.
         with recursive walk as (
             select
-                0 as n, from_position - 1 as position, null::bigint as id, false as is_spent, false as is_locked, 0 as found
+                0 as n, from_position - 1 as position, null::bigint as id, null::bigint as spent_id, false as is_locked,
+                0 as found
             union all
             select
-                w.n + 1, s.position, s.id, s.visible_at <= at and not s.is_ready, h.is_locked,
+                w.n + 1, s.position, s.id, p.spent_id, h.is_locked,
                 w.found + h.is_locked::int
             from walk w
             cross join lateral (
@@ -264,9 +265,23 @@ begin
                 limit 1
             ) s
             cross join lateral (
+                -- With a higher limit, a message without attempts can have one in flight before it.
+                select case
+                    when s.visible_at <= at and not s.is_ready then s.id
+                    when q.group_limit > 1 then (
+                        select c.id from pgqueue.messages c
+                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                            and pgqueue._group_position(c.headers, c.id) = s.position
+                            and c.id >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                        limit 1
+                    )
+                end as spent_id
+                offset 0
+            ) p
+            cross join lateral (
                 -- The lock of a group that gives no message would keep others from it until the transaction ends.
                 select case
-                    when s.visible_at <= at and not s.is_ready
+                    when p.spent_id is not null
                         or q.group_limit = 1 and s.is_ready
                         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
                         or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
@@ -277,7 +292,7 @@ begin
         )
         select
             array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
-            array_agg(w.id) filter (where w.is_spent and w.is_locked),
+            array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps

@@ -56,6 +56,7 @@ declare
     lowest_id bigint;
     last_id bigint;
     id_ranges int8multirange;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select
@@ -101,8 +102,8 @@ begin
         -- The samples are split at fresh_from_id: messages in flight lie below it, ready ones mostly above.
         select
             sum(p.weight * p.ready), sum(p.weight * p.inflight), sum(p.weight * p.scheduled), sum(p.weight * p.dead),
-            least(_message_stats.oldest_at, min(p.oldest_at))
-        into ready, inflight, scheduled, dead, oldest_at
+            least(_message_stats.oldest_at, min(p.oldest_at)), count(*) filter (where p.weight * p.n > 10000 / 16)
+        into ready, inflight, scheduled, dead, oldest_at, deep_samples
         from (
             select * from pgqueue._sample_ranges(id_ranges * int8multirange(int8range(null, fresh_from_id)))
             union all
@@ -110,6 +111,7 @@ begin
         ) t
         cross join lateral (
             select
+                count(*) as n,
                 pgqueue._sample_weight(count(*), max(w.id), t.from_id, t.below_id, t.stands_for) as weight,
                 count(*) filter (where w.is_ready) as ready,
                 count(*) filter (where w.visible_at > at and w.attempt_count > 0) as inflight,
@@ -126,8 +128,9 @@ begin
                 order by m.id limit 16
             ) w
         ) p;
-        -- Samples of messages that lie in groups of ids with gaps between them can be several times too high.
-        exit when ready + inflight + scheduled + dead > 4 * 10000;
+        -- Samples of messages that lie in groups of ids with gaps between them can be several times too high, and a
+        -- single sample that begins in such a group any number of times.
+        exit when deep_samples >= 4 and ready + inflight + scheduled + dead > 4 * 10000;
     end loop;
 end;
 $$;
@@ -188,6 +191,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     max_counted int;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
@@ -198,7 +202,7 @@ begin
         ) w;
         estimated := messages > max_counted;
         exit when not estimated;
-        select sum(p.weight * p.n) into messages
+        select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(s.id) from pgqueue.scheduled_messages s
@@ -216,7 +220,7 @@ begin
                 order by s.id limit 16
             ) w
         ) p;
-        exit when messages > 4 * 10000;
+        exit when deep_samples >= 4 and messages > 4 * 10000;
     end loop;
 end;
 $$;
@@ -231,6 +235,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     max_counted int;
+    deep_samples bigint;
 begin
     foreach max_counted in array array[300, 10000] loop
         select count(*) into messages
@@ -241,7 +246,7 @@ begin
         ) w;
         estimated := messages > max_counted;
         exit when not estimated;
-        select sum(p.weight * p.n) into messages
+        select sum(p.weight * p.n), count(*) filter (where p.weight * p.n > 10000 / 16) into messages, deep_samples
         from pgqueue._sample_ranges(int8multirange(int8range(
             (
                 select min(d.id) from pgqueue.dead_messages d
@@ -259,7 +264,7 @@ begin
                 order by d.id limit 16
             ) w
         ) p;
-        exit when messages > 4 * 10000;
+        exit when deep_samples >= 4 and messages > 4 * 10000;
     end loop;
 end;
 $$;

@@ -166,7 +166,9 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
+    -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
+    fresh_from_id constant bigint := case
+        when q.group_limit is null then coalesce(pg_sequence_last_value(q.fresh_from_id), 1) else 9223372036854775807 end;
     -- The highest bigint has no successor.
     from_id constant bigint := least(after_id, 9223372036854775806) + 1;
 begin

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(121);
+select plan(124);
 
 -- Three messages die because their only claim expires, one is rejected.
 create function pg_temp.die(queue text) returns bigint[] language plpgsql as $$
@@ -130,6 +130,23 @@ end;
 $$;
 select pg_temp.is_abandoned('dead_letter_abandoned', false);
 select pg_temp.is_abandoned('dead_letter_abandoned_apart', true);
+-- In a queue with groups a claim can take a message that has any number of ready ones before it.
+create function pg_temp.is_abandoned_behind_others() returns setof text language plpgsql as $$
+declare
+    last_id bigint;
+begin
+    perform pgqueue.create_queue('dead_letter_grouped', max_attempts => 1, visibility_timeout => '30 s', group_limit => 1);
+    perform pgqueue.enqueue('dead_letter_grouped', '0');
+    perform pgqueue.enqueue_batch('dead_letter_grouped', array_fill('1'::jsonb, array[1100]), group_keys => array_fill('a'::text, array[1100]));
+    last_id := pgqueue.enqueue('dead_letter_grouped', '2', group_key => 'b');
+    perform pgqueue.claim('dead_letter_grouped', 10);
+    perform pg_temp.pass('31 s');
+    return next is((pgqueue.stats('dead_letter_grouped')).dead_messages, 3::bigint, 'stats counts a message without attempts behind ready ones of another group as dead');
+    return next is((select max(d.id) from pgqueue.browse_dead_messages('dead_letter_grouped') d), last_id, 'browse_dead_messages shows a message without attempts behind ready ones of another group');
+    return next is(pgqueue.sweep_queue('dead_letter_grouped'), 3, 'sweep_queue removes a message without attempts behind ready ones of another group');
+end;
+$$;
+select pg_temp.is_abandoned_behind_others();
 select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 0) $$, '22023', null, 'sweep_queue refuses zero messages');
 select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 1000001) $$, '22023', null, 'sweep_queue refuses more than a million messages');
 

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(93);
+select plan(95);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -201,6 +201,11 @@ select pgqueue.reject('held', c.id, c.claim_token) from generate_series(1, 2) as
 select is(pgqueue.redrive('held'), 200, 'redrive returns the dead letters of many groups');
 select is((select count(distinct c.payload) filter (where c.payload #>> '{}' like '%-1') from generate_series(1, 200) as n, lateral pgqueue.claim('held', 1 + 0 * n) c), 200::bigint,
     'all redriven dead letters are delivered before the later messages of their groups');
+select pgqueue.create_queue('held2', '30 s', 1, group_limit => 2, on_dead => 'hold'), pg_temp.send('held2', 'a1 a2 a3'), pg_temp.claim('held2') \g /dev/null
+select pgqueue.extend('held2', c.id, c.token, '1 h') from claims c where c.payload = 'a1' \g /dev/null
+select pg_temp.at('2030-01-01 12:08:20') \g /dev/null
+select is(pg_temp.claim('held2'), null, 'with on_dead hold a group waits for a message without attempts, also if an earlier message is in flight');
+select is((select string_agg(d.payload #>> '{}', ' ') from pgqueue.dead_messages d where d.queue_name = 'held2'), 'a2', 'a claim makes a dead letter of a message without attempts, also if an earlier message of its group is in flight');
 
 -- Groups that give no message
 
@@ -242,7 +247,7 @@ select pgqueue.create_queue('streamed', group_limit => 1) \g /dev/null
 select pgqueue.enqueue_batch('streamed', '{1,2,3}', group_keys => '{a,a,b}') \g /dev/null
 select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null, up_to_id => 9223372036854775807) c $$,
     array[2], 'a batch of a stream with up_to_id has one message of each group, as group_limit says');
-select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
+select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'held2', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'a dropped queue leaves no index');
 
 select * from finish();

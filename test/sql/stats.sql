@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(66);
+select plan(70);
 
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -101,6 +101,18 @@ begin
     s := pgqueue.stats(queue);
     return next is((s.ready_messages, s.estimates)::text, '(9900,{})', queue || ': stats counts up to 10,000 messages exactly also if they were sent in bursts');
     perform pgqueue.purge_queue(queue);
+    -- A sample hits the only burst in a wide range of ids.
+    insert into pgqueue.messages (id, queue_name, payload)
+    select i, queue, '1'
+    from (
+        select far + 1 union all select far + 1600000
+        union all
+        select t.from_id + n
+        from (select r.from_id from pgqueue._sample_ranges(int8multirange(int8range(far + 1, far + 1600001))) r limit 1) t, generate_series(1, 2839) n
+    ) as w (i);
+    s := pgqueue.stats(queue);
+    return next is((s.ready_messages, s.estimates)::text, '(2841,{})', queue || ': stats counts a burst of 2,841 messages that a sample hits exactly');
+    perform pgqueue.purge_queue(queue);
     -- Stats samples more than ten thousand requeued messages.
     insert into pgqueue.messages (id, queue_name, payload, visible_at, attempt_count)
     select far - n, queue, '1', pgqueue._now() + interval '1 min', 1 from generate_series(1, 2400) n;
@@ -116,6 +128,20 @@ begin
 
     -- Dead letters.
     delete from pgqueue.requeued_messages r where r.queue_name = queue;
+    perform pgqueue.purge_dead_messages(queue);
+    insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
+    select i, queue, pgqueue._now(), 1, 1, 'rejected'
+    from (
+        select far + 1 union all select far + 1600000
+        union all
+        select t.from_id + n
+        from (select r.from_id from pgqueue._sample_ranges(int8multirange(int8range(far + 1, far + 1600001))) r limit 1) t, generate_series(1, 2839) n
+    ) as w (i);
+    insert into pgqueue.scheduled_messages (id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, payload)
+    select d.id, queue, pgqueue._now() + interval '1 h', pgqueue._now(), 0, 1, '1' from pgqueue.dead_messages d where d.queue_name = queue;
+    s := pgqueue.stats(queue);
+    return next is((s.scheduled_messages, s.dead_messages, s.estimates)::text, '(2841,2841,{})', queue || ': stats counts a burst of scheduled messages or dead letters that a sample hits exactly');
+    delete from pgqueue.scheduled_messages c where c.queue_name = queue;
     perform pgqueue.purge_dead_messages(queue);
     insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
     select far + n, queue, pgqueue._now(), 1, 1, 'rejected' from generate_series(1, 10000) n;
