@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+
+from pgqueue.embedded import EmbeddedServer
 
 CONTEXT = multiprocessing.get_context("spawn")
 # Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
@@ -50,6 +53,21 @@ def growing(longest: float) -> Iterator[float]:
 
 def connect(dsn: str) -> psycopg.Connection[Any]:
     return psycopg.connect(dsn, autocommit=True)
+
+
+@contextmanager
+def synchronous_standby(
+    primary: EmbeddedServer, owner: psycopg.Connection[Any], home: Path
+) -> Iterator[EmbeddedServer]:
+    """A standby, with its data in this directory, that has all that new sessions of the primary know as committed."""
+    basebackup = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", home, "-R", "-X", "stream", "-c", "fast"]
+    subprocess.run(basebackup, check=True)
+    with EmbeddedServer(data_dir=home) as standby:
+        owner.execute("alter system set synchronous_standby_names = '*'")
+        owner.execute("alter database postgres set synchronous_commit = 'on'")
+        owner.execute("select pg_reload_conf()")
+        wait_for(lambda: owner.execute("select from pg_stat_replication where sync_state = 'sync'").fetchall())
+        yield standby
 
 
 def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:

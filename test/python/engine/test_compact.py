@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, wait_for
+from clients import connect, synchronous_standby, wait_for
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -430,30 +430,12 @@ class Traffic:
 
 
 def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_path: Path) -> None:
-    copy = tmp_path / "standby"
     compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
     with EmbeddedServer() as primary, connect(primary.dsn) as owner:
         owner.execute("create extension pgqueue")
         owner.execute("select pgqueue.create_queue('a', '1 h')")
         owner.execute(FORCED_COMPACTION)
-        basebackup = [
-            primary.bindir / "pg_basebackup",
-            "-d",
-            primary.dsn,
-            "-D",
-            copy,
-            "-R",
-            "-X",
-            "stream",
-            "-c",
-            "fast",
-        ]
-        subprocess.run(basebackup, check=True)
-        with EmbeddedServer(data_dir=copy) as standby:
-            owner.execute("alter system set synchronous_standby_names = '*'")
-            owner.execute("alter database postgres set synchronous_commit = 'on'")
-            owner.execute("select pg_reload_conf()")
-            wait_for(lambda: one(owner, "select exists (select from pg_stat_replication where sync_state = 'sync')"))
+        with synchronous_standby(primary, owner, tmp_path / "standby") as standby:
             with Traffic(Server("primary", primary.dsn), "postgres") as traffic:
                 wait_for(lambda: one(owner, compactions) > 2)
                 primary.kill()

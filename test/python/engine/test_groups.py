@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
 import psycopg
 import pytest
-from clients import buffers_of_claims, connect, is_empty, wait_for
+from clients import buffers_of_claims, connect, is_empty, synchronous_standby, wait_for
 
 import pgqueue
+from pgqueue.embedded import EmbeddedServer
 
 GROUPS = 20
 SENDERS = 3
@@ -182,6 +184,46 @@ def test_order_and_limit_hold_although_sessions_die(
     drained.set()
     wait_for(drain)
     assert history.violations == []
+
+
+def test_order_and_limit_hold_although_a_standby_takes_over(tmp_path: Path) -> None:
+    working = Event()
+
+    def consume(dsn: str) -> int:
+        settled = 0
+        with suppress(psycopg.OperationalError), connect(dsn) as own:
+            queue = pgqueue.Queue(own, "a")
+            while not is_empty(own, "a"):
+                called_at = time.monotonic()
+                for message in list(queue.claim(2, TIMEOUT)):
+                    assert message.claim_token is not None
+                    history.claimed(message, message.visible_at - TIMEOUT, message.visible_at)
+                    working.wait(0.002)
+                    history.ended(message)
+                    if queue.ack(message.id, message.claim_token):
+                        history.finished(message, called_at)
+                        settled += 1
+        return settled
+
+    with EmbeddedServer() as primary, connect(primary.dsn) as owner, ThreadPoolExecutor(5) as pool:
+        history = History(1, primary.dsn)
+        owner.execute("create extension pgqueue")
+        queue = pgqueue.Queue(owner, "a")
+        queue.create_queue(group_limit=1)
+        with synchronous_standby(primary, owner, tmp_path / "standby") as standby:
+            keys = [f"group {n % GROUPS}" for n in range(60 * GROUPS)]
+            history.sent |= dict.fromkeys(queue.enqueue_batch(keys, group_keys=keys), time.monotonic())
+            before = [pool.submit(consume, primary.dsn) for _ in range(5)]
+            wait_for(lambda: sum(map(len, history.acked.values())) > 5 * GROUPS)
+            primary.kill()
+            assert sum(each.result() for each in before) < len(keys)
+            with connect(standby.dsn) as promoted:
+                promoted.execute("select pg_promote()")
+            after = [pool.submit(consume, standby.dsn) for _ in range(5)]
+            assert sum(each.result() for each in after) > GROUPS
+    assert history.violations == []
+    # The answers to acknowledgements can be lost.
+    assert len({each for group in history.acked.values() for each, _ in group}) >= len(keys) - 2 * 5
 
 
 @pytest.mark.parametrize("on_dead", ["skip", "hold"])
