@@ -188,6 +188,7 @@ def test_order_and_limit_hold_although_sessions_die(
 
 def test_order_and_limit_hold_although_a_standby_takes_over(tmp_path: Path) -> None:
     working = Event()
+    timeout = timedelta(seconds=5)  # in which the groups of lost claims wait
 
     def consume(dsn: str) -> int:
         settled = 0
@@ -195,9 +196,9 @@ def test_order_and_limit_hold_although_a_standby_takes_over(tmp_path: Path) -> N
             queue = pgqueue.Queue(own, "a")
             while not is_empty(own, "a"):
                 called_at = time.monotonic()
-                for message in list(queue.claim(2, TIMEOUT)):
+                for message in list(queue.claim(2, timeout)):
                     assert message.claim_token is not None
-                    history.claimed(message, message.visible_at - TIMEOUT, message.visible_at)
+                    history.claimed(message, message.visible_at - timeout, message.visible_at)
                     working.wait(0.002)
                     history.ended(message)
                     if queue.ack(message.id, message.claim_token):
