@@ -9,6 +9,16 @@ as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + 
 
 select plan(70);
 
+-- Ids from first_id on: the first and the last of 1,600,000, and 2,839 at the beginning of a range that stats samples.
+create function pg_temp.burst(first_id bigint) returns setof bigint language sql as $$
+    select first_id
+    union all
+    select r.from_id + n
+    from (select from_id from pgqueue._sample_ranges(int8multirange(int8range(first_id, first_id + 1600000))) limit 1) r, generate_series(1, 2839) n
+    union all
+    select first_id + 1599999
+$$;
+
 create function pg_temp.measures(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
     s pgqueue.queue_stats;
@@ -104,12 +114,7 @@ begin
     -- A sample hits the only burst in a wide range of ids.
     insert into pgqueue.messages (id, queue_name, payload)
     select i, queue, '1'
-    from (
-        select far + 1 union all select far + 1600000
-        union all
-        select t.from_id + n
-        from (select r.from_id from pgqueue._sample_ranges(int8multirange(int8range(far + 1, far + 1600001))) r limit 1) t, generate_series(1, 2839) n
-    ) as w (i);
+    from pg_temp.burst(far + 1) i;
     s := pgqueue.stats(queue);
     return next is((s.ready_messages, s.estimates)::text, '(2841,{})', queue || ': stats counts a burst of 2,841 messages that a sample hits exactly');
     perform pgqueue.purge_queue(queue);
@@ -131,12 +136,7 @@ begin
     perform pgqueue.purge_dead_messages(queue);
     insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, reason)
     select i, queue, pgqueue._now(), 1, 1, 'rejected'
-    from (
-        select far + 1 union all select far + 1600000
-        union all
-        select t.from_id + n
-        from (select r.from_id from pgqueue._sample_ranges(int8multirange(int8range(far + 1, far + 1600001))) r limit 1) t, generate_series(1, 2839) n
-    ) as w (i);
+    from pg_temp.burst(far + 1) i;
     insert into pgqueue.scheduled_messages (id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, payload)
     select d.id, queue, pgqueue._now() + interval '1 h', pgqueue._now(), 0, 1, '1' from pgqueue.dead_messages d where d.queue_name = queue;
     s := pgqueue.stats(queue);

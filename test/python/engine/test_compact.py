@@ -146,7 +146,7 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
         """)
         first = queue.enqueue(1, dedup_key="key")
         assert one(owner, size) > empty + 400_000
-        # Until now the pin is too short for a compaction, which autovacuum's figures could otherwise bring about above.
+        # Only from here on is a compaction due. Autovacuum can report the dead rows before that.
         owner.execute(
             "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
         )
