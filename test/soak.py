@@ -830,9 +830,8 @@ class Soak:
             if now >= next_terminate and _within(part, self.plan.terminate):
                 next_terminate = now + 1
                 self._terminate()
-            if now >= next_pause and _within(part, self.plan.pause):
+            if now >= next_pause and _within(part, self.plan.pause) and self._pause():
                 next_pause = now + self.chance.uniform(0.2, 0.6)
-                self._pause()
             if now >= next_late:
                 next_late += self.plan.late_every
                 self._send_late()
@@ -851,6 +850,7 @@ class Soak:
             if restarts and cycle >= restarts[0]:
                 del restarts[0]
                 self._restart()
+                start += time.monotonic() - now  # the other failures lose no time to a slow recovery
             time.sleep(0.02)
         self._unpin()
         if self._late is not None:
@@ -944,13 +944,18 @@ class Soak:
             self._did("late commits")
         self._late = None
 
-    def _pause(self) -> None:
-        """Pause a consumer for longer than the visibility timeout, so that it continues with stale claims."""
+    def _pause(self) -> bool:
+        """Pause a consumer for longer than the visibility timeout, so that it continues with stale claims.
+
+        False if it cannot be paused now.
+        """
         child = self.chance.choice(self._consumers)
-        if child is not None and child.is_up() and child.paused_until is None:
-            seconds = self.chance.uniform(*self.plan.pause_seconds)
-            child.pause(seconds)
-            self._did("pauses", child.history, seconds)
+        if child is None or not child.is_up() or child.paused_until is not None:
+            return False
+        seconds = self.chance.uniform(*self.plan.pause_seconds)
+        child.pause(seconds)
+        self._did("pauses", child.history, seconds)
+        return True
 
     def _connected_processes(self) -> int:
         row = self.connection.execute(
