@@ -4305,14 +4305,26 @@ begin
             )
             union all
             (
-                -- Claims by plain SQL do not move the register.
+                -- Claims by plain SQL do not move the register. If the first messages above it show one, all are read.
                 select c.id
                 from (
                     select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
-                    order by m.id limit 1000
+                    order by m.id
+                    limit case
+                        when not exists (
+                            select
+                            from (
+                                select f.attempt_count from pgqueue.messages f
+                                where f.queue_name = q.name and f.id >= greatest(from_id, fresh_from_id)
+                                order by f.id limit 1000
+                            ) f
+                            where f.attempt_count > 0
+                        ) then 1000
+                    end
                 ) c
                 where c.is_spent
+                limit wanted
             )
             union all
             (
@@ -7099,7 +7111,8 @@ begin
                 and case browse.state
                     when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
-                    else s.due_at > at
+                    -- A message that expired before a claim moved it stays scheduled until then, also for stats.
+                    else s.due_at > at or s.expires_at <= at
                 end
             order by s.id limit browse.max_messages
         )
@@ -7111,7 +7124,8 @@ $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
-of the queue holds back. Claims and locks no message. Raises 22023, PQ001, 40001.';
+of the queue holds back. State scheduled includes delayed messages that expired before a claim made them ready. Claims
+and locks no message. Raises 22023, PQ001, 40001.';
 
 create function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0
@@ -7586,8 +7600,9 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
 others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
-counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. Up to
-10,000 messages of a kind are counted. Higher figures are estimated from samples and named in estimates, so that the
+counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
+without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
+kind are counted. Higher figures are estimated from samples and named in estimates, so that the
 cost stays bounded. The totals count since the queue was created and never decrease: enqueued_total the messages that
 the functions sent, acknowledged_total those that ack, exchange, receive and streams removed, failed_total the failed
 attempts that nack, reject, record_failure and stream_skip reported, and dead_total the messages that became dead

@@ -50,7 +50,8 @@ begin
                 and case browse.state
                     when 'ready' then s.due_at <= at and coalesce(s.expires_at > at, true)
                     when 'inflight' then false
-                    else s.due_at > at
+                    -- A message that expired before a claim moved it stays scheduled until then, also for stats.
+                    else s.due_at > at or s.expires_at <= at
                 end
             order by s.id limit browse.max_messages
         )
@@ -62,7 +63,8 @@ $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
-of the queue holds back. Claims and locks no message. Raises 22023, PQ001, 40001.';
+of the queue holds back. State scheduled includes delayed messages that expired before a claim made them ready. Claims
+and locks no message. Raises 22023, PQ001, 40001.';
 
 create or replace function pgqueue.browse_dead_messages(
     queue_name pgqueue.queue_of_admin_or_reader, max_messages int default 100, after_id bigint default 0

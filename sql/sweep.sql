@@ -188,14 +188,26 @@ begin
             )
             union all
             (
-                -- Claims by plain SQL do not move the register.
+                -- Claims by plain SQL do not move the register. If the first messages above it show one, all are read.
                 select c.id
                 from (
                     select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
-                    order by m.id limit 1000
+                    order by m.id
+                    limit case
+                        when not exists (
+                            select
+                            from (
+                                select f.attempt_count from pgqueue.messages f
+                                where f.queue_name = q.name and f.id >= greatest(from_id, fresh_from_id)
+                                order by f.id limit 1000
+                            ) f
+                            where f.attempt_count > 0
+                        ) then 1000
+                    end
                 ) c
                 where c.is_spent
+                limit wanted
             )
             union all
             (

@@ -201,8 +201,11 @@ set local enable_memoize = off;
 """
 
 
-def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(pasted: tuple[str, str]) -> None:
-    block = blocks("sql/REFERENCE.md", "sql")[0]
+@pytest.mark.parametrize(("document", "place"), [("README.md", -1), ("sql/REFERENCE.md", 0)])
+def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(
+    document: str, place: int, pasted: tuple[str, str]
+) -> None:
+    block = blocks(document, "sql")[place]
     (claim,) = (statement for statement in block.code.split(";\n") if "skip locked" in statement)
     nested = """
         update pgqueue.messages m set visible_at = now() + interval '60 s' where m.id in (
@@ -223,7 +226,7 @@ def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(pasted: tuple[
 
 
 def test_topics_groups_schedules_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
-    publish, group, schedule, expose = blocks("README.md", "sql")[1:]
+    publish, group, schedule, expose, _ = blocks("README.md", "sql")[1:]
     assert psql(pasted[0], publish.code).splitlines()[-1] == "2"
     *_, withdrawal, claimed = psql(pasted[0], group.code).splitlines()
     assert withdrawal.isdigit()

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(50);
+select plan(54);
 
 create function pg_temp.shows(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -50,6 +50,10 @@ begin
         (select array_agg(d.id) from (select * from pgqueue.browse_dead_messages(queue, 3) union all
             select * from pgqueue.browse_dead_messages(queue, 3, (select max(p.id) from pgqueue.browse_dead_messages(queue, 3) p))) d),
         (select array_agg(d.id) from pgqueue.browse_dead_messages(queue) d), queue || ': browse_dead_messages with after_id continues behind that id');
+    ids[7] := pgqueue.enqueue(queue, '8', delay => '1 s', expires_in => '2 s');
+    perform pg_temp.pass('2 s');
+    return next is((select array_agg(b.id) from pgqueue.browse(queue, 'scheduled') b), ids[7:7], queue || ': browse returns a delayed message that expired before a claim moved it as scheduled');
+    return next is((pgqueue.stats(queue)).scheduled_messages, 1::bigint, queue || ': stats counts a delayed message that expired before a claim moved it as scheduled');
 end;
 $$;
 select pg_temp.shows('browse_shared', false);

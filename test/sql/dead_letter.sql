@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(124);
+select plan(126);
 
 -- Three messages die because their only claim expires, one is rejected.
 create function pg_temp.die(queue text) returns bigint[] language plpgsql as $$
@@ -147,6 +147,22 @@ begin
 end;
 $$;
 select pg_temp.is_abandoned_behind_others();
+create function pg_temp.is_abandoned_by_plain_sql() returns setof text language plpgsql as $$
+declare
+    last_id bigint;
+begin
+    perform pgqueue.create_queue('dead_letter_plain', max_attempts => 1);
+    last_id := max(i) from pgqueue.enqueue_batch('dead_letter_plain', array_fill('1'::jsonb, array[1101])) i;
+    update pgqueue.messages m
+    set visible_at = pgqueue._now() + case m.id when last_id then interval '30 s' else '1 h' end,
+        attempt_count = m.attempt_count + 1, claimed_by = 'plain'
+    where m.queue_name = 'dead_letter_plain';
+    perform pg_temp.pass('31 s');
+    return next is((select array_agg(d.id) from pgqueue.browse_dead_messages('dead_letter_plain') d), array[last_id], 'browse_dead_messages shows a message without attempts behind others that plain SQL has claimed');
+    return next is(pgqueue.sweep_queue('dead_letter_plain'), 1, 'sweep_queue removes a message without attempts behind others that plain SQL has claimed');
+end;
+$$;
+select pg_temp.is_abandoned_by_plain_sql();
 select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 0) $$, '22023', null, 'sweep_queue refuses zero messages');
 select throws_ok($$ select pgqueue.sweep_queue('dead_letter_shared', 1000001) $$, '22023', null, 'sweep_queue refuses more than a million messages');
 
