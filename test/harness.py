@@ -2,7 +2,7 @@
 
 Without --pg it takes every supported major and starts all; with --external it uses the server of
 PGQUEUE_DSN or the libpq variables, where the extension is installed. Each suite gets a database.
-A door is a way for the extension to get into a database; the pgTAP files pass at every door.
+A door is a way for the extension to get into a database; the pgTAP files pass at every door, and on every major.
 More doors come from test/upgrade/doors.py: every function prepare_<door>(server, database) there.
 """
 
@@ -30,7 +30,9 @@ from pgqueue.embedded import EmbeddedServer
 ROOT = Path(__file__).resolve().parents[1]
 TEST = ROOT / "test"
 CACHE = ROOT / ".cache"
-MAJORS = (18, 17, 16, 15)
+# The majors, and how pgqueue gets into the database of their pgTAP files: each door is on one of them.
+DOORS = {18: "upgraded", 17: "restored", 16: "fresh", 15: "plain"}
+MAJORS = tuple(DOORS)
 TOOLS = EmbeddedServer().bindir  # psql and the rest of the newest major, which serve the older ones too
 ISOLATIONTESTER = TOOLS.parent / "lib/pgxs/src/test/isolation/isolationtester"
 
@@ -227,11 +229,13 @@ def external() -> Iterator[Server]:
 
 
 def suites_for(major: int | None) -> list[str]:
-    """All suites on the newest major; on other majors the suites that depend on the server."""
-    suites = ["pgtap", "isolation"]
-    if major == MAJORS[0]:
-        suites += [door for door in doors() if door != "fresh"]
-    if major is not None and extension_dir(major).is_dir():
+    """The pgTAP files at the door of a major, the specs on the oldest and the newest one, plpgsql_check where it is."""
+    if major is None:
+        return ["fresh", "isolation"]
+    suites = [DOORS[major]]
+    if major in (MAJORS[0], MAJORS[-1]):
+        suites.append("isolation")
+    if extension_dir(major).is_dir():
         suites.append("plpgsql_check")
     return suites
 
@@ -242,7 +246,7 @@ def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
         return isolation(server, arguments.accept)
     if suite == "plpgsql_check":
         return plpgsql_check(server)
-    return pgtap(server, "fresh" if suite == "pgtap" else suite, arguments.files, arguments.jobs)
+    return pgtap(server, suite, arguments.files, arguments.jobs)
 
 
 def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace, turns: Semaphore) -> bool:
@@ -276,7 +280,7 @@ def main() -> int:
     parser.add_argument("--pg", nargs="+", type=int, choices=MAJORS, default=[], help="only these majors")
     parser.add_argument("--external", action="store_true", help="the server of PGQUEUE_DSN or the libpq variables")
     parser.add_argument(
-        "--suite", nargs="+", choices=["pgtap", "isolation", "plpgsql_check", *doors()], help="only these suites"
+        "--suite", nargs="+", choices=[*doors(), "isolation", "plpgsql_check"], help="only these suites"
     )
     parser.add_argument("--jobs", type=int, default=2, help="pgTAP files that run at once")
     parser.add_argument("--accept", action="store_true", help="take what the specs print as expected from now on")

@@ -7,6 +7,7 @@ import random
 import statistics
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -208,9 +209,12 @@ def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
 
 
 def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
-    """Use queues that come and go, alone and two in one transaction; returns the SQLSTATEs of the errors met."""
+    """Use queues that come and go, alone and two in one transaction; returns the SQLSTATEs of the errors met.
+
+    After five errors, writes a file beside `stop`.
+    """
     chance = random.Random(seed)
-    errors: set[str] = set()
+    errors: Counter[str] = Counter()
     with connect(dsn) as connection:
         held: list[tuple[str, int, Any]] = []
 
@@ -252,7 +256,9 @@ def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
                         for queue in chance.sample(queues, 2):
                             use(queue)
             except psycopg.Error as error:
-                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
+                errors[error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}"] += 1
+                if errors.total() == 5:
+                    Path(f"{stop}-{seed}").touch()
     return sorted(errors)
 
 
@@ -311,7 +317,7 @@ def watch(dsn: str, queue: str, stop: str) -> tuple[int, list[float]]:
                 acked += connection.execute(
                     "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
                 ).fetchone()[0]
-            elif not rows:
+            if len(rows) < 50:
                 time.sleep(0.01)  # short, and other processes get the processor meanwhile
     return acked, others
 

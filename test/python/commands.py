@@ -63,9 +63,9 @@ def stop_keepers(home: Path) -> None:
     wait_for(lambda: not keepers(home))
 
 
-def in_process(dsn: str, *words: str, stdin: str | bytes | None = None) -> Done:
+def in_process(dsn: str, *words: str, stdin: str | bytes | None = None, **variables: str) -> Done:
     """Run a command in this process."""
-    done = CliRunner().invoke(app, words, input=stdin, env={"PGQUEUE_DSN": dsn}, prog_name="pgqueue")
+    done = CliRunner().invoke(app, words, input=stdin, env={"PGQUEUE_DSN": dsn} | variables, prog_name="pgqueue")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Done(done.exit_code, done.stdout, done.stderr)

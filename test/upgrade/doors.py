@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness import ROOT, TOOLS, Server
+from harness import ROOT, TOOLS, Server, prepare_fresh
 
 OLD = "0.0.9"
 NEW = re.search(r"^default_version *= *'(.*)'", (ROOT / "pgqueue.control").read_text(), re.MULTILINE)[1]
@@ -100,7 +100,7 @@ def prepare_upgraded(server: Server, database: str) -> None:
 def prepare_restored(server: Server, database: str) -> None:
     """A restored dump of a database in which queues were used and dropped."""
     with server.database("dumped") as source:
-        prepare_upgraded(server, source)
+        prepare_fresh(server, source)
         with server.connect(source) as connection:
             for dedicated in (False, True):
                 connection.execute("select pgqueue.create_queue('used', dedicated => %s)", (dedicated,))

@@ -278,17 +278,16 @@ def test_lines_of_json_are_sent_from_files(cli: Callable[..., Done], orders: pgq
 def test_bodies_are_sent_byte_for_byte(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
     everything = bytes(range(256)) + b"\n\n"
     (tmp_path / "picture").write_bytes(everything)
-    for words, stdin in (
-        (("tea", b"\xff"), b""),
-        (("--file", str(tmp_path / "picture")), b""),
-        ((), everything),
-    ):
-        done = run("send", orders.name, "--body", *words, stdin=stdin, PGQUEUE_DSN=database)
-        assert done.status == 0, done.err
+    done = run("send", orders.name, "--body", "tea", b"\xff", PGQUEUE_DSN=database)
+    assert done.status == 0, done.err
+    done = in_process(database, "send", orders.name, "--body", "--file", str(tmp_path / "picture"))
+    assert done.status == 0, done.err
+    done = run("send", orders.name, "--body", stdin=everything, PGQUEUE_DSN=database)
+    assert done.status == 0, done.err
     assert [message.body for message in orders.browse()] == [b"tea", b"\xff", everything, everything]
-    browsed = run("browse", orders.name, "--json", PGQUEUE_DSN=database).records
+    browsed = in_process(database, "browse", orders.name, "--json").records
     assert base64.b64decode(browsed[2]["body"]) == everything
-    assert "a body of 258 bytes" in run("browse", orders.name, PGQUEUE_DSN=database).out
+    assert "a body of 258 bytes" in in_process(database, "browse", orders.name).out
 
 
 def test_headers_delay_and_expiry_are_given_to_every_message(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
@@ -629,8 +628,8 @@ def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue, wor
         screen.type("n\n")
         assert screen.end() == 1
         assert "pgqueue: nothing was changed" in screen.seen
-    # The line after Ctrl-C wakes a read that started just after the signal.
-    for typed, status in (("\x04", 1), ("\x03\n", 130)):
+    # The line after Ctrl-C wakes a read that started just after the signal. All questions are asked in the same way.
+    for typed, status in (("\x04", 1), ("\x03\n", 130)) if words == ["drop"] else ():
         with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
             screen.wait_for(r"\[y/N\]:")
             screen.type(typed)
@@ -853,8 +852,8 @@ def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest
 
 def test_commands_ignore_pgclientencoding(database: str, orders: pgqueue.Queue) -> None:
     for encoding in ("SQL_ASCII", "LATIN1"):
-        assert run("send", orders.name, '"Zoë €"', PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).status == 0
-        (message,) = run("claim", orders.name, "--json", PGQUEUE_DSN=database, PGCLIENTENCODING=encoding).records
+        assert in_process(database, "send", orders.name, '"Zoë €"', PGCLIENTENCODING=encoding).status == 0
+        (message,) = in_process(database, "claim", orders.name, "--json", PGCLIENTENCODING=encoding).records
         assert (message["queue_name"], message["payload"]) == (orders.name, "Zoë €")
 
 
@@ -863,11 +862,11 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
     styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
     for words in (["list"], ["browse", orders.name]):
         for json in ([], ["--json"]):
-            done = run(*words, *json, PGQUEUE_DSN=database, **styles)
+            done = in_process(database, *words, *json, **styles)
             assert (done.status, done.err) == (0, "")
     done = in_process(f"{database} options='-c intervalstyle=postgres_verbose'", "list")
     assert (done.status, done.err) == (0, "")
-    (message,) = run("browse", orders.name, "--json", PGQUEUE_DSN=database, **styles).records
+    (message,) = in_process(database, "browse", orders.name, "--json", **styles).records
     assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
 
 
@@ -1009,6 +1008,7 @@ def test_an_id_out_of_range_is_an_error(cli: Callable[..., Done], orders: pgqueu
         assert cli("dead", "show", orders.name, "--", str(none)).status == 3
 
 
+@pytest.mark.usefixtures("no_other_database")
 def test_the_dsn_comes_from_the_option_then_pgqueue_dsn_then_libpq(
     database: str, orders: pgqueue.Queue, bare: str
 ) -> None:
@@ -1023,12 +1023,12 @@ def test_the_dsn_comes_from_the_option_then_pgqueue_dsn_then_libpq(
         libpq["PGPASSWORD"] = str(given["password"])
     stats = ("stats", orders.name)
     assert run(*stats, **libpq).status == 0
-    assert run(*stats, PGQUEUE_DSN=bare, **libpq).status == 1
-    assert run(*stats, "--dsn", database, PGQUEUE_DSN=bare).status == 0
-    assert run("--dsn", database, *stats, PGQUEUE_DSN=bare).status == 0
-    assert run("--dsn", bare, *stats, "--dsn", database).status == 0
-    assert run(*stats, "--dsn", "", PGQUEUE_DSN=bare, **libpq).status == 0
-    assert run(*stats, PGQUEUE_DSN="", **libpq).err == ""
+    assert in_process(bare, *stats, **libpq).status == 1
+    assert in_process(bare, *stats, "--dsn", database).status == 0
+    assert in_process(bare, "--dsn", database, *stats).status == 0
+    assert in_process("", "--dsn", bare, *stats, "--dsn", database).status == 0
+    assert in_process(bare, *stats, "--dsn", "", **libpq).status == 0
+    assert in_process("", *stats, **libpq)[::2] == (0, "")
 
 
 # The database

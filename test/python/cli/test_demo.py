@@ -1,4 +1,4 @@
-"""The demo with 5,000 of its records, on a private server and on a given one."""
+"""The demo with some of its records, on a private server and on a given one."""
 
 import importlib.util
 import os
@@ -55,11 +55,12 @@ def test_a_run_on_a_private_server_loses_and_duplicates_nothing() -> None:
 
 def test_keep_leaves_the_tables_on_a_given_server_until_the_next_run(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
-    done = run("--keep", PGQUEUE_DSN=dsn, PGOPTIONS="-c intervalstyle=iso_8601 -c datestyle=german")
+    styles = "-c intervalstyle=iso_8601 -c datestyle=german"
+    done = run("--keep", "--messages", "2000", PGQUEUE_DSN=dsn, PGOPTIONS=styles)
     assert done.returncode == 0, done.stdout + done.stderr
     with psycopg.connect(dsn) as connection:
-        assert connection.execute("select sum(flights) from pgqueue_demo.delays").fetchone() == (5000,)
-    done = run(PGQUEUE_DSN=dsn)
+        assert connection.execute("select sum(flights) from pgqueue_demo.delays").fetchone() == (2000,)
+    done = run("--messages", "2000", PGQUEUE_DSN=dsn)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_gone(dsn)
 

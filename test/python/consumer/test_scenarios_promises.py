@@ -160,9 +160,6 @@ def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
             wait_for(lambda: number in run.returned)  # noqa: B023
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1, said
-    queue.enqueue(1, expires_in=9 * SECOND)
-    findings = pgqueue.Queues(connection).doctor(10 * SECOND)
-    assert "peek_delay_above_time_to_live" in [one.finding for one in findings if one.queue_name == name]
 
 
 # Leases
@@ -182,7 +179,7 @@ def test_a_handler_may_take_longer_than_the_claim(form: Form, database: str, con
         wait_for(lambda: run.running == 1)
         while run.running:
             assert queue.claim() == []
-            time.sleep(0.02)
+            time.sleep(0.1)
         wait_for(lambda: is_empty(connection, name))
     assert (run.attempts, run.returned) == ([1], [1])
     if form.mode != "receive":
@@ -883,10 +880,10 @@ def test_a_consumer_in_receive_mode_refuses_a_queue_with_max_in_flight(
 
 @together(FORMS)
 def test_two_consumers_share_a_queue(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name).enqueue_batch(list(range(400)))
+    prepare(connection, name).enqueue_batch(list(range(100)))
     with form.consuming(database, name) as one, form.consuming(database, name) as two:
         wait_for(lambda: is_empty(connection, name))
-    assert sorted(one.returned + two.returned) == list(range(400))
+    assert sorted(one.returned + two.returned) == list(range(100))
     assert set(one.attempts + two.attempts) == {1}
 
 

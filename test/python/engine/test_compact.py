@@ -129,23 +129,24 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
     server, database = site
     owner.execute("select pgqueue.alter_queue('a', dedup_window => '0')")
     queue = pgqueue.Queue(owner, "a")
+    key = "key" * 85  # A long one fills the table with few rows.
     size = "select sum(pg_total_relation_size(t.relation)) from pgqueue._compactable_tables() t"
     size += " where t.row_type = 'pgqueue.dedup_keys'::regtype"
     empty = one(owner, size)
     with server.connect(database) as pin:
         pin.execute("begin isolation level repeatable read")
         pin.execute("select pg_current_xact_id()")
-        owner.execute("""
+        owner.execute(f"""
             do $$ begin
-                for n in 1..3500 loop
-                    perform pgqueue.enqueue('a', '1', dedup_key => 'key');
+                for n in 1..600 loop
+                    perform pgqueue.enqueue('a', '1', dedup_key => '{key}');
                     perform pgqueue.receive('a');
                     commit;
                 end loop;
             end $$
         """)
-        first = queue.enqueue(1, dedup_key="key")
-        assert one(owner, size) > empty + 400_000
+        first = queue.enqueue(1, dedup_key=key)
+        assert one(owner, size) > empty + 300_000
         # Only from here on is a compaction due. Autovacuum can report the dead rows before that.
         owner.execute(
             "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
@@ -158,7 +159,7 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
             return bool(one(owner, size) < empty + 100_000)
 
         wait_for(is_compacted)
-        assert queue.enqueue(2, dedup_key="key") == first
+        assert queue.enqueue(2, dedup_key=key) == first
 
 
 @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
@@ -266,10 +267,11 @@ def test_large_batches_are_compacted_although_they_are_few_transactions(empty_da
         queue = pgqueue.Queue(connection, "batches")
         queue.create_queue()
         pin.execute("select pg_current_xact_id()")
+        payloads = [os.urandom(900).hex()] * 1000  # as long as the table stores without TOAST
 
         def is_compacted() -> bool:
-            queue.enqueue_batch([1] * 10_000)
-            claimed = queue.claim(10_000)
+            queue.enqueue_batch(payloads)
+            claimed = queue.claim(1000)
             if claimed:
                 queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
             compacted = "outcome = 'compacted' and bytes_before > 67108864"

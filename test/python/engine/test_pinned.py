@@ -9,7 +9,7 @@ import pytest
 from clients import connect, wait_for
 
 # A round of 1,000 messages makes 3,000 nacks, 100 delays and 1,000 redrives.
-ROUNDS = int(os.environ.get("PGQUEUE_TEST_PINNED_ROUNDS") or 25)
+ROUNDS = int(os.environ.get("PGQUEUE_TEST_PINNED_ROUNDS") or 10)
 
 CHURN = """
 create procedure churn(rounds int) language plpgsql as $$
