@@ -13813,7 +13813,9 @@ as $$
         from pg_proc p
         left join pgqueue._access_matrix() m on m.verb = p.proname
         cross join lateral aclexplode(p.proacl) as a
-        where p.pronamespace = 'pgqueue'::regnamespace and p.oid <> all (pgqueue._functions_of_checks())
+        where p.pronamespace = 'pgqueue'::regnamespace
+            -- As a subquery, it is called once and not for each function.
+            and p.oid <> all (array(select unnest(pgqueue._functions_of_checks())))
         union all
         select
             case c.relkind when 'S' then 'sequence ' else 'table ' end || c.oid::regclass, c.relowner, a.grantee,
