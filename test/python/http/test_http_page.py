@@ -125,6 +125,39 @@ def test_the_lines_in_and_out_show_what_other_sessions_do(
         sql.execute("select pgqueue.drop_queue(%s)", [name])
 
 
+def test_queues_are_found_and_sorted_where_there_are_many(
+    page: Page, web: Server, sql: psycopg.Connection[Any]
+) -> None:
+    prefix = new_name()
+    names = [f"{prefix}-{number}" for number in range(21)]
+    for name in names:
+        sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, array['1', '2']::jsonb[])", [names[2]])
+    sql.execute("select pgqueue.enqueue(%s, '1')", [names[1]])
+    figures = re.compile(rf'^pgqueue_ready_messages.*"{names[2]}".* 2.0$', re.MULTILINE)
+    web.until(lambda: figures.search(web.get("/metrics").text) and names[20] in web.get("/metrics").text)
+    page.goto("/")
+    page.get_by_label("Find").fill(f"{prefix.upper()}-1")
+    page.get_by_label("Sort by").select_option("Ready")
+    page.get_by_role("button", name="Show").click()
+    links = page.locator("tbody th a")
+    with page.expect_response("**/page/queues?*"):
+        expect(links).to_have_text([names[1], *sorted([*names[10:20]])])
+    expect(links).to_have_text([names[1], *sorted([*names[10:20]])])  # after a refresh, too
+    page.get_by_label(f"Pause {names[1]}", exact=True).click()
+    expect(row(page, names[1]).get_by_text("Paused")).to_be_visible()
+    expect(links).to_have_count(11)
+    page.get_by_label("Find").fill(prefix)
+    page.get_by_role("button", name="Show").click()
+    expect(links).to_have_text([names[2], names[1], *sorted([names[0], *names[3:]])])
+    page.get_by_label("Find").fill("<b>")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("No queue is found.")).to_be_visible()
+    assert web.get("/", params={"sort": "claim_token"}).status_code == 422
+    for name in names:
+        drop(sql, name)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_viewer_sees_everything_and_no_form_that_changes_something(
     browser: Browser, web: Server, queue: str, site: Site, scheme: Any
@@ -531,6 +564,11 @@ def name(sql: psycopg.Connection[Any]) -> Iterator[str]:
     """The name of a queue that the test creates."""
     name = new_name()
     yield name
+    drop(sql, name)
+
+
+def drop(sql: psycopg.Connection[Any], name: str) -> None:
+    """Drop a queue if there is one."""
 
     def is_dropped() -> bool:
         try:
@@ -567,7 +605,7 @@ def test_messages_of_every_state_are_shown(
     for state, payload, fact in (
         ("Ready", '"number": 3', "attempt 0 of 5"),
         ("In flight", '"number": 2', "held by worker-2"),
-        ("Scheduled", "10 bytes of text: plain text", "Due "),
+        ("Scheduled", "plain text", "Body, 10 bytes"),
         ("Archived", '"number": 1', "last held by worker-1"),
     ):
         page.get_by_role("link", name=state, exact=True).click()
@@ -614,6 +652,26 @@ def test_a_long_payload_is_cut_in_the_list_and_whole_on_its_own_page(
     expect(page.locator("pre.payload")).to_have_text(re.compile("^.{3000,4100}…$", re.DOTALL))
     page.get_by_role("link", name="The whole payload").click()
     expect(page.locator("pre.payload")).to_have_text(re.compile('"the end"\\s*\\]$'))
+
+
+def test_a_body_that_is_text_is_shown_as_text(
+    page: Page, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    xml = '<?xml version="1.0"?>\n<Order>\n  <Name>Zoë 👩\u200d👧</Name>\n</Order>'
+    long = "a" + "ü" * 3000 + "."  # The list shows 4000 bytes, the last of which is half a character.
+    bodies = (xml, '\ufeff{"order_id":1006}', long, "{name}, [1]", b"\x00\xffbinary", "\x1b[31mred")
+    for body in bodies:
+        sent = body if isinstance(body, bytes) else body.encode()
+        sql.execute("select pgqueue.enqueue(%s, body => %s)", [name, sent])
+    page.goto(url("/queue", at))
+    shown = ["00 ff 62 69 6e 61 72 79", "1b 5b 33 31 6d 72 65 64"]
+    texts = page.locator("pre.payload").all_text_contents()
+    assert texts == [xml, '{\n  "order_id": 1006\n}', "a" + "ü" * 1999 + "…", "{name}, [1]", *shown]
+    expect(page.locator("article.letter h4").first).to_have_text(f"Body, {len(xml.encode())} bytes")
+    expect(page.get_by_role("link", name="Send a copy")).to_have_count(0)  # a form cannot send bytes
+    page.get_by_role("link", name="The whole payload").click()
+    expect(page.locator("pre.payload")).to_have_text(long)
 
 
 def test_an_invalid_json_path_is_explained(web: Server, queue: str, at: dict[str, str]) -> None:

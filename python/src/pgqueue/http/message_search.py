@@ -44,7 +44,6 @@ STATES: Final = {
 }
 _MAX_GROUPS: Final = 20
 _MAX_ERROR: Final = 4000  # characters
-_MAX_BODY: Final = 4000  # bytes
 _MAX_FAILURES: Final = 20  # as many as a consumer records; a producer can send thousands
 
 # The columns that the states do not share: the moment that belongs to the state, claimed_at, reason.
@@ -109,8 +108,8 @@ class FoundMessage:
     """A message in any state, with long texts cut.
 
     `at` is the moment that belongs to the state: when the message became or becomes visible, died, or was finished.
-    `payload` is JSON text, None if the message has a `body`. `headers` are those of the sender. `failures` is the list
-    of the last failures that consumers recorded in the headers, as JSON text.
+    `payload` is JSON text, None if the message has a `body`, of which `body` is the beginning. `headers` are those of
+    the sender. `failures` is the list of the last failures that consumers recorded in the headers, as JSON text.
     """
 
     id: int
@@ -195,7 +194,7 @@ async def search(
         f" from (select count(*) as looked, {'min' if order == 'desc' else 'max'}(id) as last from looked) l"
         f" left join found m on true order by m.id {order}"
     )
-    values = [*looking.values, *_values(conditions), page_size + 1, max_payload, _MAX_BODY]
+    values = [*looking.values, *_values(conditions), page_size + 1, max_payload, max_payload]
     async with _bounded(connection, filter):
         rows = await (await connection.execute(text.encode(), values)).fetchall()
     looked, last = rows[0][:2]

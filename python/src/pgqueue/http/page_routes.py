@@ -1,7 +1,10 @@
 """The page: shows the queues, their messages and charts, and runs actions. It works without scripts and by keyboard."""
 
+import codecs
 import json
+import re
 from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 import psycopg
 from fastapi import Depends, Query, Request, Response
@@ -44,25 +47,32 @@ router.include_router(page_session.router)
 _PAGE_SIZE: Final = 20  # messages on a page
 _MAX_TEXT: Final = 4000  # characters of a payload in a list
 _FEW_ROWS: Final = 20  # of the table; rendering one takes up to 1.5 ms
+# How the queues are sorted: a column of stats, the highest first, or by name.
+_SORTS: Final = {"": "Name", "ready_messages": "Ready", "dead_messages": "Dead", "oldest_age_seconds": "Oldest"}
 _After = Annotated[int | None, Query(ge=0, le=MAX_ID)]
 # The actions that ask for a confirmation, with their verb in the question.
 _CONFIRMED_ACTIONS: Final = {"redrive": "Redrive", "purge": "Delete", "delete": "Delete"}
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters that text does not have
+_JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
 _CANCEL: Final = "select count(*) filter (where pgqueue.cancel(%s, u.id)) from unnest(%s::bigint[]) as u (id)"
 
 
 @router.get("/")
-async def queues(request: Request, context: CurrentContext, done: str = "") -> Response:
-    """The page of all queues."""
-    return await _table(request, context, "queues.html", {"done": done[:200]})
+async def queues(request: Request, context: CurrentContext, done: str = "", find: str = "", sort: str = "") -> Response:
+    """The page of all queues, or of those whose service, database and name contain `find`."""
+    return await _table(request, context, "queues.html", find, sort, {"done": done[:200], "sorts": _SORTS})
 
 
 @router.get("/page/queues")
-async def table(request: Request, context: CurrentContext) -> Response:
-    """The table of all queues, with which the script replaces the table on the page."""
-    return await _table(request, context, "table.html", {})
+async def table(request: Request, context: CurrentContext, find: str = "", sort: str = "") -> Response:
+    """The table of these queues, with which the script replaces the table on the page."""
+    return await _table(request, context, "table.html", find, sort, {})
 
 
-async def _table(request: Request, context: Context, template: str, more: dict[str, Any]) -> Response:
+async def _table(
+    request: Request, context: Context, template: str, find: str, sort: str, more: dict[str, Any]
+) -> Response:
+    _check_choice("sort", sort, _SORTS)
     try:
         async with context.databases.control() as connection:
             registered = await registry.list_all(connection)
@@ -70,9 +80,16 @@ async def _table(request: Request, context: Context, template: str, more: dict[s
         registered = None
     sees = current().sees
     rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
-    shown = [each for each in rows if sees(*each.place)]
+    seen = [each for each in rows if sees(*each.place)]
+    shown = [each for each in seen if find.strip().lower() in each.key.lower()]
+    if sort:
+        shown.sort(key=lambda row: -1.0 if row.stats is None else getattr(row.stats, sort) or 0.0, reverse=True)
+    view = {name: value for name, value in (("find", find), ("sort", sort)) if value}
     values = {
         "rows": shown,
+        "view": view,
+        "query": f"?{urlencode(view)}" if view else "",
+        "are_many": len(seen) > _FEW_ROWS,
         "control_fails": registered is None,
         "failing": sorted(each for each in context.sampler.failing if sees(*each)),
     }
@@ -245,7 +262,8 @@ async def act(request: Request, context: CurrentContext, place: CurrentPlace, ac
                 raise ApiError(404, "not_found", f"there is no action {action[:20]!r}", "action", action)
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     if form.get("to") == ["queues"]:
-        return RedirectResponse("../", 303)
+        view = urlencode({name: given[0] for name, given in form.items() if name in ("find", "sort")})
+        return RedirectResponse(f"../?{view}" if view else "../", 303)
     return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
 
 
@@ -257,30 +275,50 @@ def _check_choice(field: str, value: str, choices: Any) -> None:
 
 async def _all_fields(request: Request, messages: list[FoundMessage], most: int = _MAX_TEXT) -> list[dict[str, Any]]:
     """Messages for the template: in a thread if their texts are long."""
-    texts = "".join(text or "" for each in messages for text in (each.payload, each.headers, each.failures))
+    bodies = "".join((each.body or b"").hex() for each in messages)
+    texts = "".join(text or "" for each in messages for text in (each.payload, each.headers, each.failures)) + bodies
     return await run_beside(request, texts, lambda: [_message_fields(each, most) for each in messages])
 
 
 def _message_fields(message: FoundMessage, most: int) -> dict[str, Any]:
     """A message for the template: JSON is indented, and the failures in the headers become a list."""
-    payload = "" if message.payload is None else pretty_json(message.payload, most)
+    if message.body is None:
+        label, size = "Payload", count(message.payload_size or 0, "character")
+        payload = pretty_json(message.payload or "", most)
+        is_shortened = payload.endswith("…") or len(message.payload or "") < (message.payload_size or 0)
+    else:
+        size = count(message.body_size or 0, "byte")
+        label = f"Body, {size}"
+        payload, is_shortened = _body_text(message.body, message.body_size or 0, most)
     return {
         "id": message.id,
         "message": message,
         "reason": (message.reason or "").replace("_", " "),
-        "payload": payload if message.body is None else _body_text(message.body, message.body_size or 0),
-        "is_shortened": payload.endswith("…") or len(message.payload or "") < (message.payload_size or 0),
+        "label": label,
+        "payload": payload,
+        "size": size,
+        "is_shortened": is_shortened,
         "headers": pretty_json(message.headers, most) if message.headers not in (None, "{}", "null") else "",
         "history": _failures(message.failures),
     }
 
 
-def _body_text(body: bytes, size: int) -> str:
+def _body_text(body: bytes, size: int, most: int) -> tuple[str, bool]:
+    """The text of a body and whether more of it can be shown: text, indented JSON, or the first bytes in hexadecimal.
+
+    `body` can end within a character if it is shorter than `size`.
+    """
+    is_whole = len(body) == size
     try:
-        text = body.decode()
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(body, is_whole)
     except UnicodeDecodeError:
-        return f"{size:,} bytes: {body[:64].hex(' ')}"
-    return f"{size:,} bytes of text: {text}" if text.isprintable() else f"{size:,} bytes: {body[:64].hex(' ')}"
+        text = "\x00"
+    if _CONTROL.search(text):
+        return body[:64].hex(" ") + (" …" if size > 64 else ""), False
+    if _JSON.match(text):
+        indented = pretty_json(text, most)
+        return indented, not is_whole or indented.endswith("…")
+    return text + ("" if is_whole else "…"), not is_whole
 
 
 def _failures(text: str | None) -> list[dict[str, Any]]:
