@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+from spark_victim import POINTS, note, query, reach_points
 
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter
 from pgqueue.spark.snapshot import SnapshotReader
@@ -34,20 +36,28 @@ def meet(queue: str, point: str) -> None:
         return
     if fault == "lose the host":
         javas[1].kill()
+    if fault == "lose all executors":
+        for other in executors(javas[0]) - {javas[0]}:
+            other.kill()
     if fault != "hang":
         javas[0].kill()
     while True:
         time.sleep(60)  # Spark ends this process: its executor is lost, or another attempt has succeeded.
 
 
-def outlast_an_executor(mine: psutil.Process) -> None:
-    """Wait until another executor of the application has ended, as dynamic allocation ends idle ones."""
+def executors(mine: psutil.Process) -> set[psutil.Process]:
+    """Return the executors of the application to which one belongs."""
     words = mine.cmdline()
     application = words[words.index("--app-id") + 1]
+    # process_iter skips a process that ended, and gives a zombie no command line.
+    return {one for one in psutil.process_iter(["cmdline"]) if application in (one.info["cmdline"] or ())}
+
+
+def outlast_an_executor(mine: psutil.Process) -> None:
+    """Wait until another executor of the application has ended, as dynamic allocation ends idle ones."""
     seen: set[psutil.Process] = set()
     while True:
-        # process_iter skips a process that ended, and gives a zombie no command line.
-        running = {one for one in psutil.process_iter(["cmdline"]) if application in (one.info["cmdline"] or ())}
+        running = executors(mine)
         seen |= running - {mine}
         if seen - running:
             return
@@ -112,17 +122,9 @@ class FaultySource(PgQueueDataSource):
         return FaultyStreamWriter(super().streamWriter(schema, overwrite).options, schema)
 
 
-def write(
-    spark: Any,
-    format: str,
-    dsn: str,
-    queue: str,
-    home: str,  # noqa: ARG001 - as the others
-    shuffle: bool = True,
-) -> None:
-    """Write the numbers below 1000, after a shuffle or without one."""
-    rows = spark.range(0, 1000, 1, 2)
-    rows = (rows.repartition(2, "id") if shuffle else rows).selectExpr("to_json(struct(id)) as payload")
+def write(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:  # noqa: ARG001 - as the others
+    """Write the numbers below 1000, after a shuffle."""
+    rows = spark.range(0, 1000, 1, 2).repartition(2, "id").selectExpr("to_json(struct(id)) as payload")
     rows.write.format(format).options(dsn=dsn, queue=queue, txnAppId="test", txnVersion=1).mode("append").save()
 
 
@@ -142,23 +144,51 @@ def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     completed(rows.trigger(availableNow=True).start)
 
 
+def copy(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:  # noqa: ARG001 - as the others
+    """Copy a queue in one job without a shuffle, as dynamic allocation keeps executors with the data of one."""
+    spark.addTag(queue)
+    rows = spark.read.format(format).options(dsn=dsn, queue=queue, numPartitions=2).load().select("payload")
+    rows.write.format(format).options(dsn=dsn, queue=f"{queue}-copy", txnAppId="test", txnVersion=1).mode(
+        "append"
+    ).save()
+    spark.removeTag(queue)
+
+
 def drive(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
-    """Write into two queues, and copy a third one during the second write."""
+    """Copy a queue, write into a second one, and copy a third one by a stream during that write."""
     from pgqueue.spark import register
 
-    def copy() -> None:
+    def streamed() -> None:
         register(spark)
         stream(spark, format, dsn, queue, home)
 
-    # Without a shuffle: dynamic allocation keeps executors with the data of one.
-    write(spark, format, dsn, f"{queue}-released", home, shuffle=False)
+    copy(spark, format, dsn, f"{queue}-released", home)
     with ThreadPoolExecutor(1) as threads:
-        copied = threads.submit(copy)
+        copied = threads.submit(streamed)
         write(spark, format, dsn, f"{queue}-sent", home)
         copied.result()
 
 
-PROGRAMS = {"write": write, "read": read, "stream": stream, "drive": drive}
+def drive_to_points(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
+    """Do that beside queries that each stop at a point."""
+    reach_points(spark, dsn, [f"{queue}-{point}" for point in POINTS])
+    drive(spark, format, dsn, queue, home)
+
+
+def drive_on(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
+    """Do that again, and continue these queries."""
+    from sparks import completed
+
+    drive(spark, format, dsn, queue, home)
+    for point in POINTS:
+
+        def sink(frame: Any, batch: int, point: str = point) -> None:
+            note(Path(home), point, frame, batch)
+
+        completed(partial(query, spark, "pgqueue", dsn, f"{queue}-{point}", point, Path(home), sink))
+
+
+PROGRAMS = {"write": write, "read": read, "stream": stream, "drive-to-points": drive_to_points, "drive-on": drive_on}
 
 
 def main(program: str, remote: str, dsn: str, home: str, *queues: str) -> None:
@@ -169,7 +199,9 @@ def main(program: str, remote: str, dsn: str, home: str, *queues: str) -> None:
     spark = (builder.remote(remote) if remote.startswith("sc:") else builder).getOrCreate()
     spark.dataSource.register(FaultySource)
     for queue in queues:
+        spark.addTag(queue)
         print(json.dumps(PROGRAMS[program](spark, "pgqueue_faulty", dsn, queue, home)), flush=True)
+        spark.removeTag(queue)
 
 
 if __name__ == "__main__":

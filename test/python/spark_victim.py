@@ -74,14 +74,12 @@ def noted(home: Path, point: str) -> list[Any]:
     return [json.loads(line) for line in (home / f"{point}.out").read_text().splitlines()]
 
 
-def main(dsn: str, archived: str, queues: list[str]) -> None:
+def reach_points(spark: Any, dsn: str, queues: list[str]) -> None:
+    """Start a query for each queue, and wait until it has reached its point."""
     from pyspark.errors import StreamingQueryException
-    from sparks import is_late, session
-
-    from pgqueue.spark.pipelines import archive
+    from sparks import is_late
 
     home = Path(os.environ["PGQUEUE_TEST_DIR"])
-    spark = session()
     spark.dataSource.register(VictimSource)
 
     def sink_of(point: str) -> Callable[[Any, int], None]:
@@ -105,6 +103,16 @@ def main(dsn: str, archived: str, queues: list[str]) -> None:
                 if not is_late(error):
                     raise
                 running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
+
+
+def main(dsn: str, archived: str, queues: list[str]) -> None:
+    from sparks import session
+
+    from pgqueue.spark.pipelines import archive
+
+    home = Path(os.environ["PGQUEUE_TEST_DIR"])
+    spark = session()
+    reach_points(spark, dsn, queues)
     archive.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]
     archive.archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[archived])
 

@@ -34,6 +34,7 @@ from pgqueue.http import (
     page_forms,
     page_routes,
     protocol,
+    request_body,
     server,
     statements,
 )
@@ -312,26 +313,70 @@ def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
     assert uvloop.run(accept()) <= number / server._ACCEPTED_AT_ONCE + 5
 
 
+class Receiving(Holding):
+    """An application whose requests first receive their bodies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receiving = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.receiving += 1
+        while (await receive()).get("more_body"):
+            pass
+        await super().__call__(scope, receive, send)
+
+
 async def test_what_clients_send_ahead_on_all_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "PIPELINES_LIMIT", 150_000)
-    app, clients = Holding(), ClientConnections(10)
-    many = WHOLE * (100_000 // len(WHOLE))
+    """Only with the end of a body the server can read more of it than a little."""
+    monkeypatch.setattr(protocol, "PIPELINES_LIMIT", 90_000)
+    app, clients = Receiving(), ClientConnections(10)
+
+    async def connect(ahead: int) -> asyncio.StreamReader:
+        before = app.receiving
+        reader, writer = await served.connect(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
+        while app.receiving == before:  # noqa: ASYNC110 - nothing tells that it is called
+            await asyncio.sleep(0)
+        writer.write(b"x" + WHOLE * (ahead // len(WHOLE)))
+        return reader
+
     async with listening(app, clients) as served:
-        first, _ = await served.connect(many)
-        while clients.unparsed < 90_000:  # noqa: ASYNC110 - nothing tells that the server has received it
+        first = await connect(50_000)
+        while clients.unparsed < 40_000:  # noqa: ASYNC110 - nothing tells that the server has received it
             await asyncio.sleep(0)
         for _ in range(3):
-            assert await closed((await served.connect(many))[0])
-        little = [await served.connect(WHOLE * 500) for _ in range(2)]
+            assert await closed(await connect(50_000))
+        little = [await connect(14_000) for _ in range(2)]
         await app.until(6)
         app.released.set()
-        for reader in (first, little[0][0], little[1][0]):
+        for reader in (first, *little):
             await reader.readuntil(b"ok")
         for each in served.protocols:
             each.transport.abort()
         while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
             await asyncio.sleep(0)
         assert clients.unparsed == 0
+
+
+@pytest.mark.parametrize("begin", [b"", WHOLE], ids=["first", "pipelined"])
+def test_the_server_reads_little_of_a_body_for_which_no_request_waits(begin: bytes) -> None:
+    """Requests wait for a password to be verified, for example, on all connections at once."""
+
+    async def hold() -> None:
+        app = Holding()
+        async with listening(app, ClientConnections(10)) as served:
+            _, writer = await served.connect(begin + b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
+            writer.write(bytes(1_000_000))
+            await app.until(1)
+            (connection,) = served.protocols
+            while not connection.flow.read_paused:  # noqa: ASYNC110 - nothing tells that the server reads no more
+                await asyncio.sleep(0)
+            assert len(connection.cycle.body) + len(connection._unparsed) <= protocol.PIPELINE_LIMIT + 8192
+            app.released.set()
+            while writer.transport.get_write_buffer_size():  # noqa: ASYNC110 - nor that it reads again
+                await asyncio.sleep(0)
+
+    uvloop.run(hold())
 
 
 async def test_requests_that_never_start_leave_nothing_to_the_garbage_collector() -> None:
@@ -639,8 +684,8 @@ LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $
 LENGTH = Statement("length", "select length($1)")
 
 
-async def test_a_user_receives_one_large_answer_of_a_database_at_a_time(site: Site) -> None:
-    """libpq keeps all of it in memory, and its size is not known before. Another user receives one meanwhile."""
+async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) -> None:
+    """libpq keeps all of it in memory, and its size is not known before. Users take turns."""
     answered: list[str] = []
 
     async def fetch(user: str, rows: int) -> None:
@@ -652,22 +697,31 @@ async def test_a_user_receives_one_large_answer_of_a_database_at_a_time(site: Si
     gate = statements._LARGE_RESULTS
     async with asyncio.timeout(PATIENCE):
         assert gate.try_pass("many")  # as if an answer for this user were received
-        second = asyncio.create_task(fetch("many", 100))
-        while not gate._waiting and not second.done():  # noqa: ASYNC110 - nothing tells that a request waits
-            await asyncio.sleep(0)
-        await asyncio.create_task(fetch("other", 100))
+        waiting = []
+        for user in ("many", "many", "other"):
+            waiting.append(asyncio.create_task(fetch(user, 100)))
+            while sum(map(len, gate._waiting.values())) < len(waiting):
+                assert not waiting[-1].done()
+                await asyncio.sleep(0)
         await asyncio.create_task(fetch("many", 0))
-        assert not second.done()
         gate.leave("many")
-        await second
+        await asyncio.gather(*waiting)
         assert gate.try_pass("many")
         given_up = asyncio.create_task(fetch("many", 100))
         while not gate._waiting:  # noqa: ASYNC110 - the same
             await asyncio.sleep(0)
         await end_tasks([given_up])
         gate.leave("many")
-    assert answered == ["other", "many", "many"]
-    assert (gate._free, gate._passed) == (2, {})
+    assert answered == ["many", "many", "other", "many"]
+    assert (gate._free, gate._passed) == (1, {})
+
+
+async def test_a_large_value_is_forgotten_when_libpq_has_a_copy(site: Site) -> None:
+    values = bytearray(b"x" * 1000), bytearray(b"x" * 3_000_000)
+    async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+        lengths = [(await LENGTH.fetch(connection, each)).get_value(0, 0) for each in values]
+    assert lengths == [b"1000", b"3000000"]
+    assert [len(each) for each in values] == [1000, 0]
 
 
 async def test_a_connection_that_has_carried_a_large_statement_is_replaced(site: Site) -> None:
@@ -718,3 +772,21 @@ async def test_messages_are_received_as_rows(site: Site, tmp_path: Path, monkeyp
             assert answer.text.count("[]") == 2 * 60_000
             assert stored == ([len(answer.text)] if stored_length is None else stored_length)
     assert rows == [2] * 4
+
+
+async def test_the_copies_of_an_answer_that_is_stored_for_a_key_are_counted(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim that does not fit is rolled back."""
+    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
+    async with serving_here(site, tmp_path) as (client, place, sql):
+        name = place["name"]
+        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[4]))", [name, LONG])
+        monkeypatch.setattr(request_body, "BODIES_LIMIT", 900_000)
+        for headers, expected in (({}, 200), ({"Idempotency-Key": name}, 503)):
+            body = {"max_messages": 2, "visibility_timeout_seconds": 3600}
+            answer = await client.post(f"/v1/queues/{name}/claim", json=body, headers=headers)
+            assert answer.status_code == expected, answer.text[-500:]
+        monkeypatch.undo()
+        answer = await client.post(f"/v1/queues/{name}/claim", json={"max_messages": 100})
+        assert [each["attempt_count"] for each in answer.json()["messages"]] == [1, 1]

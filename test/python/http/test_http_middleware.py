@@ -221,6 +221,10 @@ async def talking(app: Any = greeting) -> AsyncIterator[tuple[asyncio.StreamRead
             yield reader, writer
         finally:
             writer.close()
+            for each in state.connections:
+                each.transport.abort()
+            while state.connections:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
+                await asyncio.sleep(0)
 
 
 async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, str]:

@@ -466,8 +466,9 @@ async def test_the_queue_of_tasks_is_hidden_from_the_page(web: httpx.AsyncClient
     assert "is reserved" in answer.text
 
 
-def test_one_user_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODIES_LIMIT", 100)
+def test_several_users_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two users could keep out all others by bodies that they send slowly."""
+    monkeypatch.setattr(request_body, "BODIES_LIMIT", 1000)
     bodies = Bodies()
 
     def take(user: str, size: int) -> BodyMemory:
@@ -476,15 +477,104 @@ def test_one_user_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPa
         memory.take(size)
         return memory
 
-    many = take("many", 80)
-    with pytest.raises(ApiError, match="the bodies of requests of a user take more memory than the limit of 80 bytes"):
-        take("many", 1)
-    one = take("one", 20)
-    with pytest.raises(ApiError, match="the bodies of all requests take more memory than the limit of 100 bytes"):
-        take("one", 1)
-    many.release()
-    one.release()
-    take("many", 80)
+    held = []
+    for user, most in (("one", 800), ("two", 160), ("three", 32)):
+        held.append(take(user, most))
+        with pytest.raises(ApiError, match=f"requests of a user take more memory than the limit of {most} bytes"):
+            take(user, 1)
+    held[0].give_back(500)
+    held.append(take("two", 374))
+    for each in held:
+        each.release()
+    take("one", 800)
+
+
+WIDE = f'{{"x": [{"1e5, " * 20}1]}}'
+
+
+@pytest.mark.parametrize("path", [DIRECT, MANAGED])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[1]",
+        "1",
+        "{}",
+        '{"messages": {}}',
+        '{"messages": []}',
+        '{"messages": [' + ", ".join(['{"payload": {}}'] * 101) + "]}",
+        '{"messages": [{"payload": {}}], "unknown`": 1}',
+        '{"messages": [{"payload": {}}, {"payload": {}, "unknown": 1}]}',
+        '{"messages": [{"payload": {}}, {"delay_seconds": 1}]}',
+        '{"messages": [{"payload": {}}, {"payload": {}, "delay_seconds": 43201}]}',
+        f'{{"messages": [{{"payload": {{}}}}, {{"payload": {{"x": "{"x" * 300_000}"}}}}]}}',
+        '{"messages": [{"payload": {}}, {"payload": {"x": 1e131072}}]}',
+        f'{{"messages": [{{"payload": {{"x": {"[" * 500}{"]" * 500}}}}}]}}',
+        f'{{"messages": [{{"payload": {WIDE}}}, {{"payload": {{}}}}]}}',
+        '\ufeff{"messages": [{"payload": {"x": "é\U0001f600"}, "delay_seconds": 30.0}]}',
+        '{"messages": [{"payload": 1}], "messages": [{"payload": {}}]}',
+    ],
+    ids=range(16),
+)
+@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "1"}], ids=["direct", "key"])
+async def test_a_large_batch_has_the_errors_of_a_small_one(
+    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: str, key: dict[str, str]
+) -> None:
+    """Its messages are parsed one after the other. Of a field outside of them only the name is known."""
+    status, small = await refusal(web, path, body, **key)
+    monkeypatch.setattr(request_body, "LARGE_BATCH", 0)
+    assert await refusal(web, path, body, **key) in ((status, small), (status, small | {"value": None}))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"messages": [{"payload": {}},]}', "trailing comma"),
+        ('{"messages": [{"payload": {"x": NaN}}]}', "invalid character"),
+        ('{"messages": [{"payload": {}}', "truncated"),
+        (b'{"messages": [{"payload": {"x": "\xff"}}]}', "UTF-8"),
+        ("\ufeff\ufeff{}", "invalid character"),
+    ],
+    ids=range(5),
+)
+async def test_a_large_batch_that_is_not_json_is_refused_with_the_reason(
+    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: str | bytes, said: str
+) -> None:
+    monkeypatch.setattr(request_body, "LARGE_BATCH", 0)
+    for path in (DIRECT, MANAGED):
+        status, error = await refusal(web, path, body)
+        assert (status, error["code"], error["field"]) == (400, "malformed_json", "body")
+        assert said in error["message"]
+
+
+async def test_a_message_of_a_large_batch_is_limited_before_it_is_parsed(web: httpx.AsyncClient) -> None:
+    body = f'{{"messages": [{{"payload": {{}}}}, {{"payload": {{{" " * 9_000_000}}}}}]}}'
+    for path in (DIRECT, MANAGED):
+        status, error = await refusal(web, path, body)
+        assert (status, error["code"], error["field"]) == (413, "payload_too_large", "messages[1]")
+        assert (error["value"], error["limit"]) == ("9000015 bytes", "8388608 bytes")
+
+
+@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "1"}], ids=["direct", "key"])
+async def test_a_large_batch_takes_little_more_memory_than_its_bytes(
+    web: httpx.AsyncClient, key: dict[str, str]
+) -> None:
+    """As text it would take four times as much, because of one character."""
+    one = '{"payload": {"x": "' + "x" * 200_000 + '\U0001f600"}}'
+    body = f'{{"messages": [{", ".join([one] * 50)}]}}'.encode()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 100_000):
+            yield body[at : at + 100_000]
+
+    sent = {"Content-Type": "application/json"} | key
+    await web.post(DIRECT, content=parts(), headers=sent)
+    tracemalloc.start()
+    try:
+        answer = await web.post(DIRECT, content=parts(), headers=sent)
+        assert tracemalloc.get_traced_memory()[1] < (2.5 if key else 1.5) * len(body)
+    finally:
+        tracemalloc.stop()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
 
 
 @pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "key"}], ids=["direct", "keyed"])

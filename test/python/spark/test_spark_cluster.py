@@ -7,12 +7,14 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 import pytest
 from clients import wait_for
+from spark_victim import PER_BATCH, POINTS, noted
 from sparks import PATIENCE, SETTINGS, kill
 
 pytest.importorskip("pyspark")
@@ -51,6 +53,34 @@ def conf(**settings: str) -> list[str]:
     return [word for name, value in (usual | settings).items() for word in ("--conf", f"{name}={value}")]
 
 
+class Attempt(NamedTuple):
+    """An attempt at a task that has ended: its stage and place there, and the reason of the end, or Success."""
+
+    task: tuple[int, int]
+    stage_attempt: int
+    host: str
+    is_speculative: bool
+    end: str
+
+
+def has_run_twice(attempts: list[Attempt]) -> bool:
+    """Whether the second attempt at a task, beside the first one, succeeded."""
+    return any(attempt.is_speculative and attempt.end == "Success" for attempt in attempts)
+
+
+def has_resubmitted_a_stage(attempts: list[Attempt]) -> bool:
+    """Whether a stage ran again after a task had not found its input any more."""
+    ends = {(attempt.stage_attempt, attempt.end) for attempt in attempts}
+    return {(0, "FetchFailed"), (1, "Success")} <= ends
+
+
+def has_changed_hosts(attempts: list[Attempt]) -> bool:
+    """Whether a task whose executor was lost has succeeded on another host."""
+    lost = {attempt.task: attempt.host for attempt in attempts if attempt.end == "ExecutorLostFailure"}
+    done = [attempt for attempt in attempts if attempt.end == "Success" and attempt.task in lost]
+    return any(attempt.host != lost[attempt.task] for attempt in done)
+
+
 class Cluster:
     """A standalone cluster: a master, and workers on two addresses, which Spark takes for two hosts."""
 
@@ -61,6 +91,8 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "PYSPARK"))}
         self.environment |= {"PGQUEUE_TEST_DIR": str(home), "SPARK_LOCAL_DIRS": str(home / "local")}
+        self.log = home / "events"
+        self.log.mkdir()
 
     def start(self, name: str, command: list[Any], **variables: str) -> None:
         with (self.home / f"{name}.log").open("ab") as log:
@@ -73,6 +105,35 @@ class Cluster:
         # As on a host that has the package, and the classes of the tests.
         variables = DAEMON | {"SPARK_LOCAL_IP": host, "PYTHONPATH": str(HERE)}
         self.start(host, [SPARK_CLASS, "org.apache.spark.deploy.worker.Worker", *words], **variables)
+
+    def logged(self, **settings: str) -> list[str]:
+        """Settings of an application that writes Spark's event log."""
+        log = {"enabled": "true", "dir": f"file:{self.log}", "compress": "false", "rolling.enabled": "false"}
+        return conf(**{f"spark.eventLog.{name}": value for name, value in log.items()}, **settings)
+
+    def attempts(self, queue: str) -> list[Attempt]:
+        """The attempts at tasks in jobs with the queue as their tag, as far as the event log has them by now."""
+        found = []
+        for log in self.log.iterdir():
+            events = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            stages = {
+                event["Stage Info"]["Stage ID"]
+                for event in events
+                if event["Event"] == "SparkListenerStageSubmitted"
+                and any(tag.endswith(queue) for tag in event["Properties"].get("spark.job.tags", "").split(","))
+            }
+            found += [
+                Attempt(
+                    (event["Stage ID"], event["Task Info"]["Index"]),
+                    event["Stage Attempt ID"],
+                    event["Task Info"]["Host"],
+                    event["Task Info"]["Speculative"],
+                    event["Task End Reason"]["Reason"],
+                )
+                for event in events
+                if event["Event"] == "SparkListenerTaskEnd" and event["Stage ID"] in stages
+            ]
+        return found
 
     def restore_hosts(self) -> None:
         for host in HOSTS:
@@ -119,7 +180,7 @@ def connect(cluster: Cluster) -> str:
     }
     command = [SPARK_SUBMIT, "--class", "org.apache.spark.sql.connect.service.SparkConnectServer"]
     variables = {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(HERE)}
-    cluster.start("connect", [*command, "--master", cluster.url, *conf(**settings)], **variables)
+    cluster.start("connect", [*command, "--master", cluster.url, *cluster.logged(**settings)], **variables)
 
     def is_ready() -> bool:
         assert cluster.daemons["connect"].poll() is None, (cluster.home / "connect.log").read_text()
@@ -172,10 +233,10 @@ def numbers(connection: psycopg.Connection[Any], queue: str, number: str) -> Any
 
 
 def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
-    client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+    cluster: Cluster, client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
 ) -> None:
     faults = {
-        f"{name}-staging": ("stage", "lose the executor"),
+        f"{name}-staging": ("stage", "lose all executors"),
         f"{name}-staged": ("write", "lose the executor"),
         f"{name}-slow": ("write", "hang"),
         f"{name}-host": ("write", "lose the host"),
@@ -184,10 +245,13 @@ def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
         Queue(connection, queue).create_queue()
     client("write", faults)
     assert {queue: numbers(connection, queue, "payload->>'id'") for queue in faults} == dict.fromkeys(faults, NUMBERS)
+    wait_for(lambda: has_resubmitted_a_stage(cluster.attempts(f"{name}-staging")))
+    wait_for(lambda: has_run_twice(cluster.attempts(f"{name}-slow")))
+    wait_for(lambda: has_changed_hosts(cluster.attempts(f"{name}-host")))
 
 
 def test_reads_of_three_servers_return_each_message_once_when_an_executor_and_a_host_are_lost_and_tasks_run_twice(
-    client: Callable[..., list[Any]], database: str, name: str
+    cluster: Cluster, client: Callable[..., list[Any]], database: str, name: str
 ) -> None:
     faults = {
         f"{name}-lost": ("read", "lose the executor"),
@@ -203,14 +267,16 @@ def test_reads_of_three_servers_return_each_message_once_when_an_executor_and_a_
                     Queue(connection, queue).create_queue()
                     Queue(connection, queue).enqueue_batch(list(range(shard, 1000, 3)))
         assert client("read", faults, dsn=json.dumps(dsns)) == [[*NUMBERS]] * 3
+    wait_for(lambda: has_run_twice(cluster.attempts(f"{name}-slow")))
+    wait_for(lambda: has_changed_hosts(cluster.attempts(f"{name}-host")))
 
 
 def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_twice(
-    client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+    cluster: Cluster, client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
 ) -> None:
     faults = {
         f"{name}-read": ("read", "lose the executor"),
-        f"{name}-staged-copy": ("write", "lose the executor"),
+        f"{name}-staged-copy": ("write", "lose all executors"),
         f"{name}-slow-copy": ("write", "hang"),
     }
     queues = [queue.removesuffix("-copy") for queue in faults]
@@ -221,6 +287,8 @@ def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_tw
     client("stream", faults)
     assert [numbers(connection, f"{queue}-copy", "payload") for queue in queues] == [NUMBERS] * 3
     assert [Queue(connection, queue).stats().acknowledged_total for queue in queues] == [1000] * 3
+    wait_for(lambda: has_resubmitted_a_stage(cluster.attempts(f"{name}-staged")))
+    wait_for(lambda: has_run_twice(cluster.attempts(f"{name}-slow")))
 
 
 def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released_executors_lose_no_rows(
@@ -231,16 +299,21 @@ def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released
     name: str,
 ) -> None:
     faults = {
-        f"{name}-released": ("write", "outlast an executor"),
+        f"{name}-released": ("read", "outlast an executor"),
         f"{name}-sent": ("commit", "hang"),
         f"{name}-copy": ("write", "hang"),
     }
-    for queue in (*faults, name):
+    for queue in (*faults, name, f"{name}-released-copy"):
         Queue(connection, queue).create_queue()
-    Queue(connection, name).enqueue_batch(list(range(1000)))
+    for queue in (name, f"{name}-released"):
+        Queue(connection, queue).enqueue_batch(list(range(1000)))
+    sent = {}
+    for point in POINTS:
+        Queue(connection, f"{name}-{point}").create_queue()
+        sent[point] = Queue(connection, f"{name}-{point}").enqueue_batch(list(range(25)))
 
     def state() -> list[Any]:
-        columns = {f"{name}-released": "payload->>'id'", f"{name}-sent": "payload->>'id'", f"{name}-copy": "payload"}
+        columns = {f"{name}-released-copy": "payload", f"{name}-sent": "payload->>'id'", f"{name}-copy": "payload"}
         found = [numbers(connection, queue, column) for queue, column in columns.items()]
         return [*found, Queue(connection, name).stats().acknowledged_total]
 
@@ -251,21 +324,33 @@ def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released
         "spark.dynamicAllocation.minExecutors": "1",
         "spark.dynamicAllocation.maxExecutors": "2",
     }
-    command = [SPARK_SUBMIT, "--master", cluster.url, *conf(**settings), str(HERE / "spark_cluster.py")]
+    command = [SPARK_SUBMIT, "--master", cluster.url, *cluster.logged(**settings), str(HERE / "spark_cluster.py")]
     variables = {"SPARK_LOCAL_IP": HOSTS[0], "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(HERE)}
     prepare(cluster, faults)
-    cluster.start("driver", [*command, "drive", "", database, str(cluster.home), name], **variables)
+    cluster.start("driver", [*command, "drive-to-points", "", database, str(cluster.home), name], **variables)
     driver = cluster.daemons["driver"]
 
-    def has_met_all() -> bool:
+    def is_there(mark: str) -> bool:
         assert driver.poll() is None, (cluster.home / "driver.log").read_text()
-        return not_met(cluster, faults) == []
+        return (cluster.home / mark).exists()
 
-    wait_for(has_met_all, PATIENCE)
+    marks = [
+        *(f"{point}.reached" for point in POINTS),
+        *(f"{queue}.{point}.met" for queue, (point, _) in faults.items()),
+    ]
+    for mark in marks:
+        wait_for(partial(is_there, mark), PATIENCE)
     kill(driver.pid)
+    wait_for(lambda: [attempt.end for attempt in cluster.attempts(f"{name}-released")] == ["Success"] * 2)
     assert state() == [NUMBERS, NUMBERS, (0, 0, None), 0]
-    client("drive", {}, name)
+    assert [len(noted(cluster.home, point)) for point in POINTS] == [1, 1, 2, 1]
+    client("drive-on", {}, name)
     assert state() == [NUMBERS, NUMBERS, NUMBERS, 1000]
+    for point in POINTS:
+        first, *others = ([batch, sent[point][batch * PER_BATCH :][:PER_BATCH]] for batch in range(3))
+        repeated = others[:1] if point == "after-the-sink" else []
+        assert noted(cluster.home, point) == [first, *repeated, *others]
+        assert Queue(connection, f"{name}-{point}").stats().acknowledged_total == 25
 
 
 # Without a line that imports pgqueue: only the server and its cluster need the package.
@@ -338,23 +423,42 @@ for found in spark.sparkContext.range(0, 1, 1, 1).mapPartitions(pythons).collect
 """
 
 
-def test_a_wheel_and_a_packed_environment_can_be_shipped_with_the_job(
+def submitted(cluster: Cluster, home: Path, python: str, *words: str) -> list[Any]:
+    """Submit the program with a Python, options and arguments; return count, Python of the tasks, and its pgqueue."""
+    command = [SPARK_SUBMIT, "--master", cluster.url, *conf(**{"spark.cores.max": "1"}), *words]
+    return run(command, cluster.environment | {"PYSPARK_PYTHON": python, "SPARK_LOCAL_IP": "127.0.0.1"}, home)
+
+
+def test_a_wheel_can_be_shipped_with_the_job(
     cluster: Cluster, wheel: Path, database: str, orders: Queue, tmp_path: Path
 ) -> None:
-    python_with(tmp_path / "venv", "psycopg*", "pyarrow*", "typing_extensions*")
+    python = str(python_with(tmp_path / "venv", "psycopg*", "pyarrow*", "typing_extensions*"))
+    (tmp_path / "app.py").write_text(SUBMITTED)
+    words = ["--py-files", str(wheel), "app.py", database, orders.name]
+    count, used, package = submitted(cluster, tmp_path, python, *words)
+    assert (count, orders.stats().ready_messages, used) == (9, 9, python)
+    assert "/pgqueue.zip/pgqueue/" in package
+
+
+def test_a_packed_environment_with_the_package_can_be_shipped_with_the_job(
+    cluster: Cluster, wheel: Path, database: str, orders: Queue, tmp_path: Path
+) -> None:
+    python = python_with(tmp_path / "venv", "psycopg*", "pyarrow*", "typing_extensions*")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, wheel], check=True)
     packed = tmp_path / "environment.tar.gz"
     venv_pack.pack(prefix=str(tmp_path / "venv"), output=str(packed), compress_level=1)
     # The driver needs it at the same place.
     (tmp_path / "environment").mkdir()
     subprocess.run(["tar", "-xzf", packed, "-C", tmp_path / "environment"], check=True)
     (tmp_path / "app.py").write_text(SUBMITTED)
-    command = [SPARK_SUBMIT, "--master", cluster.url, *conf(**{"spark.cores.max": "1"})]
-    command += ["--archives", f"{packed}#environment", "--py-files", str(wheel)]
-    environment = cluster.environment | {"PYSPARK_PYTHON": "./environment/bin/python", "SPARK_LOCAL_IP": "127.0.0.1"}
-    count, python, package = run([*command, "app.py", database, orders.name], environment, tmp_path)
+    words = ["--archives", f"{packed}#environment", "app.py", database, orders.name]
+    count, used, package = submitted(cluster, tmp_path, "./environment/bin/python", *words)
     assert (count, orders.stats().ready_messages) == (9, 9)
-    assert python.startswith(str(cluster.home / "work-127.0.0."))
-    assert "/pgqueue.zip/pgqueue/" in package
+    unpacked = str(cluster.home / "work-127.0.0.")
+    assert used.startswith(unpacked)
+    assert package.startswith(unpacked)
+    assert "/environment/lib/" in package
 
 
 OPENED = "import pickle, sys; pickle.load(sys.stdin.buffer)"

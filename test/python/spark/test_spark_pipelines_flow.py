@@ -18,6 +18,7 @@ from pgqueue.spark.options import OptionError
 from pgqueue.spark.pipelines import (
     archive_to_parquet,
     dead_letter_report,
+    duration_counts,
     flow_metrics,
     flow_report,
     read_dead_letters,
@@ -25,7 +26,7 @@ from pgqueue.spark.pipelines import (
     report,
     report_page,
 )
-from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Flow, Measure, render
+from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Durations, Flow, Measure, render
 from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
 
 Connection = psycopg.Connection[Any]
@@ -49,6 +50,13 @@ from pgqueue.archived_messages,
     lateral (select extract(epoch from claimed_at - enqueued_at)::float8) a (w),
     lateral (select extract(epoch from finished_at - claimed_at)::float8) b (p)
 where queue_name = %(queue)s group by 1 order by 1
+"""
+COUNTS = """
+select date_bin(%(window)s, finished_at, '1970-01-01 00:00+00'), what, step, count(*)
+from pgqueue.archived_messages,
+    lateral (values ('wait', claimed_at - enqueued_at), ('processing', finished_at - claimed_at)) t (what, length),
+    lateral (select (floor(log((extract(epoch from length) * 1000000)::float8) * 3) - 18)::int) s (step)
+where queue_name = %(queue)s and claimed_at is not null group by 1, 2, 3
 """
 DIE = """
 insert into pgqueue.dead_messages
@@ -101,6 +109,28 @@ def test_percentiles_equal_those_of_percentile_cont(
         waited, processed = ([row[f"{what}_p{rank}"] for rank in (50, 95, 99)] for what in ("wait", "processing"))
         assert waited == pytest.approx(wait, rel=1e-9)
         assert processed == pytest.approx(processing, rel=1e-9)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_counts_by_duration_equal_those_of_postgresql(
+    spark: Any, database: str, connection: Connection, busy: str
+) -> None:
+    window = timedelta(minutes=30)
+    expected = connection.execute(COUNTS, {"queue": busy, "window": window}).fetchall()
+    finished = read_finished(spark, queues=[busy], dsn=database)
+    counts = duration_counts(finished, window).withColumn("window_start", F.unix_micros("window_start"))
+    found = [(row["window_start"], row["what"], row["step"], row["messages"]) for row in counts.collect()]
+    assert sorted(found) == sorted((round(start.timestamp() * 1e6), *counted) for start, *counted in expected)
+    assert len(found) > 50
+
+
+def test_durations_of_no_length_or_less_count_in_the_lowest_range(spark: Any) -> None:
+    finished = spark.sql(
+        "select 'q' as queue_name, at as enqueued_at, at - make_dt_interval(0, 0, 0, 1) as claimed_at, at as"
+        " finished_at from values (timestamp'2026-07-01 00:00:00Z') as data(at)"
+    )
+    found = {row["what"]: row["step"] for row in duration_counts(finished, timedelta(hours=1)).collect()}
+    assert found == {"wait": -18, "processing": 0}
 
 
 def test_approximate_percentiles_are_within_their_accuracy(
@@ -173,6 +203,8 @@ def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     assert (total.finished, total.dead) == (1324, 1)
     (window,) = report.flow.windows
     assert window.window_start == MIDNIGHT - timedelta(hours=1)
+    # One in ten was received, and has no such times.
+    assert sum(found.messages for found in report.flow.durations) == 2 * sum(n % 10 > 0 for n in range(661, 1985))
     assert [letters.error for letters in report.flow.letters] == ["ValueError: <b>flight <n></b> & <text>"]
     assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
 
@@ -225,7 +257,9 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
         DeadLetterGroup(queue, "rejected", "b", 20, MIDNIGHT),
     ]
     totals = [measure(queue, None), measure("none", None, 0, None), measure("most", None, 1000, 0.0021)]
-    text = render(Flow(hour, totals, windows, letters, MIDNIGHT, "Read from <archive>"))
+    durations = [Durations(queue, MIDNIGHT, "wait", step, number) for step, number in ((-3, 30), (-1, 10))]
+    durations.append(Durations(queue, MIDNIGHT + 3 * hour, "wait", -1, 1))
+    text = render(Flow(hour, totals, windows, durations, letters, MIDNIGHT, "Read from <archive>"))
     # Control characters are replaced.
     assert "�[2J� \u202e</td>" in text
     (tmp_path / "flow.html").write_text(text)
@@ -236,7 +270,7 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda said: errors.append(said.text))
     page.goto((tmp_path / "flow.html").as_uri())
-    for number in range(4):
+    for number in range(5):
         page.locator(".chart").nth(number).scroll_into_view_if_needed()
         page.locator(".chart").nth(number).locator(".main-svg").first.wait_for()
     assert (asked, errors) == ([(tmp_path / "flow.html").as_uri()], [])
@@ -246,6 +280,10 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
     # Empty windows between others are included, and interrupt the lines.
     (waits,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(2, 3).map(one => one.data[0].y)")
     assert waits == [0.5, None, None, None]
+    (ranges,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(4).map(one => one.data[0])")
+    assert ranges["y"] == ["100 ms to 215 ms", "215 ms to 464 ms", "464 ms to 1 s"]
+    assert ranges["z"] == [[0.75, None, None, None], [None] * 4, [0.25, None, None, 1]]
+    assert len(ranges["x"]) == 5
     first = page.locator("table").first
     columns = {
         "wait p50": ["none", "most", queue],
@@ -292,14 +330,16 @@ def test_only_the_busiest_queues_have_charts() -> None:
     hour = timedelta(hours=1)
     names = [f"q{number}" for number in range(110)]
     totals = [measure(name, None, finished) for finished, name in enumerate(names)]
-    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read"))
+    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], [], MIDNIGHT, "Read"))
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
     assert "The 100 busiest of 110 queues have charts." in text
 
 
 def test_a_page_without_messages_says_so() -> None:
-    assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
+    assert "no message was finished, and none died" in render(
+        Flow(timedelta(hours=1), [], [], [], [], MIDNIGHT, "Read")
+    )
 
 
 def test_default_windows_are_round_and_at_most_120() -> None:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from .direct_routes import router, target_of
 from .fast_bodies import read_fast
-from .request_body import JsonRequest
+from .request_body import LARGE_BATCH, JsonRequest, JsonRoute
 from .rights import require
 
 __all__ = ["DirectRequests"]
@@ -33,6 +33,7 @@ class _Verb(NamedTuple):
     model: type[BaseModel]
     function: Callable[..., Awaitable[Response]]
     takes_request: bool
+    read_batch: Callable[[bytearray], Any] | None
 
 
 def _verbs() -> dict[str, _Verb]:
@@ -40,7 +41,8 @@ def _verbs() -> dict[str, _Verb]:
     for route in router.routes:
         if isinstance(route, APIRoute) and route.methods == {"POST"}:
             parameters = signature(route.endpoint).parameters
-            verb = _Verb(route, parameters["body"].annotation, route.endpoint, "request" in parameters)
+            reader = route.batch_reader() if isinstance(route, JsonRoute) else None
+            verb = _Verb(route, parameters["body"].annotation, route.endpoint, "request" in parameters, reader)
             verbs[route.path.rpartition("/")[2]] = verb
     return verbs
 
@@ -66,6 +68,8 @@ class DirectRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         request = JsonRequest(scope, receive)
+        verb: _Verb = scope["direct_verb"]
+        request.read_batch = verb.read_batch
         try:
             response = await self._respond(scope, request)
         except Exception as error:
@@ -80,13 +84,14 @@ class DirectRequests:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         context = self._app.state.context
         target = target_of(context, scope["direct_queue"], query.get("service_id"), query.get("database_name"))
-        text = await request.text()
-        body: Any = read_fast(verb.function.__name__, text) if text else None
-        value = await request.json() if text and body is None else None
-        if not text:
+        content = await request.content()
+        if not content:
             raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "", "input": None}])
+        body: Any = None
+        if len(content) <= LARGE_BATCH:
+            body = read_fast(verb.function.__name__, await request.text())
         if body is None:
-            body = _validated(verb.model, value)
+            body = _validated(verb.model, await request.json())
         if verb.takes_request:
             return await verb.function(request=request, target=target, body=body)
         return await verb.function(target=target, body=body)

@@ -32,7 +32,7 @@ from .context import (
     is_queue_name,
     to_response,
 )
-from .enqueueing import check_sizes, enqueue_messages, is_small, to_limited_json
+from .enqueueing import check_sizes, enqueue_messages, to_limited_json
 from .errors import ApiError, queue_not_found
 from .idempotency import Answer, EffectKey, run_once
 from .models import (
@@ -67,7 +67,7 @@ from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside
 from .rights import current
 from .serialization import to_json
 from .settings import Service
-from .statements import Statement
+from .statements import Statement, note_size
 
 __all__ = [
     "DIRECT_ERRORS",
@@ -170,7 +170,9 @@ class TargetQueue:
             return await self.run(effect)
         async with self.queue(keyed=True) as queue:
             connection: AsyncConnection[Any] = queue.connection
-            return await run_once(connection, self.key, lambda: effect(queue))
+            answer = await run_once(connection, self.key, lambda: effect(queue))
+            note_size(connection, len(answer.json))
+            return answer
 
     async def run(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
         """Run an effect on a connection."""
@@ -264,12 +266,12 @@ def _settings(queue: QueueInfo) -> dict[str, Any]:
 @router.post("/messages", status_code=201, include_in_schema=False)
 async def enqueue(request: JsonRequest, target: KeyedTargetDependency, body: EnqueueDirect) -> Response:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
-    text = await request.text()
-    if isinstance(body, EnqueueDirect) and not is_small(text):  # else the text was found to be small
-        await run_beside(request, text, check_sizes, body.messages)
+    content = await request.content()
+    if isinstance(body, EnqueueDirect):  # else it was found to be small
+        await run_beside(request, content, check_sizes, body.messages)
 
     async def effect(queue: AsyncQueue) -> Answer:
-        ids = await enqueue_messages(queue.connection, target.name, text, body.messages)
+        ids = await enqueue_messages(queue.connection, target.name, content, body.messages)
         return Answer(201, f'{{"message_ids": [{", ".join(ids)}]}}')
 
     answer = await target.run_once(effect)
@@ -364,11 +366,20 @@ class _ClaimOperation:
         if target.key is None:  # with a key the client can ask for the stored response again
             ids = [int(_text(result, 1, row)) for row in range(number)]
             self._held = [(target.name, ids, _text(result, 2))]
-        return Answer(200, _list(b"messages", result))
+        return self._answer(result)
+
+    def _answer(self, result: PGresult) -> Answer:
+        answer = Answer(200, _list(b"messages", result))
+        if self._target_queue.key is not None:  # it is stored, by way of copies
+            memory: BodyMemory = self.request.scope["body_memory"]
+            memory.take_response(2 * len(answer.body))
+        return answer
 
     async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
         await asyncio.wait({claiming})
-        if not claiming.cancelled() and claiming.exception() is None and self._held:
+        is_claimed = not claiming.cancelled() and claiming.exception() is None
+        del claiming  # it has the answer, which is not counted any more
+        if is_claimed and self._held:
             for name, ids, token in self._held:
                 target = replace(self._target_queue, name=name)
                 async with target.queue() as queue:
@@ -407,7 +418,7 @@ class _ClaimAnyOperation(_ClaimOperation):
             replace(target, name=name).count("claimed", len(ids))
         if target.key is None:
             self._held = [(name, ids, token) for (name, token), ids in claims.items()]
-        return Answer(200, _list(b"messages", result))
+        return self._answer(result)
 
 
 async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, seconds: float) -> Answer | None:

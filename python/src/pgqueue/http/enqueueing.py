@@ -69,11 +69,15 @@ _TO_EXPONENT: Final = bytes.maketrans(b"123456789E", b"000000000e")  # makes any
 
 
 async def enqueue_messages(
-    connection: AsyncConnection[Any], queue: str, request: str, messages: Sequence[DirectMessage] = ()
+    connection: AsyncConnection[Any],
+    queue: str,
+    request: str | bytes | bytearray,
+    messages: Sequence[DirectMessage] = (),
 ) -> list[str]:
     """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request.
 
-    `messages` are the same ones, parsed; without them, each has a payload and a delay only.
+    `messages` are the same ones, parsed; without them, each has a payload and a delay only. A large `bytearray` is
+    empty afterwards.
     """
     if len(messages) == 1:
         statement = _SEND_ONE

@@ -33,11 +33,15 @@ HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that
 HEADERS_MOST: Final = 100  # of a request; a short one takes twenty times its bytes
 HEADERS_SECONDS: Final = 30.0  # to receive request line and headers
 REMAINING_BODY_SECONDS: Final = 30.0  # to receive the rest of a body if its request was answered before
-PIPELINE_LIMIT: Final = 64 * 1024  # bytes that wait for the response to a previous request; then reading stops
-# Such bytes of all connections; then those are closed that are over `PIPELINE_LIMIT`, by the last read of up to 256 KB.
+PIPELINE_LIMIT: Final = 16 * 1024  # bytes that wait for the response to a previous request; then reading stops
+# Such bytes of all connections; then those are closed that are over `PIPELINE_LIMIT`, by the last read.
 PIPELINES_LIMIT: Final = 32 * 1024 * 1024
+_READ_BYTES: Final = 8 * 1024  # at a time, if no request waits for its body: the server keeps them
+_BODY_READ_BYTES: Final = 64 * 1024  # at a time, of the body for which a request waits
+_READ_BUFFER: Final = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: it is emptied at once
 _PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
 _PARSE_SECONDS: Final = 0.002  # then other connections have their turn
+_LINGER_SECONDS: Final = 2.0  # for a client to read why it is refused
 _JOINED_BYTES: Final = 16 * 1024  # of a write; larger ones are not joined
 # For a client to read what waits for it: a small response, or a part of a large one. Also for its acknowledgements.
 CLIENT_READ_SECONDS: Final = 30.0
@@ -71,6 +75,11 @@ class _JoiningTransport:
         self._send()
         self._transport.close()
 
+    def write_eof(self) -> None:
+        self._send()
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+
     def _send(self) -> None:
         data, self._unsent = self._unsent, []
         if data and not self._transport.is_closing():
@@ -87,6 +96,27 @@ class _PipelineFlow(FlowControl):
             super().resume_reading()
 
 
+class _BoundedReader(asyncio.BufferedProtocol):
+    """Reads few bytes at a time for a connection, which keeps them until a request takes them.
+
+    uvicorn's protocol gets what the event loop reads, which is up to 256 KB at a time.
+    """
+
+    def __init__(self, connection: "LimitedHttpProtocol") -> None:
+        self._connection = connection
+        self.connection_lost = connection.connection_lost  # type: ignore[method-assign]
+        self.pause_writing = connection.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - uvloop asks for 64 KB
+        """Where the next bytes are read, and how many at most."""
+        return _READ_BUFFER if self._connection.is_body_awaited() else _READ_BUFFER[:_READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what was read."""
+        self._connection.data_received(bytes(_READ_BUFFER[:nbytes]))
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A client connection with limits of size and time."""
 
@@ -96,6 +126,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **more)
         self._clients = clients
         self._is_reading_headers = True
+        self._is_refused = False  # what still arrives is dropped
         self._received = 0
         self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
         self._counted = 0  # bytes of it, among those of all connections
@@ -108,6 +139,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Start the timeouts when a client has connected, or refuse the connection."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that `pause_writing` is called whenever something waits
+        transport.set_protocol(_BoundedReader(self))
         self.flow = _PipelineFlow(transport)
         self.transport = _JoiningTransport(transport, self.loop)  # type: ignore[assignment]
         _set_client_read_timeout(transport)
@@ -116,6 +148,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if whose is not None:
             message = f"the server has too many connections from {whose}: try again"
             self._refuse(503, "overloaded", message, b"retry-after: 1\r\n")
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Mark the current request as disconnected. uvicorn does this only for the last request that it received."""
@@ -148,17 +181,30 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._read_deadline.cancel()
             self._read_deadline = None
 
+    def is_body_awaited(self) -> bool:
+        """Whether the next bytes are those of a body for which its request waits. No others are read meanwhile."""
+        cycle = self.cycle
+        return cycle is not None and cycle.more_body and not cycle.response_complete
+
+    def _await_request(self) -> None:
+        """Do not read more of a body until its request asks for it."""
+        if self.is_body_awaited():
+            self.flow.pause_reading()
+
     def data_received(self, data: bytes) -> None:
         """Parse the data up to a request that has to wait for the response to a previous one, and keep the rest."""
+        if self._is_refused:
+            return
         if self._unparsed or self.pipeline or len(data) > _PARSED_AT_ONCE:
             self._unparsed += data
             self._parse_more()
         else:
             self._parse(data)
+        self._await_request()
 
     def _parse_more(self) -> None:
         until = time.monotonic() + _PARSE_SECONDS
-        while self._unparsed and not self.pipeline and not self.transport.is_closing():
+        while self._unparsed and not self.pipeline and not self._is_over():
             part = bytes(self._unparsed[:_PARSED_AT_ONCE])
             del self._unparsed[:_PARSED_AT_ONCE]
             self._parse(part)
@@ -166,10 +212,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 if self._next_parsing is None:
                     self._next_parsing = self.loop.call_soon(self._parse_on)
                 break
-        self._count_unparsed()
-        if self.transport.is_closing():
+        if self._is_over():
             self._unparsed.clear()
-        elif self.pipeline and self._counted > PIPELINE_LIMIT and self._clients.unparsed > PIPELINES_LIMIT:
+        self._count_unparsed()
+        if self._is_over():
+            return
+        if self.pipeline and self._counted > PIPELINE_LIMIT and self._clients.unparsed > PIPELINES_LIMIT:
             self.transport.abort()
         elif len(self._unparsed) > PIPELINE_LIMIT:
             self.flow.is_full = True
@@ -180,6 +228,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             cycle = self.cycle
             if cycle is None or cycle.response_complete or len(cycle.body) <= HIGH_WATER_LIMIT:
                 self.flow.resume_reading()
+
+    def _is_over(self) -> bool:
+        return self._is_refused or self.transport.is_closing()
 
     def _count_unparsed(self) -> None:
         self._clients.unparsed += len(self._unparsed) - self._counted
@@ -235,6 +286,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._clients.set_idle(self)
         super().on_response_complete()
         self._parse_more()
+        self._await_request()
         if self.cycle.response_complete and not self._is_reading_headers:
             self._start_deadline(REMAINING_BODY_SECONDS, self.transport.close)
 
@@ -266,9 +318,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         # The error has the form of every error, but is written here because the application has no request to answer.
         # It is not sent if the client could take it for the response to the previous request, or for a part of that
         # response.
-        if self.transport.is_closing():  # it was refused before
+        if self._is_over():
             return
-        self._cancel_deadline()
+        self._is_refused = True
         before = self._current_cycle
         is_expected = before is None or before.response_complete
         if is_expected or (before is self.cycle and not self._is_reading_headers and not before.response_started):
@@ -282,7 +334,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 b"connection: close\r\n\r\n",
             )
             self.transport.write(b"".join(lines) + body)
-        self.transport.close()
+        # If the connection were closed while something is not read, the client might not get the response.
+        self.transport.write_eof()
+        self._start_deadline(_LINGER_SECONDS, self.transport.close)
 
 
 def _set_client_read_timeout(transport: asyncio.Transport) -> None:

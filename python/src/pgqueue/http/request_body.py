@@ -7,6 +7,7 @@ serves other requests meanwhile.
 import asyncio
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ __all__ = [
     "BODIES_LIMIT",
     "DEPTH_LIMIT",
     "FRACTION_DIGITS",
+    "LARGE_BATCH",
     "PART_BYTES",
     "VALUES_LIMIT",
     "WHOLE_DIGITS",
@@ -36,6 +38,7 @@ __all__ = [
     "ExactNumber",
     "JsonRequest",
     "JsonRoute",
+    "count_values",
     "json_size",
     "nesting_error",
     "read_json",
@@ -43,7 +46,8 @@ __all__ = [
     "run_in_thread",
 ]
 
-BODIES_LIMIT: Final = 128 * 1024 * 1024  # bytes of memory for the bodies of all requests
+BODIES_LIMIT: Final = 64 * 1024 * 1024  # bytes of memory for the bodies of all requests
+LARGE_BATCH: Final = 2 * 1024 * 1024  # bytes of a body; the messages of a larger one are parsed one after the other
 PART_BYTES: Final = 64 * 1024  # of a response that are sent at once
 VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 DEPTH_LIMIT: Final = 500  # of lists and objects in each other
@@ -53,6 +57,7 @@ _MOST_THREADS: Final = 2
 _THREADS: Final = ThreadPoolExecutor(_MOST_THREADS, "pgqueue-body")
 _REST_SECONDS: Final = 0.2
 _WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
+_BOM: Final = b"\xef\xbb\xbf"
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
 
 _Arguments = ParamSpec("_Arguments")
@@ -117,23 +122,25 @@ class BodyMemory:
     def take(self, size: int) -> None:
         """Add bytes.
 
-        Raises `ApiError` 503 if the bodies of all requests then take more than `BODIES_LIMIT`, or those of the user
-        more than four fifths of it.
+        Raises `ApiError` 503 if the bodies of the user then take more than four fifths of what those of other users
+        leave of `BODIES_LIMIT`. So there is always a rest for a further user.
         """
         if not self._taken:
             caller = current_or_none()
             self._user = caller.name if caller else ""
-        most = BODIES_LIMIT * 4 // 5
-        for held, limit, whose in (
-            (self._held[self._user] + size if self._user else 0, most, "requests of a user"),
-            (self._held.total() + size, BODIES_LIMIT, "all requests"),
-        ):
-            if held > limit:
-                message = f"the bodies of {whose} take more memory than the limit of {limit} bytes: try again"
-                text = f"{limit} bytes for {whose}"
-                raise ApiError(503, "overloaded", message, "body", f"{held} bytes", text, {"Retry-After": "1"})
+        held = self._held[self._user]
+        limit = (BODIES_LIMIT - self._held.total() + held) * 4 // 5
+        if held + size > limit:
+            message = f"the bodies of requests of a user take more memory than the limit of {limit} bytes: try again"
+            text = f"{limit} bytes for requests of a user"
+            raise ApiError(503, "overloaded", message, "body", f"{held + size} bytes", text, {"Retry-After": "1"})
         self._held[self._user] += size
         self._taken += size
+
+    def give_back(self, size: int) -> None:
+        """Subtract bytes that the request needs no more."""
+        self._held[self._user] -= size
+        self._taken -= size
 
     def take_response(self, size: int) -> None:
         """Add the bytes of the response, once, if it is sent in several parts. Raises the errors of `take`."""
@@ -189,21 +196,37 @@ async def run_in_thread(
 
 
 class JsonRequest(Request):
-    """A request whose body is read by `read_json`."""
+    """A request whose body is read by `read_json`; a large batch of messages by the function that its route gives."""
 
-    async def body(self) -> bytes:
+    read_batch: Callable[[bytearray], Any] | None = None
+
+    async def body(self) -> Any:  # `bytes`; of a body in parts `bytearray`, so that there is no copy
         """The body. Starlette's own method takes ten times as long."""
         if not hasattr(self, "_body"):
-            chunks, is_complete = [], False
+            body: bytes | bytearray = b""
+            is_complete = False
             while not is_complete:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     self._is_disconnected = True
                     raise ClientDisconnect
-                chunks.append(message.get("body", b""))
+                part = message.get("body", b"")
+                if isinstance(body, bytearray):
+                    body += part
+                elif part:
+                    body = bytearray(body + part) if body else part
                 is_complete = not message.get("more_body", False)
-            self._body = b"".join(chunks)
+            self._body: Any = body
         return self._body
+
+    async def content(self) -> Any:
+        """The body without a byte order mark (BOM)."""
+        if not hasattr(self, "_content"):
+            body = await self.body()
+            if isinstance(body, bytearray) and body.startswith(_BOM):
+                del body[: len(_BOM)]  # `removeprefix` would copy it
+            self._content: Any = body if isinstance(body, bytearray) else body.removeprefix(_BOM)
+        return self._content
 
     async def is_disconnected(self) -> bool:
         """Whether the client has disconnected. Starlette's own method enters and cancels a scope to ask this."""
@@ -219,24 +242,36 @@ class JsonRequest(Request):
 
     async def text(self) -> str:
         """The body as text. Raises `ApiError` 400 if it is not UTF-8; Python's json would accept UTF-16 and UTF-32,
-        too.
+        too. A large body is then kept as text only.
         """
         if not hasattr(self, "_text"):
+            body = await self.content()
             try:
-                self._text = (await self.body()).decode("utf-8-sig")
+                self._text: str = body.decode()
             except UnicodeDecodeError:
                 raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
+            if isinstance(body, bytearray) and len(body) > LARGE_BATCH:
+                memory: BodyMemory = self.scope["body_memory"]
+                memory.take(sys.getsizeof(self._text))  # also for the copies of the body that a statement needs
+                body.clear()
         return self._text
 
     async def json(self) -> Any:
-        """The parsed body. Raises `ApiError` 400."""
+        """The parsed body; of a large batch what `read_batch` returns. Raises `ApiError` 400."""
         if not hasattr(self, "_json"):
-            text = await self.text()
-            values = await run_beside(self, text, _count_values, text)
-            if len(text) > _LARGE:
-                memory: BodyMemory = self.scope["body_memory"]
+            memory: BodyMemory = self.scope["body_memory"]
+            body = await self.content()
+            if self.read_batch is not None and len(body) > LARGE_BATCH:
+                values = await run_in_thread(self, count_values, body)
                 memory.take(values * _VALUE_BYTES)
-            self._json = await run_beside(self, text, _parse, text)
+                self._json = await run_in_thread(self, self.read_batch, body)
+                memory.give_back(values * _VALUE_BYTES)
+            else:
+                text = await self.text()
+                values = await run_beside(self, text, count_values, text)
+                if len(text) > _LARGE:
+                    memory.take(values * _VALUE_BYTES)
+                self._json = await run_beside(self, text, _parse, text)
         return self._json
 
 
@@ -246,12 +281,21 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The function that FastAPI calls with a request."""
         handle = super().get_route_handler()
+        read_batch = self.batch_reader()
 
         async def handler(request: Request) -> Response:
             await self.check(request)
-            return await handle(JsonRequest(request.scope, request.receive))
+            read = JsonRequest(request.scope, request.receive)
+            read.read_batch = read_batch
+            return await handle(read)
 
         return handler
+
+    def batch_reader(self) -> Callable[[bytearray], Any] | None:
+        """The function that reads a large batch of messages; None if the route takes none."""
+        from .batches import batch_reader  # its models import this module
+
+        return batch_reader(self)
 
     async def check(self, request: Request) -> None:
         """Check the rights as far as they do not depend on the body. Raises `ApiError`."""
@@ -262,19 +306,19 @@ def read_json(text: str) -> Any:
     """Parse JSON; a number may become an `ExactNumber`. Raises `ApiError`: 400 for invalid JSON or too deep nesting,
     and 413 for too many values.
     """
-    _count_values(text)
+    count_values(text)
     return _parse(text)
 
 
-def _count_values(text: str) -> int:
+def count_values(text: str | bytearray) -> int:
     """How many values the JSON has; an empty list counts as one. Raises `ApiError` for too many, or too deep ones."""
     values, depth, is_in_string = 0, 0, False
     start = 0
     while start < len(text):
-        window = text[start : start + _WINDOW]
+        window = _characters(text[start : start + _WINDOW])
         escapes = len(window) - len(window.rstrip("\\"))
         if escapes % 2:  # do not cut an escape sequence
-            window += text[start + _WINDOW : start + _WINDOW + 1]
+            window += _characters(text[start + _WINDOW : start + _WINDOW + 1])
         start += len(window)
         pieces = window.replace("\\\\", "").replace('\\"', "").split('"')
         outside = "".join(pieces[is_in_string::2])
@@ -294,6 +338,11 @@ def _count_values(text: str) -> int:
         else:
             depth += opened - outside.count("]") - outside.count("}")
     return values
+
+
+def _characters(text: str | bytes | bytearray) -> str:
+    """The text in which each byte that is not ASCII is some other character that is not ASCII."""
+    return text if isinstance(text, str) else text.decode("latin-1")
 
 
 def _parse(text: str) -> Any:

@@ -21,7 +21,7 @@ _CANCEL_SECONDS: Final = 5.0
 _LARGE_BYTES: Final = 2 * 1024 * 1024
 _LARGE_READS: Final = 16  # of 8 KB, which PostgreSQL sends at a time, up to 512 KB, if rows are as large
 _SUCCESSFUL: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
-_LARGE_RESULTS: Final = Gate(2)  # that are received at a time, and one of a user
+_LARGE_RESULTS: Final = Gate(1)  # that are received at a time
 
 
 class Statement:
@@ -36,16 +36,23 @@ class Statement:
         self._text = text.encode()
         self._prepared: WeakSet[AsyncConnection[Any]] = WeakSet()
 
-    async def fetch(self, connection: AsyncConnection[Any], *values: str | None) -> PGresult:
-        """Run the statement and return its result. Raises `psycopg.Error`.
+    async def fetch(self, connection: AsyncConnection[Any], *values: str | bytes | bytearray | None) -> PGresult:
+        """Run the statement and return its result. Raises `psycopg.Error`. A large `bytearray` is empty afterwards.
 
         If the caller is cancelled, the statement is cancelled, too, and the connection can be used again.
         """
         pgconn = connection.pgconn
-        texts = [None if value is None else value.encode() for value in values]
-        note_size(connection, sum(map(len, filter(None, texts))))
-        if pgconn.transaction_status != TransactionStatus.IDLE:  # an error would end the caller's transaction
+        texts = [value.encode() if isinstance(value, str) else value for value in values]
+        size = sum(map(len, filter(None, texts)))
+        note_size(connection, size)
+        # An error would end the caller's transaction. A large value is not kept for a second attempt.
+        if pgconn.transaction_status != TransactionStatus.IDLE or size > _LARGE_BYTES:
             pgconn.send_query_params(self._text, texts)
+            if size > _LARGE_BYTES:  # libpq has a copy
+                for value in texts:
+                    if isinstance(value, bytearray):
+                        value.clear()
+                del texts
             return await _result(connection)
         if connection in self._prepared:
             pgconn.send_query_prepared(self._name, texts)

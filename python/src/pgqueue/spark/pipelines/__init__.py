@@ -16,11 +16,11 @@ from .archive import (
 )
 from .dead_letters import dead_letter_report, normalized_error, read_dead_letters
 from .flights import Published, read_summaries, summarize, summarize_flights
-from .metrics import PERCENTILES, flow_metrics
+from .metrics import PERCENTILES, duration_counts, flow_metrics
 from .predicates import PredicateError, matching
 from .replay import Redriven, Replayed, redrive_where, replay
 from .report import FlowReport, flow_report
-from .report_page import DeadLetterGroup, Flow, Measure
+from .report_page import DeadLetterGroup, Durations, Flow, Measure
 from .session import SparkFailure, local_session
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Archived",
     "Compacted",
     "DeadLetterGroup",
+    "Durations",
     "Flow",
     "FlowReport",
     "Measure",
@@ -41,6 +42,7 @@ __all__ = [
     "archive_to_parquet",
     "compact_archive",
     "dead_letter_report",
+    "duration_counts",
     "flow_metrics",
     "flow_report",
     "local_session",

@@ -1,4 +1,4 @@
-"""Metrics of message flow by queue and time window: throughput, wait and processing times, retries, failures."""
+"""Metrics of message flow by queue and time window: throughput, times and their distribution, retries, failures."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,9 +9,10 @@ from pyspark.sql import functions as F
 
 from .times import utc_floor
 
-__all__ = ["PERCENTILES", "flow_metrics"]
+__all__ = ["PERCENTILES", "STEPS", "duration_counts", "flow_metrics"]
 
 PERCENTILES = (0.5, 0.95, 0.99)
+STEPS = 3  # ranges of durations for each power of ten
 
 
 def flow_metrics(
@@ -44,15 +45,12 @@ def flow_metrics(
 
     Raises OptionError if `window` is not positive.
     """
-    waited = _micros(F.col("claimed_at")) - _micros(F.col("enqueued_at"))
-    processed = _micros(F.col("finished_at")) - _micros(F.col("claimed_at"))
     keys = [F.col("queue_name"), _start(F.col("finished_at"), window).alias("window_start")]
     done = finished.groupBy(*keys).agg(
         F.count("*").alias("finished"),
         F.count_if(F.col("attempt_count") > 1).alias("retried"),
         F.sum(F.greatest(F.col("attempt_count") - 1, F.lit(0))).alias("retries"),
-        _percentiles(waited / 1e6, accuracy).alias("wait"),
-        _percentiles(processed / 1e6, accuracy).alias("processing"),
+        *(_percentiles(micros / 1e6, accuracy).alias(what) for what, micros in _times().items()),
     )
     if dead is None:
         joined = done.withColumn("dead", F.lit(None).cast("long"))
@@ -77,13 +75,36 @@ def flow_metrics(
     ).orderBy("queue_name", "window_start")
 
 
+def duration_counts(finished: DataFrame, window: timedelta) -> DataFrame:
+    """Count finished messages by queue, window, and range of their wait and processing times.
+
+    Takes `finished` and `window` as `flow_metrics` does.
+
+    Returns:
+        queue_name; window_start; what, `wait` or `processing`; step, the range: from 10^(step/3) seconds up to the
+        beginning of the next step, the lowest one, -18, also with all that is shorter than a microsecond; messages.
+    """
+    steps = [
+        F.struct(
+            F.lit(what).alias("what"),
+            (F.floor(F.log10(F.greatest(micros, F.lit(1))) * STEPS) - 6 * STEPS).cast("int").alias("step"),
+        )
+        for what, micros in _times().items()
+    ]
+    found = finished.where(F.col("claimed_at").isNotNull()).select(
+        "queue_name", _start(F.col("finished_at"), window).alias("window_start"), F.inline(F.array(*steps))
+    )
+    return found.groupBy(*found.columns).agg(F.count("*").alias("messages"))
+
+
 def _start(moment: Column, window: timedelta | None) -> Column:
     return F.lit(None).cast("timestamp") if window is None else utc_floor(moment, window)
 
 
-def _micros(moment: Column) -> Column:
-    """Microseconds as an integer, so that nothing is rounded before the difference is taken."""
-    return F.unix_micros(moment)
+def _times() -> dict[str, Column]:
+    """Wait and processing times in microseconds, as integers, so that nothing is rounded before the difference."""
+    enqueued, claimed, finished = (F.unix_micros(f"{what}_at") for what in ("enqueued", "claimed", "finished"))
+    return {"wait": claimed - enqueued, "processing": finished - claimed}
 
 
 def _percentiles(value: Column, accuracy: int | None) -> Column:

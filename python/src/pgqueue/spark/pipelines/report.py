@@ -12,8 +12,8 @@ from pyspark.sql import functions as F
 from ..options import OptionError
 from .archive import read_finished
 from .dead_letters import COUNTED, dead_letter_report, read_dead_letters
-from .metrics import flow_metrics
-from .report_page import DeadLetterGroup, Flow, Measure, render
+from .metrics import duration_counts, flow_metrics
+from .report_page import DeadLetterGroup, Durations, Flow, Measure, busiest, render
 from .times import from_micros, in_utc, window_of
 
 __all__ = ["FlowReport", "flow_report"]
@@ -46,7 +46,8 @@ def flow_report(
     """Write a report on message flow through queues, `flow.html`. Needs extra `plots`.
 
     The page has the library for its charts, 5 MB. It needs no other files and makes no requests. Of more than 100
-    queues, the busiest 100 have charts. Only aggregates leave Spark: a row for each queue and window.
+    queues, the busiest 100 have charts. Only aggregates leave Spark: a row for each queue and window, and one for each
+    range of durations there.
 
     Args:
         spark: A classic session (not Spark Connect).
@@ -80,10 +81,13 @@ def flow_report(
             raise OptionError(
                 f"invalid window: {whole} has more than {_MAX_WINDOWS:,} windows of {length}; choose a longer one"
             )
+        totals = [_measure(row) for row in _collect(flow_metrics(finished, dead, None, accuracy))]
+        drawn = finished.where(F.col("queue_name").isin(busiest(totals)))
         flow = Flow(
             length,
-            [_measure(row) for row in _collect(flow_metrics(finished, dead, None, accuracy))],
+            totals,
             [_measure(row) for row in _collect(flow_metrics(finished, dead, length, accuracy))],
+            [_durations(row) for row in _collect(duration_counts(drawn, length))],
             [_kind(row) for row in _kinds(dead)],
             datetime.now(UTC),
             f"Read from the archive{'' if path is None else ' and from Parquet'}",
@@ -116,6 +120,10 @@ def _measure(row: Row) -> Measure:
     values = row.asDict()
     start = values.pop("window_start")
     return Measure(window_start=None if start is None else from_micros(start), **values)
+
+
+def _durations(row: Row) -> Durations:
+    return Durations(row["queue_name"], from_micros(row["window_start"]), row["what"], row["step"], row["messages"])
 
 
 def _kinds(dead: DataFrame) -> list[Row]:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
 from importlib import resources
+from itertools import pairwise
 from typing import Any, Final
 
-__all__ = ["DeadLetterGroup", "Flow", "Measure", "render"]
+from .metrics import STEPS
+
+__all__ = ["DeadLetterGroup", "Durations", "Flow", "Measure", "busiest", "render"]
 
 _MAX_CHARTED: Final = 100  # queues with charts
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -23,6 +26,15 @@ _COLOURS: Final = {
     "p50": "#3f86dc",
     "p95": "#c97516",
     "p99": "#a85fc9",
+}
+_CLEAR: Final = "rgba(0,0,0,0)"
+_LAYOUT: Final = {
+    "template": "none",
+    "paper_bgcolor": _CLEAR,
+    "plot_bgcolor": _CLEAR,
+    "modebar_bgcolor": _CLEAR,
+    "margin": {"l": 12, "r": 8, "t": 4, "b": 28},
+    "font": {"family": "system-ui, sans-serif", "size": 11},
 }
 _TIMES: Final = [f"{what}_{rank}" for what in ("wait", "processing") for rank in ("p50", "p95", "p99")]
 _COLUMNS: Final = ("finished", "dead", "failure rate", "retries", *(name.replace("_", " ") for name in _TIMES))
@@ -51,6 +63,17 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
+class Durations:
+    """The number of messages of a queue in one window with times in one range: a row of `duration_counts`."""
+
+    queue_name: str
+    window_start: datetime
+    what: str
+    step: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetterGroup:
     """Dead letters of one kind: with the same queue, reason and normalized error. `letters` is their number."""
 
@@ -65,23 +88,18 @@ class DeadLetterGroup:
 class Flow:
     """The data of a report.
 
-    `totals` has each queue in total, `windows` each queue by window (in order), `letters` the kinds of dead letters
-    (most frequent first). `window` is the length of a window, `made_at` the time of the report, and `places` says in
-    words what was read.
+    `totals` has each queue in total, `windows` each queue by window (in order), `durations` the queues with charts by
+    window and range of times, `letters` the kinds of dead letters (most frequent first). `window` is the length of a
+    window, `made_at` the time of the report, and `places` says in words what was read.
     """
 
     window: timedelta
     totals: Sequence[Measure]
     windows: Sequence[Measure]
+    durations: Sequence[Durations]
     letters: Sequence[DeadLetterGroup]
     made_at: datetime
     places: str
-
-    def drawn(self) -> list[str]:
-        """Return the queues with charts: all of them, or the 100 busiest."""
-        busiest = sorted(self.totals, key=lambda total: -total.finished - total.dead)[:_MAX_CHARTED]
-        names = {total.queue_name for total in busiest}
-        return [total.queue_name for total in self.totals if total.queue_name in names]
 
     def of(self, queue: str) -> list[Measure]:
         """Return the windows of a queue, including empty ones between the first and the last."""
@@ -92,6 +110,13 @@ class Flow:
             filled.append(known.get(at) or Measure(queue, at, 0, 0, 0, 0, *[None] * 7))
             at += self.window
         return filled
+
+
+def busiest(totals: Sequence[Measure]) -> list[str]:
+    """Return the queues with charts: all of them, or the 100 busiest."""
+    most = sorted(totals, key=lambda total: -total.finished - total.dead)[:_MAX_CHARTED]
+    names = {total.queue_name for total in most}
+    return [total.queue_name for total in totals if total.queue_name in names]
 
 
 def seconds(value: float | None) -> str:
@@ -123,7 +148,7 @@ def render(flow: Flow) -> str:
         first, last = min(starts), max(starts) + flow.window
         length = seconds(flow.window.total_seconds())
         period = f"{first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, in windows of {length}"
-    drawn = flow.drawn()
+    drawn = busiest(flow.totals)
     body = [
         f"<p>{period}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
         "<h2>Queues</h2>",
@@ -134,7 +159,9 @@ def render(flow: Flow) -> str:
     for queue in drawn:
         found = flow.of(queue)
         rows = [[f"{measure.window_start:%Y-%m-%d %H:%M:%S}", *_values(measure)] for measure in found]
-        figures = "".join(_figure(title, figure) for title, figure in _charts(found, flow.window)) if found else ""
+        durations = [one for one in flow.durations if one.queue_name == queue]
+        charts = _charts(found, flow.window, durations) if found else ()
+        figures = "".join(_figure(title, figure) for title, figure in charts)
         body.append(
             f'<h2>{_text(queue)}</h2><div class="charts">{figures}</div><details><summary>The figures, by window'
             f"</summary>{_table(('from (UTC)', *_COLUMNS), rows)}</details>"
@@ -150,7 +177,7 @@ def render(flow: Flow) -> str:
     return re.sub("@(body|plotly)@", lambda found: parts[found[0]], page)
 
 
-def _charts(found: Sequence[Measure], window: timedelta) -> Iterable[tuple[str, Any]]:
+def _charts(found: Sequence[Measure], window: timedelta, durations: Sequence[Durations]) -> Iterable[tuple[str, Any]]:
     """Yield the charts of a queue: their titles, and figures of plotly."""
     length = window.total_seconds()
     rates = {"finished": [one.finished / length for one in found], "dead": [one.dead / length for one in found]}
@@ -161,6 +188,39 @@ def _charts(found: Sequence[Measure], window: timedelta) -> Iterable[tuple[str, 
     for title, what in (("Wait, from enqueue to claim", "wait"), ("Work, from claim to ack", "processing")):
         times = {rank: [getattr(one, f"{what}_{rank}") for one in found] for rank in ("p50", "p95", "p99")}
         yield title, _chart(found, window, times, seconds, _time_axis(times))
+    for title, what in (("Share of messages by wait", "wait"), ("Share of messages by work", "processing")):
+        counts = {(one.step, one.window_start): one.messages for one in durations if one.what == what}
+        if counts:
+            yield title, _heat_map([one.window_start for one in found if one.window_start is not None], window, counts)
+
+
+def _heat_map(starts: Sequence[datetime], window: timedelta, counts: dict[tuple[int, datetime], int]) -> Any:
+    """Return a map of the share that each range of times has of the messages in each window."""
+    from plotly import graph_objects
+
+    lowest, highest = min(step for step, _ in counts), max(step for step, _ in counts)
+    steps = range(lowest, highest + 1)
+    totals = {start: sum(counts.get((step, start), 0) for step in steps) for start in starts}
+    shares = [
+        [counts[step, start] / totals[start] if (step, start) in counts else None for start in starts] for step in steps
+    ]
+    bounds = [10 ** (step / STEPS) for step in range(lowest, highest + 2)]
+    figure = graph_objects.Figure()
+    figure.add_heatmap(
+        x=[start.replace(tzinfo=None) for start in (*starts, starts[-1] + window)],
+        y=[f"{seconds(low)} to {seconds(high)}" for low, high in pairwise(bounds)],
+        z=shares,
+        colorscale=[[0, "rgba(63,134,220,0.1)"], [1, "rgb(63,134,220)"]],
+        showscale=False,
+        hovertemplate="%{y}: %{z:,.3~%}<extra></extra>",
+    )
+    # At the bounds, which are between the ranges.
+    ticks = range(-lowest % STEPS, len(bounds), STEPS) if len(bounds) > 2 * STEPS else range(len(bounds))
+    labels = {"tickvals": [place - 0.5 for place in ticks], "ticktext": [seconds(bounds[place]) for place in ticks]}
+    figure.update_layout(**_LAYOUT)
+    figure.update_xaxes(showgrid=False, ticks="")
+    figure.update_yaxes(automargin=True, showgrid=False, ticks="outside", tickcolor=_CLEAR, **labels)
+    return figure
 
 
 def _time_axis(times: dict[str, list[Any]]) -> dict[str, Any]:
@@ -191,7 +251,6 @@ def _chart(
 
     middle = timedelta(0) if is_stacked else window / 2
     moments = [(one.window_start + middle).replace(tzinfo=None) for one in found if one.window_start is not None]
-    clear = "rgba(0,0,0,0)"
     figure = graph_objects.Figure()
     for name, values in series.items():
         texts = ["" if value is None else show(value) for value in values]
@@ -202,19 +261,10 @@ def _chart(
             figure.add_bar(**shown, **wide, marker={"color": _COLOURS[name], "line_width": 0})
         else:
             figure.add_scatter(**shown, mode="lines+markers", marker_size=4, line_color=_COLOURS[name])
-    figure.update_layout(
-        template="none",
-        barmode="stack",
-        hovermode="x unified",
-        paper_bgcolor=clear,
-        plot_bgcolor=clear,
-        modebar_bgcolor=clear,
-        margin={"l": 12, "r": 8, "t": 4, "b": 28},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        font={"family": "system-ui, sans-serif", "size": 11},
-    )
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
+    figure.update_layout(barmode="stack", hovermode="x unified", legend=legend, **_LAYOUT)
     figure.update_xaxes(range=[moments[0] - middle, moments[-1] - middle + window], showgrid=False)
-    figure.update_yaxes(rangemode="tozero", automargin=True, nticks=5, ticks="outside", tickcolor=clear, **axis)
+    figure.update_yaxes(rangemode="tozero", automargin=True, nticks=5, ticks="outside", tickcolor=_CLEAR, **axis)
     return figure
 
 
