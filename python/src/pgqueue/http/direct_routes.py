@@ -21,6 +21,7 @@ from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueInfo
 from .admission import address_of
+from .batches import batch_reader
 from .context import (
     Context,
     CurrentContext,
@@ -195,6 +196,10 @@ def target_of(context: Context, queue_name: str, service_id: str | None, databas
 
 class DirectRoute(JsonRoute):
     """A route for a queue. It checks the rights to the queue before the body is read."""
+
+    def batch_reader(self) -> Callable[[bytearray], Any] | None:
+        """The function that reads a large batch of messages; None if the route takes none."""
+        return batch_reader(self)
 
     async def check(self, request: Request) -> None:
         """Check the rights. Raises `ApiError`."""

@@ -1,5 +1,6 @@
 """The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import quote
 from uuid import UUID
@@ -9,6 +10,7 @@ from psycopg import AsyncConnection
 from pydantic import BaseModel
 
 from . import registry
+from .batches import batch_reader
 from .context import (
     Context,
     CurrentContext,
@@ -52,6 +54,10 @@ ServiceOfQueue = Annotated[Service, Depends(_authorized)]
 
 class _ManagedRoute(JsonRoute):
     """A route of a service. It checks the rights to the service and to the queue before the body is read."""
+
+    def batch_reader(self) -> Callable[[bytearray], Any] | None:
+        """The function that reads a large batch of messages; None if the route takes none."""
+        return batch_reader(self)
 
     async def check(self, request: Request) -> None:
         """Check the rights. Raises `ApiError`."""

@@ -293,9 +293,7 @@ class JsonRoute(APIRoute):
 
     def batch_reader(self) -> Callable[[bytearray], Any] | None:
         """The function that reads a large batch of messages; None if the route takes none."""
-        from .batches import batch_reader  # its models import this module
-
-        return batch_reader(self)
+        return None
 
     async def check(self, request: Request) -> None:
         """Check the rights as far as they do not depend on the body. Raises `ApiError`."""
