@@ -16,7 +16,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from sections import update_section
 
 HERE = Path(__file__).resolve().parent
-LATEST, BREAKDOWN, HORIZON, WEB = (HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon", "web"))
+LATEST, BREAKDOWN, HORIZON, WEB, ATTACK = (
+    HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon", "web", "attack")
+)
 Rows = list[list[str]]
 Cell = dict[str, Any]
 SINGLE_VERBS = ("enqueue 1", "claim 1, ack", "claim 100, ack 100")
@@ -338,6 +340,22 @@ def web(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def attack(report: dict[str, Any]) -> str:
+    """The section on an attack on the HTTP server: a line for each turn."""
+    headings = ["attacks", "requests of the honest client", "longest wait, ms", "p99, ms", "memory, MB: most", "median"]
+    lines = [headings, ["---", *("---:" for _ in headings[1:])]]
+    for turn in report["turns"]:
+        figures = (f"{turn[name]:,}" for name in ("requests", "longest_ms", "p99_ms", "most_mb", "median_mb"))
+        lines.append([turn["attacks"], *figures])
+    about = (
+        f"<sub>{report['machine']}, shared by the attackers, the honest client, the server and its database, load"
+        f" before it {report['load_before']}; commit {report['commit']}, {report['at'][:10]}."
+        f" {report['seconds'] / 60:.0f} minutes in all. Requests of the honest client that were refused:"
+        f" {sum(turn['errors'] for turn in report['turns'])}.</sub>"
+    )
+    return "\n".join(map(markdown, lines)) + f"\n\n{wrapped(about)}"
+
+
 def ranged(figures: dict[str, float], factor: int) -> str:
     """A median with the lowest and the highest, each times a factor."""
     median, lowest, highest = (f"{figures[name] * factor:,.0f}" for name in ("median", "lowest", "highest"))
@@ -391,6 +409,9 @@ def main() -> int:
     if WEB.exists():
         text = web(json.loads(WEB.read_text(encoding="utf-8")))
         failed |= update_section("http", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
+    if ATTACK.exists():
+        text = attack(json.loads(ATTACK.read_text(encoding="utf-8")))
+        failed |= update_section("attack", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 
 

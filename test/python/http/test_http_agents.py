@@ -1,13 +1,24 @@
 """Tasks whose agents die or stall, at every step."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
 from served import ADMIN, Server, Site, locked, new_name, serving, terminate, waiters
+
+from pgqueue.http import registry
+from pgqueue.http.agent import Agent
+from pgqueue.http.registry import AgentTask
+from pgqueue.http.request_body import LARGE_BATCH
+from pgqueue.http.settings import Settings
 
 TASK_ROW = "select from pgqueue_http.tasks where id = %s for update"
 KINDS = ["provision", "enqueue", "deprovision"]
@@ -240,3 +251,28 @@ def test_users_take_turns_with_their_tasks(site: Site, controller: Server, prepa
             "select id::text from pgqueue_http.tasks where id = any(%s) order by updated_at", [[*tasks, task]]
         ).fetchall()
     assert ended.index((task,)) <= 2
+
+
+@pytest.mark.parametrize(("size", "most"), [(LARGE_BATCH, 3), (LARGE_BATCH + 1, 1)])
+async def test_an_agent_reads_one_large_request_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+) -> None:
+    reading, found = 0, 0
+
+    async def read_request(_connection: object, _id: UUID) -> bytes:
+        nonlocal reading, found
+        reading += 1
+        found = max(found, reading)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        reading -= 1
+        raise NotImplementedError
+
+    monkeypatch.setattr(registry, "read_request", read_request)
+    databases: Any = SimpleNamespace(service=lambda _id: None, control=nullcontext)
+    agent = Agent(Settings("", {}, {}), databases, cast("Any", None))
+    queue: Any = SimpleNamespace(service_id="one")
+    task = AgentTask(uuid4(), "enqueue", size, datetime.now(UTC), uuid4())
+    ended = await asyncio.gather(*(agent._enqueue(task, queue) for _ in range(3)), return_exceptions=True)
+    assert [type(each) for each in ended] == [NotImplementedError] * 3
+    assert found == most

@@ -532,7 +532,7 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
         with ThreadPoolExecutor(16) as threads:
             with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
                 searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
-                web.until(lambda: len(waiters(site.target)) == 4)  # half of the connections, and the sampler
+                web.until(lambda: len(waiters(site.target)) >= 4)  # half of the connections; samplers
                 path = f"/v1/queues/{name}/enqueue"
                 answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
                 assert answer.status_code == 201, answer.text
@@ -750,7 +750,8 @@ async def test_messages_are_received_as_rows(site: Site, tmp_path: Path, monkeyp
 
     async def watched(statement: Statement, connection: Any, *given: str | None) -> Any:
         result = await fetch(statement, connection, *given)
-        rows.append(result.ntuples)
+        if not statement._name.endswith(b"_effect"):
+            rows.append(result.ntuples)
         return result
 
     monkeypatch.setattr(Statement, "fetch", watched)

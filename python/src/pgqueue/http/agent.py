@@ -7,7 +7,7 @@ in the target database, under the task's id, in the transaction of the effect. A
 import asyncio
 import json
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -27,6 +27,7 @@ from .errors import ApiError, connection_failure, connection_sqlstate, from_data
 from .idempotency import Answer, EffectKey, run_once
 from .metrics import Metrics
 from .registry import AgentTask, QueueRow
+from .request_body import LARGE_BATCH
 from .serialization import to_json
 from .settings import Settings
 
@@ -59,6 +60,7 @@ class Agent:
         self._settings = settings
         self._databases = databases
         self._metrics = metrics
+        self._large_request = asyncio.Lock()  # for the memory of one at a time
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -190,13 +192,16 @@ class Agent:
 
     async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
         service = self._databases.service(queue.service_id)
-        async with self._databases.target(service, queue.database_name, prepare=True) as target:
+        async with self._large_request if task.request_bytes > LARGE_BATCH else nullcontext():
+            async with self._databases.control() as connection:
+                request = await registry.read_request(connection, task.id)
+            async with self._databases.target(service, queue.database_name, prepare=True) as target:
 
-            async def effect() -> Answer:
-                ids = await enqueue_messages(target, queue.name, task.request or "{}")
-                return Answer(200, f'{{"message_ids": [{", ".join(ids)}]}}')
+                async def effect() -> Answer:
+                    ids = await enqueue_messages(target, queue.name, request)
+                    return Answer(200, f'{{"message_ids": [{", ".join(ids)}]}}')
 
-            answer = await run_once(target, EffectKey("task", str(task.id)), effect)
+                answer = await run_once(target, EffectKey("task", str(task.id)), effect)
         if not answer.replayed:
             number = len(json.loads(answer.text)["message_ids"])
             self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)

@@ -2,15 +2,29 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection
 
 from .errors import ApiError
-from .statements import note_size
+from .statements import Statement, note_size
 
 __all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
+
+_BEGIN: Final = Statement(
+    "pgqueue_begin_effect",
+    "insert into pgqueue_http.effects (scope, key, fingerprint) values ($1, $2, $3) on conflict do nothing",
+)
+_FIND: Final = Statement(
+    "pgqueue_find_effect",
+    "select encode(e.fingerprint, 'hex'), e.status, e.answer from pgqueue_http.effects e"
+    " where e.scope = $1 and e.key = $2",
+)
+_END: Final = Statement(
+    "pgqueue_end_effect",
+    "update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2",
+)
 
 
 class Answer(NamedTuple):
@@ -45,7 +59,8 @@ def fingerprint(*parts: bytes) -> bytes:
     """The SHA-256 digest of the parts of a request. Each part is preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
     return digest.digest()
 
 
@@ -63,28 +78,20 @@ async def run_once(
         return await effect()
     async with connection.transaction():
         try:
-            cursor = await connection.execute(
-                "insert into pgqueue_http.effects (scope, key, fingerprint) values (%s, %s, %s) on conflict do nothing",
-                key,
-            )
+            begun = await _BEGIN.fetch(connection, key.scope, key.key, f"\\x{key.fingerprint.hex()}")
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
             message = "a request with this Idempotency-Key is still running"
             raise ApiError(409, "idempotency_key_in_use", message, "Idempotency-Key", key.key) from None
-        if not cursor.rowcount:
-            cursor = await connection.execute(
-                "select fingerprint, status, answer from pgqueue_http.effects where scope = %s and key = %s", key[:2]
-            )
-            before, status, text = await cursor.fetchone() or (b"", 0, "")
-            if bytes(before) != key.fingerprint:
+        if not begun.command_tuples:
+            found = await _FIND.fetch(connection, key.scope, key.key)
+            before, status, stored = (found.get_value(0, column) or b"" for column in range(3))
+            if before.decode() != key.fingerprint.hex():
                 message = "this Idempotency-Key was used for another request"
                 raise ApiError(
                     422, "idempotency_key_reused", message, "Idempotency-Key", key.key, "one key for each request"
                 )
-            note_size(connection, len(text))
-            return Answer(status, text, True)
+            note_size(connection, len(stored))
+            return Answer(int(status), stored, True)
         answer = await effect()
-        await connection.execute(
-            "update pgqueue_http.effects set status = %s, answer = %s where scope = %s and key = %s",
-            [answer.status, answer.text, *key[:2]],
-        )
+        await _END.fetch(connection, key.scope, key.key, str(answer.status), answer.body)
         return answer

@@ -157,9 +157,9 @@ async def enqueue(
     key: IdempotencyKey,
 ) -> Response:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
-    text = await request.text()
-    await run_beside(request, text, check_sizes, body.messages)
-    return await _submit(context, service, queue_name, "enqueue", key, text)
+    content = await request.content()
+    await run_beside(request, content, check_sizes, body.messages)
+    return await _submit(context, service, queue_name, "enqueue", key, content)
 
 
 @router.get(
@@ -208,7 +208,7 @@ async def _submit(
     queue_name: str,
     kind: registry.TaskKind,
     key: EffectKey | None,
-    request: str | None,
+    request: bytes | bytearray | None,
 ) -> Response:
     async with context.databases.control() as connection:
 

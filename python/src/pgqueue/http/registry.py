@@ -14,6 +14,7 @@ from psycopg.rows import class_row
 
 from .rights import current
 from .serialization import RawJson
+from .statements import Statement, note_size
 
 __all__ = ["AgentTask", "QueueRow", "Status", "TaskKind", "TaskRow"]
 
@@ -27,6 +28,20 @@ _QUEUE = (
     "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
     " q.status, q.error_message, q.created_at, q.updated_at"
 )
+# The tasks of a user are a group of the task queue, so that users take turns.
+_SUBMIT = Statement(
+    "pgqueue_submit_task",
+    """
+with task as (
+    insert into pgqueue_http.tasks (kind, queue_id, request) values ($1::text, $2::uuid, $3::jsonb) returning id
+)
+select
+    t.id,
+    pgqueue.enqueue($4, jsonb_build_object('task_id', t.id, 'kind', $1::text), group_key => left($5, 255))
+from task t
+""",
+)
+_READ_REQUEST = Statement("pgqueue_task_request", "select t.request from pgqueue_http.tasks t where t.id = $1::uuid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +74,11 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """A task as its agent sees it. `request` is the body of the request in the caller's own text."""
+    """A task as its agent sees it. `request_bytes` is the size of the request that `read_request` returns."""
 
     id: UUID
     kind: TaskKind
-    request: str | None
+    request_bytes: int
     created_at: datetime
     queue_id: UUID
 
@@ -132,23 +147,14 @@ async def begin_deletion(connection: Connection, service_id: str, name: str) -> 
 
 
 async def submit(
-    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: str | None = None
+    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: bytes | bytearray | None = None
 ) -> UUID:
     """Record a task and send it to the agents in one statement. Returns its id.
 
-    The tasks of a user are a group of the task queue, so that users take turns.
+    A large `request` that is a `bytearray` is empty afterwards.
     """
-    cursor = await connection.execute(
-        "with task as ("
-        " insert into pgqueue_http.tasks (kind, queue_id, request) values (%s, %s, %s::jsonb) returning id"
-        ") select t.id, pgqueue.enqueue(%s, jsonb_build_object('task_id', t.id, 'kind', %s::text),"
-        " group_key => left(%s, 255)) from task t",
-        [kind, queue_id, request, task_queue, kind, current().name],
-    )
-    row = await cursor.fetchone()
-    assert row is not None  # noqa: S101 - it was inserted
-    task_id: UUID = row[0]
-    return task_id
+    result = await _SUBMIT.fetch(connection, kind, str(queue_id), request, task_queue, current().name)
+    return UUID((result.get_value(0, 0) or b"").decode())
 
 
 async def find_task(
@@ -175,10 +181,19 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
         "), queue as ("
         " update pgqueue_http.queues q set status = 'Provisioning', updated_at = now() from task t"
         " where q.id = t.queue_id and t.kind = 'provision' and q.status = 'Pending'"
-        ") select t.id, t.kind, t.request::text as request, t.created_at, t.queue_id from task t",
+        ") select t.id, t.kind, coalesce(octet_length(t.request::text), 0) as request_bytes, t.created_at, t.queue_id"
+        " from task t",
         [id],
     )
     return await cursor.fetchone()
+
+
+async def read_request(connection: Connection, id: UUID) -> bytes:
+    """The body of the request of a task, as JSON; an object without members if the task has ended."""
+    result = await _READ_REQUEST.fetch(connection, str(id))
+    body = result.get_value(0, 0) if result.ntuples else None
+    note_size(connection, len(body or b""))
+    return body or b"{}"
 
 
 async def note(connection: Connection, id: UUID, message: str) -> None:
