@@ -40,6 +40,7 @@ MB: Final = 1024 * 1024
 WAIT_GOAL_MS, MEMORY_GOAL_MB = 1000, 300
 PACE_SECONDS = 0.05  # of the honest client between two requests
 BATCH: Final = json.dumps({"messages": [{"payload": {"text": "x" * 250_000}}] * 100}).encode()
+ATTACKING: Final = ("127.0.0.2", "127.0.0.3")
 QUEUES: Final = ("attacked", "empty", "searched")  # of the attacker
 RIGHTS: Final = [f"{access}:bench/{name}" for access in ("producer", "consumer", "admin", "reader") for name in QUEUES]
 STALL_SECONDS = 5  # for which an attacker does not read, or does not send
@@ -59,10 +60,14 @@ class Client:
 
     host: str
     port: int
+    addresses: tuple[str, ...] = ("127.0.0.1",)  # of the client; its connections take turns with them
     sent: int = field(default=0, init=False)
+    connected: int = field(default=0, init=False)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.port)
+        self.connected += 1
+        address = self.addresses[self.connected % len(self.addresses)]
+        return await asyncio.open_connection(self.host, self.port, local_addr=(address, 0))
 
     def request(self, line: str, body: bytes = b"", headers: str = ATTACKER, form: bool = False) -> bytes:
         kind = "application/x-www-form-urlencoded" if form else "application/json"
@@ -232,7 +237,7 @@ async def repeat(client: Client, attack: Attack, number: int) -> None:
 
 
 async def run_attacks(host: str, port: int, names: list[str], seconds: float) -> None:
-    client, loop = Client(host, port), asyncio.get_running_loop()
+    client, loop = Client(host, port, ATTACKING), asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, _context: None)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:

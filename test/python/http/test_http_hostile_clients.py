@@ -25,6 +25,7 @@ from clients import PATIENCE
 from served import ADMIN, SERVICE, Site, locked, new_name, serving, waiters
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pgqueue._tasks import end_tasks
@@ -135,6 +136,53 @@ async def closed(reader: asyncio.StreamReader) -> bool:
         return await reader.read() == b""
     except ConnectionError:
         return True
+
+
+async def test_a_refused_client_has_some_time_to_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server closed the connection while the client still sends, the client would not get the answer."""
+    async with listening(greeting, ClientConnections(10)) as served:
+        for seconds in (PATIENCE, 0.01):
+            monkeypatch.setattr(protocol, "_LINGER_SECONDS", seconds)
+            reader, writer = await served.connect(b"NONSENSE\r\n\r\n")
+            while not served.protocols:  # noqa: ASYNC110 - the server has no event for this
+                await asyncio.sleep(0)
+            (refused,) = served.protocols
+            writer.write(b"x" * PART_BYTES)
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            assert await served.ask() == b"HTTP/1.1 200 OK"
+            if seconds == PATIENCE:
+                assert refused in served.protocols
+                writer.write(b"x" * PART_BYTES)
+                await writer.drain()
+                writer.close()
+            while served.protocols:  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.001)
+
+
+async def test_a_large_body_is_parsed_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no body is parsed in parts of 1 KB. So would be what follows the body."""
+    parsed: list[int] = []
+    parse = HttpToolsProtocol.data_received
+    monkeypatch.setattr(
+        HttpToolsProtocol, "data_received", lambda connection, data: (parsed.append(len(data)), parse(connection, data))
+    )
+    size, following = 4_000_000, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+    async with listening(discarding, ClientConnections(10)) as served:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+        reader, writer = await served.connect(head)
+        writer.write(b"x" * size + following)
+        for _ in range(101):
+            await reader.readuntil(b"\r\n\r\nok")
+    assert sum(parsed) == len(head) + size + len(following)
+    assert len(parsed) < size / 4096
+    assert max(parsed[-3:]) <= 1024
+
+
+async def discarding(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read the body before the greeting."""
+    while (await receive()).get("more_body"):
+        pass
+    await greeting(scope, receive, send)
 
 
 class Holding:

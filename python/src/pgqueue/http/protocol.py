@@ -39,7 +39,8 @@ PIPELINES_LIMIT: Final = 32 * 1024 * 1024
 _READ_BYTES: Final = 8 * 1024  # at a time, if no request waits for its body: the server keeps them
 _BODY_READ_BYTES: Final = 64 * 1024  # at a time, of the body for which a request waits
 _READ_BUFFER: Final = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: it is emptied at once
-_PARSED_AT_ONCE: Final = 1024  # bytes, so at most 57 requests; a parsed request takes a hundred times its bytes
+# Bytes that are not the body of a request, so at most 57 requests; a parsed request takes a hundred times its bytes.
+_PARSED_AT_ONCE: Final = 1024
 _PARSE_SECONDS: Final = 0.002  # then other connections have their turn
 _LINGER_SECONDS: Final = 2.0  # for a client to read why it is refused
 _JOINED_BYTES: Final = 16 * 1024  # of a write; larger ones are not joined
@@ -70,6 +71,9 @@ class _JoiningTransport:
         self._unsent.append(data)
         if len(data) >= _JOINED_BYTES:
             self._send()
+
+    def is_closing(self) -> bool:  # without the detour of `__getattr__`
+        return self._transport.is_closing()
 
     def close(self) -> None:
         self._send()
@@ -128,6 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_reading_headers = True
         self._is_refused = False  # what still arrives is dropped
         self._received = 0
+        self._body_left = 0  # bytes, if the client has told the length of the body
         self._unparsed = bytearray()  # what was received while a request waited for the response to a previous one
         self._counted = 0  # bytes of it, among those of all connections
         self._next_parsing: asyncio.Handle | None = None
@@ -195,7 +200,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Parse the data up to a request that has to wait for the response to a previous one, and keep the rest."""
         if self._is_refused:
             return
-        if self._unparsed or self.pipeline or len(data) > _PARSED_AT_ONCE:
+        if self._unparsed or self.pipeline or len(data) > max(_PARSED_AT_ONCE, self._body_left):
             self._unparsed += data
             self._parse_more()
         else:
@@ -205,8 +210,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _parse_more(self) -> None:
         until = time.monotonic() + _PARSE_SECONDS
         while self._unparsed and not self.pipeline and not self._is_over():
-            part = bytes(self._unparsed[:_PARSED_AT_ONCE])
-            del self._unparsed[:_PARSED_AT_ONCE]
+            size = self._body_left or _PARSED_AT_ONCE
+            part = bytes(self._unparsed[:size])
+            del self._unparsed[:size]
             self._parse(part)
             if time.monotonic() > until:  # very small chunks
                 if self._next_parsing is None:
@@ -262,12 +268,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Do not count the body, and allow that as many bytes again are none."""
         self._received = max(0, self._received - 2 * len(body))
+        self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
         """End the timeout of the headers."""
         self._is_reading_headers = False
         self._received = 0
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._cancel_deadline()
         super().on_headers_complete()
 

@@ -35,8 +35,8 @@ logger = logging.getLogger("pgqueue.http")
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-_ACCEPTED_AT_ONCE: Final = 32  # connections in a turn of the event loop
-_OTHER_FILES: Final = 200  # of the process, besides connections; those that listen are among them
+_ACCEPTED_AT_ONCE: Final = 128  # connections in a turn of the event loop
+_OTHER_FILES: Final = 400  # of the process, besides connections; those that listen are among them
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
