@@ -393,8 +393,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             }
             found.append(turn)
             console.print(json.dumps(turn))
-        seen = server.is_running() and server.status() != psutil.STATUS_ZOMBIE
-    return {"seconds": round(seconds * len(chosen)), "turns": found, "restarted": not seen}
+    return {"seconds": round(seconds * len(chosen)), "turns": found}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
