@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -331,16 +330,16 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
 
 
 def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
-    """The turns of a busy server are long, and the client that connected last would wait for all of them."""
-    number, announced = 320, []
-    config = Config(
-        greeting,
-        HERE,
-        0,
-        http=partial(protocol.LimitedHttpProtocol, clients=ClientConnections(1000)),  # type: ignore[arg-type]
-        log_config=None,
-        lifespan="off",
-    )
+    """The turns of a busy server are long, and the client that connected last would wait for all of them. Connections
+    that their clients have left are closed without a transport, which would take ten times as long.
+    """
+    number, announced, made = 320, [], []
+
+    def make(**given: Any) -> protocol.LimitedHttpProtocol:
+        made.append(protocol.LimitedHttpProtocol(**given, clients=ClientConnections(1000)))
+        return made[-1]
+
+    config = Config(greeting, HERE, 0, http=make, log_config=None, lifespan="off")  # type: ignore[arg-type]
     config.load()
 
     async def accept() -> int:
@@ -348,7 +347,12 @@ def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
         listening.lifespan = config.lifespan_class(config)
         await listening.startup()
         ((host, port),) = announced  # one place, although several descriptors listen there
-        waiting = [socket.create_connection((host, port), PATIENCE) for _ in range(number)]  # the kernel connects them
+        left, waiting = (
+            [socket.create_connection((host, port), PATIENCE) for _ in range(connections)]  # the kernel connects them
+            for connections in (number, number)
+        )
+        for each in left:
+            each.close()
         turns = 0
         while len(listening.server_state.connections) < number:
             await asyncio.sleep(0)
@@ -358,7 +362,9 @@ def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
         await listening.shutdown()
         return turns
 
-    assert uvloop.run(accept()) <= number / server._ACCEPTED_AT_ONCE + 5
+    turns = uvloop.run(accept())
+    assert turns <= number / 8
+    assert len(made) <= number + turns  # one in a turn is accepted by libuv, which does not look
 
 
 class Receiving(Holding):
@@ -580,7 +586,7 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
         with ThreadPoolExecutor(16) as threads:
             with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
                 searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
-                web.until(lambda: len(waiters(site.target)) >= 4)  # half of the connections; samplers
+                web.until(lambda: len(waiters(site.target, "%stats(queue_name%")) == 3)  # half of the connections
                 path = f"/v1/queues/{name}/enqueue"
                 answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
                 assert answer.status_code == 201, answer.text

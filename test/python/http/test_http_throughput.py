@@ -2,21 +2,25 @@
 
 import asyncio
 import gc
+import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
 from fastapi import Request
+from psycopg_pool import PoolTimeout
 from served import Server, Site, new_name, serving
 from starlette.types import Message
 
 import pgqueue
 from pgqueue._tasks import end_tasks
-from pgqueue.http import direct_routes, notifications, sampling
+from pgqueue.http import create_app, direct_routes, notifications, operations_routes, sampling
 from pgqueue.http.admission import Admission
 from pgqueue.http.context import Context
 from pgqueue.http.databases import Databases
@@ -310,6 +314,75 @@ async def test_few_requests_begin_in_a_turn_of_the_event_loop() -> None:
     assert max(later - before for before, later in pairwise([0, *seen])) <= 2 * 8
     async with asyncio.timeout(PATIENCE):
         await limiter.wait_to_start()
+
+
+async def test_fewer_requests_begin_after_a_long_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn lasts for the steps of all requests that have begun, and each of these waits for several turns."""
+    now, began = 0.0, []
+    monkeypatch.setattr("pgqueue.http.turns.time", SimpleNamespace(monotonic=lambda: now))
+    limiter = RequestStartLimiter()
+
+    async def begin_request(number: int) -> None:
+        await limiter.wait_to_start()
+        began.append(number)
+
+    async with asyncio.timeout(PATIENCE):
+        requests = [asyncio.create_task(begin_request(number)) for number in range(200)]
+        seen = []
+        for seconds in [0.1] * 10 + [0.001] * 10:
+            now += seconds
+            await asyncio.sleep(0)
+            seen.append(len(began))
+        more = [later - before for before, later in pairwise(seen)]
+        assert more[5:9] == [1] * 4
+        assert more[-1] == 8
+        await asyncio.gather(*requests)
+
+
+async def test_the_schema_is_generated_once_beside_other_requests() -> None:
+    """It takes half a second."""
+    app, go_on, generated = create_app(Settings("", {}, {}), "controller"), threading.Event(), []
+    document = app.openapi()
+
+    def generate() -> dict[str, Any]:
+        assert go_on.wait(PATIENCE)
+        generated.append(1)
+        return document
+
+    app.openapi = generate  # type: ignore[method-assign]
+    requests = [asyncio.create_task(operations_routes._documents(app)) for _ in range(3)]
+    await asyncio.sleep(0)
+    requests[0].cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    found, _ = await requests[1]
+    assert json.loads(found) == document
+    assert await requests[2] == await requests[1]
+    assert generated == [1]
+
+
+async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
+    dsn: str, sql: psycopg.Connection[Any]
+) -> None:
+    """Another client can have delayed the connections; the database is not unavailable."""
+    service = Service("one", dsn, (sql.info.dbname,))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=1)))
+    async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname):
+        pool = databases._pools["one", sql.info.dbname]
+    give, waits = pool.connections.getconn, []
+
+    async def give_late(seconds: float) -> Any:
+        waits.append(seconds)
+        if sum(waits) < 3:  # s, if they were spent
+            await asyncio.sleep(seconds)
+            raise PoolTimeout
+        return await give(seconds)
+
+    pool.connections.getconn = give_late  # type: ignore[method-assign]
+    async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname) as connection:
+        assert await (await connection.execute("select 1")).fetchone() == (1,)
+    assert not pool.is_failing
+    await databases.close()
 
 
 async def test_a_connection_is_replaced_after_a_time(

@@ -92,6 +92,7 @@ def create_app(settings: Settings, role: Role = "all") -> FastAPI:
         version=version("pgqueue"),
         description=_DESCRIPTION,
         lifespan=lifespan,
+        openapi_url=None,  # the routes of operators have it, and its page
         docs_url=None,  # the pages of Swagger and ReDoc load scripts from another host
         redoc_url=None,
         redirect_slashes=False,

@@ -55,8 +55,9 @@ class _Lease:
     last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after its
     first failed attempt, and starts again with the next call; therefore the call is repeated.
 
-    The pool does not say why an attempt failed. With `conninfo` the lease then makes an attempt of its own, and raises
-    its `psycopg.OperationalError` if the database does not exist or the role may not connect to it.
+    The pool does not say why an attempt failed, nor whether it still makes one. With `conninfo` the lease then makes an
+    attempt of its own. If it succeeds, the lease waits on for the pool, which is slow. Otherwise it raises the
+    `psycopg.OperationalError` of this attempt if the database does not exist or the role may not connect to it.
 
     Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the block
     has done is committed also if it raises an exception, as in autocommit mode; but after an error of a statement all
@@ -119,26 +120,29 @@ class _Lease:
                     min(_RETRY_SECONDS, max(0.1, until - time.monotonic()))
                 )
             except PoolTimeout:
-                self._pool.is_failing = True
-                await self._raise_refusal(max(0.1, until - time.monotonic()))
-                if time.monotonic() >= until:
+                self._pool.is_failing = not await self._can_connect(max(0.1, until - time.monotonic()))
+                if not self._pool.is_failing:
+                    until = time.monotonic() + self._limits.connect_seconds
+                elif time.monotonic() >= until:
                     raise
             else:
                 self._pool.is_failing = False
                 return connection
 
-    async def _raise_refusal(self, seconds: float) -> None:
-        if self._conninfo is not None:
-            try:
-                async with asyncio.timeout(seconds):
-                    connection = await connect_async(self._conninfo())
-            except psycopg.OperationalError as error:
-                if connection_sqlstate(error) in ("3D000", "42501"):
-                    raise
-            except TimeoutError:
-                pass
-            else:
-                await connection.close()
+    async def _can_connect(self, seconds: float) -> bool:
+        if self._conninfo is None:
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                connection = await connect_async(self._conninfo())
+        except psycopg.OperationalError as error:
+            if connection_sqlstate(error) in ("3D000", "42501"):
+                raise
+            return False
+        except TimeoutError:
+            return False
+        await connection.close()
+        return True
 
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:

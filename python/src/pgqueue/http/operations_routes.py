@@ -1,7 +1,9 @@
-"""Routes for operators: liveness, readiness and metrics."""
+"""Routes for operators: liveness, readiness, metrics, and the description of the routes."""
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
+import asyncio
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
 
 from .context import CurrentContext, error_responses
 from .errors import ApiError
@@ -43,10 +45,29 @@ async def metrics(context: CurrentContext) -> Response:
     return Response(context.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document."""
+    document, _ = await _documents(request.app)
+    return Response(document, media_type="application/json")
+
+
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
     """The OpenAPI document as a page. It loads nothing from another host."""
-    state = request.app.state
-    if not hasattr(state, "docs"):
-        state.docs = TEMPLATES.get_template("docs.html").render({"up": "", "document": request.app.openapi()})
-    return HTMLResponse(state.docs)
+    _, page = await _documents(request.app)
+    return HTMLResponse(page)
+
+
+async def _documents(app: FastAPI) -> tuple[bytes, str]:
+    """The OpenAPI document and its page. A thread generates them once, because this takes half a second."""
+
+    def generate() -> tuple[bytes, str]:
+        document = app.openapi()
+        page = TEMPLATES.get_template("docs.html").render({"up": "", "document": document})
+        return bytes(JSONResponse(document).body), page
+
+    if not hasattr(app.state, "documents"):
+        app.state.documents = asyncio.create_task(asyncio.to_thread(generate))
+    found: tuple[bytes, str] = await asyncio.shield(app.state.documents)
+    return found

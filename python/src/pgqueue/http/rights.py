@@ -160,6 +160,7 @@ NEEDS: Final[Mapping[str, Need]] = {
     "POST /queue/drop_queue": _ADMIN,
     "POST /queue/{action}": _ADMIN,
     "GET /metrics": Need(("admin", "reader"), "all"),
+    "GET /openapi.json": _NOTHING,
     "GET /docs": _NOTHING,
     "POST /logout": _NOTHING,
     "GET /login": _NOTHING,

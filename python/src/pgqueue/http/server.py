@@ -7,11 +7,13 @@ import ipaddress
 import logging
 import resource
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import uvicorn
 import uvloop
@@ -35,8 +37,8 @@ logger = logging.getLogger("pgqueue.http")
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-_ACCEPTED_AT_ONCE: Final = 128  # connections in a turn of the event loop
-_OTHER_FILES: Final = 400  # of the process, besides connections; those that listen are among them
+_ACCEPT_SECONDS: Final = 0.02  # in a turn of the event loop
+_OTHER_FILES: Final = 100  # of the process, besides connections
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
@@ -47,29 +49,54 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._app = app
         self._started = started
+        self._listening: list[socket.socket] = []
+        self._connecting: set[asyncio.Task[Any]] = set()
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
         for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
+            for listening in server.sockets:
+                host, port = listening.getsockname()[:2]
                 self._started(host, port)
                 if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
                     logger.warning("%s is reached without TLS: put a reverse proxy with TLS in front of it", host)
-        await self._listen_more()
+        self._accept_more()
 
-    async def _listen_more(self) -> None:
-        """Listen on duplicates of each descriptor.
+    def _accept_more(self) -> None:
+        """Accept connections also by duplicates of the descriptors.
 
-        libuv accepts one connection for each descriptor in a turn of the event loop. With one descriptor, a client
-        would wait for as many turns as there are connections before its own, and the turns of a busy server are long.
+        libuv accepts one connection for each descriptor in a turn of the event loop. So a client would wait for as many
+        turns as there are connections before its own, and the turns of a busy server are long.
         """
-        loop = asyncio.get_running_loop()
         given = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
         protocol: Callable[[], asyncio.Protocol] = partial(self.config.http_protocol_class, **given)
-        for listening in [each for server in self.servers for each in server.sockets]:
-            for _ in range(_ACCEPTED_AT_ONCE - 1):
-                self.servers.append(await loop.create_server(protocol, sock=listening.dup(), backlog=_BACKLOG))
+        for listening in [each.dup() for server in self.servers for each in server.sockets]:
+            listening.setblocking(False)
+            self._listening.append(listening)
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening, protocol)
+
+    def _accept(self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Accept connections for a few milliseconds. Those that their clients have left take a tenth of the time."""
+        loop = asyncio.get_running_loop()
+        until = time.monotonic() + _ACCEPT_SECONDS
+        while time.monotonic() < until:
+            try:
+                accepted, _ = listening.accept()
+            except OSError:  # none waits, its client has left it, or the process may open no more files
+                return
+            accepted.setblocking(False)
+            if _is_left(accepted):
+                accepted.close()
+            else:
+                connecting = loop.create_task(loop.connect_accepted_socket(protocol, accepted))
+                self._connecting.add(connecting)
+                connecting.add_done_callback(self._connecting.discard)
+
+    async def shutdown(self, sockets: object = None) -> None:
+        for listening in self._listening:
+            asyncio.get_running_loop().remove_reader(listening)
+            listening.close()
+        await super().shutdown(sockets)  # type: ignore[arg-type]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -137,6 +164,16 @@ def serve(
         timeout_graceful_shutdown=grace_seconds,
     )
     uvloop.run(_Server(app, config, started).serve())
+
+
+def _is_left(connection: socket.socket) -> bool:
+    """Whether the client of a new connection has closed it, and has sent nothing."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _most_client_connections(settings: Settings) -> int:

@@ -1,6 +1,7 @@
 """Where requests wait: users take turns for what is scarce, and few requests start in a turn of the event loop."""
 
 import asyncio
+import time
 from collections import deque
 from typing import Final
 
@@ -63,24 +64,28 @@ class Gate:
 
 
 class RequestStartLimiter:
-    """Lets a few requests start in each turn of the event loop. Addresses of clients take turns.
+    """Lets a few requests start in each turn of the event loop, and fewer after a long turn. Clients take turns, by
+    address.
 
-    A request takes several turns of the loop. If thousands of requests arrived at once and all of them started, each
-    turn of the loop would last until all of them have started.
+    A request takes several turns of the loop, and a turn takes as long as the steps of all requests that have started.
+    So what waits here delays no request that has started, and a new client waits for few of them.
     """
 
-    _AT_ONCE: Final = 8
+    _MOST: Final = 8
+    _LONG_SECONDS: Final = 0.01
 
     def __init__(self) -> None:
-        self._left = self._AT_ONCE
+        self._most = self._left = self._MOST
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next turn belongs to the first client
         self._is_running = False
+        self._began = 0.0  # the current turn
 
     async def wait_to_start(self, address: str = "") -> None:
         """Wait until the request of a client at this address may start."""
         loop = asyncio.get_running_loop()
         if not self._is_running:
             self._is_running = True
+            self._began = time.monotonic()
             loop.call_soon(self._renew)
         if self._left and not self._waiting:
             self._left -= 1
@@ -90,8 +95,10 @@ class RequestStartLimiter:
         await turn
 
     def _renew(self) -> None:
-        self._is_running = self._left < self._AT_ONCE
-        self._left = self._AT_ONCE
+        now = time.monotonic()
+        is_long = now - self._began > self._LONG_SECONDS
+        self._is_running, self._began = self._left < self._most, now
+        self._most = self._left = max(1, self._most // 2) if is_long else min(self._MOST, self._most + 1)
         while self._waiting and self._left:
             client = next(iter(self._waiting))
             turns = self._waiting.pop(client)
