@@ -439,6 +439,10 @@ def test_errors_of_the_page_are_html_pages(web: Server, site: Site) -> None:
         assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
         assert "queue &#39;gone&#39; does not exist" in answer.text
         assert f'<a class="button" href="{home}">All queues</a>' in answer.text
+    answer = web.get("/nothing/here", headers={"Accept": "text/html,*/*;q=0.8"})
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "the path does not exist" in answer.text
+    assert '<a class="button" href="../">All queues</a>' in answer.text
     assert web.post("/queue/pause", params=place | {"database": HOSTILE}).text.count("<script>") == 0
     assert web.get("/v1/queues/gone/stats").json()["error"]["code"] == "queue_not_found"
 

@@ -141,7 +141,8 @@ def queue_not_found(name: str) -> ApiError:
 
 def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """The error for an HTTP status that the framework raises, such as 404 for an unknown path."""
-    return ApiError(status, _CODES.get(status, "error"), detail, headers=headers)
+    message = "the path does not exist" if status == 404 else detail
+    return ApiError(status, _CODES.get(status, "error"), message, headers=headers)
 
 
 def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = None) -> ApiError:

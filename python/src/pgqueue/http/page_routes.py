@@ -331,8 +331,9 @@ def _failures(text: str | None) -> list[dict[str, Any]]:
 
 
 def is_page(request: Request) -> bool:
-    """Whether the request is for a page, not for the API."""
-    return TAG in getattr(request.scope.get("route"), "tags", ())
+    """Whether the request is for a page, not for the API: by its route, or if it has none, because it wants HTML."""
+    route = request.scope.get("route")
+    return "text/html" in request.headers.get("accept", "") if route is None else TAG in getattr(route, "tags", ())
 
 
 def error_page(request: Request, error: ApiError) -> Response:
