@@ -331,7 +331,7 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
 
 def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
     """The turns of a busy server are long, and the client that connected last would wait for all of them. Connections
-    that their clients have left are closed without a transport, which would take ten times as long.
+    that their clients have left are closed without a transport.
     """
     number, announced, made = 320, [], []
 

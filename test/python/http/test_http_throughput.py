@@ -364,9 +364,9 @@ async def test_the_schema_is_generated_once_beside_other_requests() -> None:
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     dsn: str, sql: psycopg.Connection[Any]
 ) -> None:
-    """Another client can have delayed the connections; the database is not unavailable."""
+    """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     service = Service("one", dsn, (sql.info.dbname,))
-    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=1)))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=1, request_seconds=4)))
     async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname):
         pool = databases._pools["one", sql.info.dbname]
     give, waits = pool.connections.getconn, []
@@ -382,6 +382,10 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname) as connection:
         assert await (await connection.execute("select 1")).fetchone() == (1,)
     assert not pool.is_failing
+    waits.append(-PATIENCE)
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(PoolTimeout):
+            await databases.target(service, sql.info.dbname).__aenter__()
     await databases.close()
 
 

@@ -56,7 +56,7 @@ class _Lease:
     first failed attempt, and starts again with the next call; therefore the call is repeated.
 
     The pool does not say why an attempt failed, nor whether it still makes one. With `conninfo` the lease then makes an
-    attempt of its own. If it succeeds, the lease waits on for the pool, which is slow. Otherwise it raises the
+    attempt of its own. If it succeeds, the lease waits on for the pool, up to `request_seconds` in all. It raises the
     `psycopg.OperationalError` of this attempt if the database does not exist or the role may not connect to it.
 
     Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the block
@@ -114,6 +114,7 @@ class _Lease:
 
     async def _connect(self) -> Connection:
         until = time.monotonic() + self._limits.connect_seconds
+        latest = time.monotonic() + self._limits.request_seconds
         while True:
             try:
                 connection = await self._pool.connections.getconn(
@@ -122,8 +123,8 @@ class _Lease:
             except PoolTimeout:
                 self._pool.is_failing = not await self._can_connect(max(0.1, until - time.monotonic()))
                 if not self._pool.is_failing:
-                    until = time.monotonic() + self._limits.connect_seconds
-                elif time.monotonic() >= until:
+                    until = min(latest, time.monotonic() + self._limits.connect_seconds)
+                if time.monotonic() >= until:
                     raise
             else:
                 self._pool.is_failing = False

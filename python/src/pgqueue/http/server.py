@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
             asyncio.get_running_loop().add_reader(listening, self._accept, listening, protocol)
 
     def _accept(self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections for a few milliseconds. Those that their clients have left take a tenth of the time."""
+        """Accept connections for some milliseconds. Those that their clients have left get no transport."""
         loop = asyncio.get_running_loop()
         until = time.monotonic() + _ACCEPT_SECONDS
         while time.monotonic() < until:
