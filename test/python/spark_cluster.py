@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from late_workers import completed
 from spark_victim import POINTS, note, query, reach_points
 
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter
@@ -136,8 +137,6 @@ def read(spark: Any, format: str, dsn: str, queue: str, home: str) -> list[int]:
 
 def stream(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     """Copy a queue, after a shuffle."""
-    from sparks import completed
-
     source = spark.readStream.format(format).options(dsn=dsn, queue=queue, streamId="s", numPartitions=2)
     rows = source.load().repartition(2, "id").select("payload").writeStream.format(format)
     rows = rows.options(dsn=dsn, queue=f"{queue}-copy", checkpointLocation=f"{home}/{queue}-checkpoint")
@@ -177,8 +176,6 @@ def drive_to_points(spark: Any, format: str, dsn: str, queue: str, home: str) ->
 
 def drive_on(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     """Do that again, and continue these queries."""
-    from sparks import completed
-
     drive(spark, format, dsn, queue, home)
     for point in POINTS:
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from late_workers import is_late
 from pyspark.sql.streaming.datasource import ReadLimit
 
 from pgqueue.spark.source import PgQueueDataSource
@@ -77,7 +78,6 @@ def noted(home: Path, point: str) -> list[Any]:
 def reach_points(spark: Any, dsn: str, queues: list[str]) -> None:
     """Start a query for each queue, and wait until it has reached its point."""
     from pyspark.errors import StreamingQueryException
-    from sparks import is_late
 
     home = Path(os.environ["PGQUEUE_TEST_DIR"])
     spark.dataSource.register(VictimSource)

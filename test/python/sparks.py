@@ -68,31 +68,6 @@ def session(**settings: str) -> Any:
     return builder.getOrCreate()
 
 
-def is_late(error: BaseException) -> bool:
-    """Whether a query failed because Spark gave up its Python process, which had not started within ten seconds.
-
-    Spark has no setting for this time, which a busy machine can need.
-    """
-    return "worker failed to connect back" in str(error)
-
-
-def completed(start: Callable[[], Any]) -> Any:
-    """Start a query and wait for its end; start it up to four times more if its Python process was late. Returns it."""
-    from pyspark.errors import StreamingQueryException
-
-    tries = 5
-    while True:
-        query = start()
-        tries -= 1
-        try:
-            query.awaitTermination()
-        except StreamingQueryException as error:
-            if not tries or not is_late(error):
-                raise
-        else:
-            return query
-
-
 @pytest.fixture(scope="session")
 def jre() -> None:
     """Skip the tests if Spark cannot run here; fail in CI."""

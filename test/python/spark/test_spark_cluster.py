@@ -356,6 +356,7 @@ def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released
 # Without a line that imports pgqueue: only the server and its cluster need the package.
 THIN = """
 import json, sys
+from late_workers import completed
 from pyspark.sql import SparkSession
 
 remote, dsn, queue, home = sys.argv[1:]
@@ -365,7 +366,7 @@ spark.range(9).selectExpr("id").write.format("pgqueue").options(**there).mode("a
 print(spark.read.format("pgqueue").options(**there).load().count())
 stream = spark.readStream.format("pgqueue").options(**there, streamId="s").load()
 write = stream.writeStream.foreachBatch(lambda rows, batch: rows.write.mode("append").parquet(home + "/out"))
-write.option("checkpointLocation", home + "/checkpoint").trigger(availableNow=True).start().awaitTermination()
+completed(write.option("checkpointLocation", home + "/checkpoint").trigger(availableNow=True).start)
 print(spark.read.parquet(home + "/out").count())
 try:
     spark.read.format("pgqueue").options(**there, queu="x").load().count()
@@ -379,7 +380,7 @@ def test_spark_connect_reads_writes_and_streams_without_the_package_in_the_clien
     cluster: Cluster, connect: str, database: str, orders: Queue, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", THIN, connect, database, orders.name, str(tmp_path)]
-    there, streamed, refused, imported = run(command, cluster.environment, tmp_path)
+    there, streamed, refused, imported = run(command, cluster.environment | {"PYTHONPATH": str(HERE)}, tmp_path)
     assert (there, streamed, imported, orders.stats().acknowledged_total) == (9, 9, False, 9)
     assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in refused
     assert "Traceback" not in refused

@@ -44,6 +44,7 @@ select %(queue)s, to_jsonb(f) from flights_sent f order by f.record;
 CHILD = """
 import os, signal, sys
 import sparks
+from late_workers import completed
 from pgqueue.spark.pipelines import flights
 
 dsn, path, queue, where, number = sys.argv[1:]
@@ -58,7 +59,7 @@ def dying(found, dsn, summaries, query_id, batch):
 
 flights._send = dying
 settings = {"dsn": dsn, "queue": queue, "summaries": f"{queue}-summaries", "max_messages": 15_000}
-query = sparks.completed(lambda: flights.summarize_flights(sparks.session(), path, **settings))
+query = completed(lambda: flights.summarize_flights(sparks.session(), path, **settings))
 states = [state for progress in query.recentProgress for state in progress["stateOperators"]]
 print(sum(state["numRowsDroppedByWatermark"] for state in states), "are late")
 """

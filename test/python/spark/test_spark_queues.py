@@ -22,11 +22,11 @@ from clients import wait_for
 from engines import Checkpoint, Died, Engine, Rows
 from hypothesis import given
 from hypothesis import strategies as st
+from late_workers import completed
 from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql import functions as F
 from pyspark.sql import types as t
 from pyspark.sql.streaming.datasource import ReadAllAvailable
-from sparks import completed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer

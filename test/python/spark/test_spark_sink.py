@@ -21,10 +21,10 @@ pytest.importorskip("pyspark")
 
 import pyarrow as pa
 from clients import PATIENCE, wait_for
+from late_workers import completed
 from psycopg.conninfo import make_conninfo
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_schema
-from sparks import completed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer

@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("pyspark")
 
 from clients import wait_for
+from late_workers import completed
 from pyspark import TaskContext
 from pyspark.errors import AnalysisException, StreamingQueryException
 from spark_victim import PER_BATCH, POINTS, note, noted, query
-from sparks import PATIENCE, Killed, completed
+from sparks import PATIENCE, Killed
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
