@@ -45,7 +45,7 @@ from pgqueue.http.rights import Caller, begin
 from pgqueue.http.sampling import History
 from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.http.statements import Statement
-from pgqueue.http.turns import Gate, RequestStartLimiter
+from pgqueue.http.turns import Gate, TurnLimiter
 from pgqueue.message import QueueStats
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -458,10 +458,10 @@ async def test_requests_that_never_start_leave_nothing_to_the_garbage_collector(
 @pytest.mark.parametrize("others", ["192.0.2.1", "2001:db8::{:x}"], ids=["IPv4", "IPv6"])
 async def test_clients_take_turns_to_start_requests(others: str) -> None:
     """So the thousands of requests of one address, or of one network of IPv6, delay another by a few."""
-    limiter, began = RequestStartLimiter(), []
+    limiter, began = TurnLimiter(), []
 
     async def begin_request(address: str) -> None:
-        await limiter.wait_to_start(address)
+        await limiter.wait(address)
         began.append(address)
 
     async with asyncio.timeout(PATIENCE):

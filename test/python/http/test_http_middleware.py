@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -29,13 +30,21 @@ from pgqueue.http.metrics import Metrics
 from pgqueue.http.middleware import RequestMiddleware
 from pgqueue.http.notifications import NotificationListeners
 from pgqueue.http.passwords import hash_password
-from pgqueue.http.request_body import Bodies
+from pgqueue.http.request_body import PART_BYTES, Bodies
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.message import QueueStats
 
 SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
+
+
+def wrap(app: Any, seconds: float, bodies: Bodies | None = None) -> RequestMiddleware:
+    databases = Databases(SETTINGS)
+    sampler = Sampler(SETTINGS, databases)
+    metrics, admission = Metrics(sampler), Admission(SETTINGS, databases)
+    context = Context(SETTINGS, databases, metrics, sampler, NotificationListeners(), admission)
+    return RequestMiddleware(app, admission, Audit(context), metrics, seconds, bodies or Bodies())
 
 
 async def serve(
@@ -46,11 +55,7 @@ async def serve(
     bodies: Bodies | None = None,
     deliver: Send | None = None,
 ) -> None:
-    databases = Databases(SETTINGS)
-    sampler = Sampler(SETTINGS, databases)
-    metrics, admission = Metrics(sampler), Admission(SETTINGS, databases)
-    context = Context(SETTINGS, databases, metrics, sampler, NotificationListeners(), admission)
-    edge = RequestMiddleware(app, admission, Audit(context), metrics, seconds, bodies or Bodies())
+    edge = wrap(app, seconds, bodies)
 
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -117,6 +122,34 @@ async def test_an_error_after_the_response_started_is_raised() -> None:
     with pytest.raises(RecursionError):
         await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [200]
+
+
+async def test_few_parts_of_large_bodies_are_received_in_a_turn_of_the_event_loop() -> None:
+    """So clients that send much delay the others by little."""
+    received, parts = 0, 10
+
+    async def receive() -> Message:
+        nonlocal received
+        received += 1
+        return {"type": "http.request", "body": bytes(PART_BYTES), "more_body": True}
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(parts):
+            await receive()
+        await answer(send)
+
+    async def send(message: Message) -> None:
+        assert message.get("status", 200) == 200
+
+    async with asyncio.timeout(PATIENCE):
+        edge = wrap(app, PATIENCE)
+        requests = [asyncio.create_task(edge(dict(SCOPE), receive, send)) for _ in range(20)]
+        seen = [0]
+        while received < 20 * parts:
+            await asyncio.sleep(0)
+            seen.append(received)
+        await asyncio.gather(*requests)
+    assert max(later - before for before, later in pairwise(seen)) <= 2 * 8
 
 
 async def test_a_large_response_counts_until_its_client_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

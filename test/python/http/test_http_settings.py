@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -218,6 +220,20 @@ async def test_a_password_that_the_server_has_hashed_needs_no_turn(hashed: list[
     """As the password of an environment variable."""
     assert await Authenticator({"admin": HASH}).user(basic("admin", "password")) == "admin"
     assert hashed == []
+
+
+async def test_passwords_are_hashed_in_threads_of_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of guesses. Only Linux has a priority for each thread."""
+    seen = []
+
+    def matches(_password: str, _hash: str) -> bool:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return True
+
+    monkeypatch.setattr(passwords, "_matches", matches)
+    assert await Authenticator(HASHED_BEFORE).user(basic("admin", "right")) == "admin"
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(usual + 5, 19) if sys.platform == "linux" else usual]
 
 
 @pytest.mark.usefixtures("hashed")

@@ -31,7 +31,7 @@ from pgqueue.http.rights import Caller, begin
 from pgqueue.http.sampling import History, Sampler
 from pgqueue.http.settings import Limits, Service, Settings
 from pgqueue.http.throughput import Throughput, throughput_between
-from pgqueue.http.turns import Gate, RequestStartLimiter
+from pgqueue.http.turns import Gate, TurnLimiter
 from pgqueue.message import QueueStats
 
 
@@ -295,10 +295,10 @@ async def test_a_user_cannot_have_all_connections() -> None:
 
 async def test_few_requests_begin_in_a_turn_of_the_event_loop() -> None:
     """They begin in the order of their arrival, and the tasks of other requests go on between them."""
-    limiter, began = RequestStartLimiter(), []
+    limiter, began = TurnLimiter(), []
 
     async def begin_request(number: int) -> None:
-        await limiter.wait_to_start()
+        await limiter.wait()
         began.append(number)
 
     async with asyncio.timeout(PATIENCE):
@@ -313,17 +313,17 @@ async def test_few_requests_begin_in_a_turn_of_the_event_loop() -> None:
     assert began == list(range(1000))
     assert max(later - before for before, later in pairwise([0, *seen])) <= 2 * 8
     async with asyncio.timeout(PATIENCE):
-        await limiter.wait_to_start()
+        await limiter.wait()
 
 
 async def test_fewer_requests_begin_after_a_long_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn lasts for the steps of all requests that have begun, and each of these waits for several turns."""
     now, began = 0.0, []
     monkeypatch.setattr("pgqueue.http.turns.time", SimpleNamespace(monotonic=lambda: now))
-    limiter = RequestStartLimiter()
+    limiter = TurnLimiter()
 
     async def begin_request(number: int) -> None:
-        await limiter.wait_to_start()
+        await limiter.wait()
         began.append(number)
 
     async with asyncio.timeout(PATIENCE):

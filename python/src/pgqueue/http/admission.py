@@ -19,7 +19,7 @@ from .rights import Caller
 from .sessions import Sessions
 from .settings import Settings
 from .tokens import Tokens
-from .turns import RequestStartLimiter
+from .turns import TurnLimiter
 
 __all__ = ["Admission", "address_of", "safe_target"]
 
@@ -45,7 +45,7 @@ class Admission:
         self.sessions = Sessions(settings.session_key, settings.limits.session_seconds)
         most = settings.limits.user_requests_per_second
         self._most = RateLimitItemPerSecond(most, _WINDOW_SECONDS) if most else None
-        self.start_limiter = RequestStartLimiter()
+        self.turn_limiter = TurnLimiter()
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
 
     async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller | None:

@@ -463,7 +463,7 @@ async def _wait_for(targets: list[TargetQueue], claiming: _ClaimOperation, secon
                     for notification in notifications:
                         notification.cancel()
                 # A message can wake thousands of requests.
-                await target.context.admission.start_limiter.wait_to_start(address_of(claiming.request.scope))
+                await target.context.admission.turn_limiter.wait(address_of(claiming.request.scope))
     finally:
         stopping.cancel()
     return None

@@ -16,6 +16,7 @@ from .metrics import Metrics
 from .models import BATCH_LIMIT, PAYLOAD_LIMIT
 from .request_body import PART_BYTES, Bodies, BodyMemory
 from .rights import begin
+from .turns import TurnLimiter
 
 __all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "RequestMiddleware"]
 
@@ -85,9 +86,10 @@ class RequestMiddleware:
         )
         try:
             async with asyncio.timeout(self._seconds) as response.time_limit:
-                await self._admission.start_limiter.wait_to_start(address_of(get_scope))
+                turns, address = self._admission.turn_limiter, address_of(get_scope)
+                await turns.wait(address)
                 await self._admit(get_scope, limit)
-                await self._app(get_scope, _LimitedReceive(receive, limit, memory), response.send)
+                await self._app(get_scope, _LimitedReceive(receive, limit, memory, turns, address), response.send)
         except ApiError as error:
             await response.send_instead(error_response(error), scope, receive)
         except TimeoutError:
@@ -168,21 +170,30 @@ class _ResponseSender:
 
 
 class _LimitedReceive:
-    """Receives a body, counts its memory, and raises `ApiError`: 413 if it has more than `limit` bytes."""
+    """Receives a body, counts its memory, and raises `ApiError`: 413 if it has more than `limit` bytes.
 
-    def __init__(self, receive: Receive, limit: int, memory: BodyMemory) -> None:
+    After the first parts of a body, each further part waits for its turn, as a request that starts.
+    """
+
+    def __init__(self, receive: Receive, limit: int, memory: BodyMemory, turns: TurnLimiter, address: str) -> None:
         self._receive = receive
         self._limit = limit
         self._memory = memory
+        self._turns = turns
+        self._address = address
         self._bytes = 0
+        self._has_large_rest = False
 
     async def __call__(self) -> Message:
+        if self._has_large_rest:
+            await self._turns.wait(self._address)
         message = await self._receive()
         size = len(message.get("body", b""))
         self._bytes += size
         if self._bytes > self._limit:
             raise _too_large(self._bytes, self._limit)
         self._memory.take(size)
+        self._has_large_rest = self._bytes >= PART_BYTES and message.get("more_body", False)
         return message
 
 

@@ -6,10 +6,14 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import os
 import secrets
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +24,7 @@ __all__ = ["Authenticator", "hash_password", "is_hash"]
 _COST: Final = 16384  # of scrypt: 16 MB and about 50 ms for each guess
 _COSTS: Final = [2**power for power in range(10, 20)]
 _MOST_HASHING: Final = 2
+_NICENESS: Final = 5  # of the threads that hash, above that of the process
 _MOST_WAITING: Final = 16  # passwords of a client for a name
 _MOST_CLIENTS: Final = 1000  # whose failures are counted
 _LOG_SECONDS: Final = 60.0
@@ -60,6 +65,16 @@ def _matches(password: str, hashed: str) -> bool:
     return hmac.compare_digest(_derive(password, bytes.fromhex(salt), int(cost)), bytes.fromhex(key))
 
 
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere this would be the priority of the process
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+
+
+# Guesses of passwords take little time from requests when all processors are busy.
+_THREADS: Final = ThreadPoolExecutor(_MOST_HASHING, "pgqueue-password", _lower_priority)
+
+
 class Authenticator:
     """Verifies the name and password of `Authorization` headers.
 
@@ -67,7 +82,7 @@ class Authenticator:
     hashed it, so that a request with it costs microseconds. The key is secret, so the time of a comparison of digests
     tells nothing. Everything else is hashed: a wrong password and an unknown name take the same time.
 
-    At most two passwords are hashed at a time, in threads outside of the event loop, and one for each client. Clients
+    At most two passwords are hashed at a time, in threads of a lower priority, and one for each client. Clients
     take turns, and so do the names for which a client gives passwords; all unknown names count as one. A client that
     floods the server therefore delays others by one hash at most. In every second turn the users take turns, and
     clients without a failure come first. So guesses for one user from many addresses do not delay other users for long.
@@ -114,7 +129,8 @@ class Authenticator:
     async def _verify(self, client: str, name: str, password: str, turn: asyncio.Future[None]) -> bool:
         await turn
         try:
-            matches = await asyncio.to_thread(_matches, password, self._users.get(name, self._decoy))
+            hashed = self._users.get(name, self._decoy)
+            matches = await asyncio.get_running_loop().run_in_executor(_THREADS, _matches, password, hashed)
         finally:
             self._turns.end(client)
         if not matches or name not in self._users:

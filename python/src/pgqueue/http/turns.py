@@ -7,7 +7,7 @@ from typing import Final
 
 from .client_connections import client_of
 
-__all__ = ["Gate", "RequestStartLimiter"]
+__all__ = ["Gate", "TurnLimiter"]
 
 _RESERVED_SHARE: Final = 5  # a fifth of the places is for users that have none; at least one place, if there are two
 
@@ -63,9 +63,9 @@ class Gate:
                 self._waiting[each] = turns
 
 
-class RequestStartLimiter:
-    """Lets a few requests start in each turn of the event loop, and fewer after a long turn. Clients take turns, by
-    address.
+class TurnLimiter:
+    """Lets a few requests start, or receive a part of a large body, in each turn of the event loop, and fewer after a
+    long turn. Clients take turns, by address.
 
     A request takes several turns of the loop, and a turn takes as long as the steps of all requests that have started.
     So what waits here delays no request that has started, and a new client waits for few of them.
@@ -80,8 +80,8 @@ class RequestStartLimiter:
         self._is_running = False
         self._began = 0.0  # the current turn
 
-    async def wait_to_start(self, address: str = "") -> None:
-        """Wait until the request of a client at this address may start."""
+    async def wait(self, address: str = "") -> None:
+        """Wait until the request of a client at this address may start, or receive the next part of its body."""
         loop = asyncio.get_running_loop()
         if not self._is_running:
             self._is_running = True
