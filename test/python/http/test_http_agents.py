@@ -259,7 +259,7 @@ async def test_an_agent_reads_one_large_request_at_a_time(
 ) -> None:
     reading, found = 0, 0
 
-    async def read_request(_connection: object, _id: UUID) -> bytes:
+    async def read_request(_connection: object, _id: UUID) -> bytearray:
         nonlocal reading, found
         reading += 1
         found = max(found, reading)

@@ -188,12 +188,13 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
     return await cursor.fetchone()
 
 
-async def read_request(connection: Connection, id: UUID) -> bytes:
+async def read_request(connection: Connection, id: UUID) -> bytearray:
     """The body of the request of a task, as JSON; an object without members if the task has ended."""
     result = await _READ_REQUEST.fetch(connection, str(id))
-    body = result.get_value(0, 0) if result.ntuples else None
-    note_size(connection, len(body or b""))
-    return body or b"{}"
+    body = (result.get_value(0, 0) if result.ntuples else None) or b"{}"
+    del result  # it has the body, too
+    note_size(connection, len(body))
+    return bytearray(body)
 
 
 async def note(connection: Connection, id: UUID, message: str) -> None:
