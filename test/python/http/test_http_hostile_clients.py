@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -34,6 +35,7 @@ from pgqueue.http import (
     page_forms,
     page_routes,
     protocol,
+    registry,
     request_body,
     server,
     statements,
@@ -776,6 +778,16 @@ async def test_a_large_value_is_forgotten_when_libpq_has_a_copy(site: Site) -> N
         lengths = [(await LENGTH.fetch(connection, each)).get_value(0, 0) for each in values]
     assert lengths == [b"1000", b"3000000"]
     assert [len(each) for each in values] == [1000, 0]
+
+
+async def test_an_agent_keeps_no_large_request_when_libpq_has_a_copy(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_READ_REQUEST", Statement("large", "select repeat('x', 3000000) where $1 > ''"))
+    async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+        request = await registry.read_request(connection, uuid4())
+        assert (await LENGTH.fetch(connection, request)).get_value(0, 0) == b"3000000"
+    assert len(request) == 0
 
 
 async def test_a_connection_that_has_carried_a_large_statement_is_replaced(site: Site) -> None:
