@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,7 +69,8 @@ def _matches(password: str, hashed: str) -> bool:
 def _lower_priority() -> None:
     if sys.platform == "linux":  # elsewhere this would be the priority of the process
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+        with suppress(OSError):  # a sandbox can forbid it, and log-ins would fail
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 # Guesses of passwords take little time from requests when all processors are busy.
