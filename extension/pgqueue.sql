@@ -1401,10 +1401,11 @@ $$;
 comment on function pgqueue._backoff(pgqueue.queues, int) is
 'backoff_base times backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up
 to backoff_jitter.';
--- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off, and write `from
--- pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`. Both
--- are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds work_mem would compare each row with
--- each id, which takes hours for millions of messages.
+-- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off and force generic
+-- plans, and write `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name,
+-- k.names, k.ids, k.id)`. Both are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds
+-- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
+-- plan for constants could read the whole queue.
 
 create function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record
@@ -6811,6 +6812,7 @@ create function pgqueue.purge_expired(queue_name pgqueue.queue_of_admin, batch_s
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
@@ -7923,12 +7925,18 @@ begin
         return;
     end if;
 
+    -- Here and below, a limit around each lookup by id prevents a plan that reads all messages of the queue instead.
     select count(*), min(m.id) into twins, top_id
-    from pgqueue.messages m
-    where m.queue_name = q.name and m.id = any (array(
+    from (
         select c.id from pgqueue.scheduled_messages c
         where c.queue_name = q.name and c.due_at >= pgqueue._first_due_at_of(q.name, at)
-        order by c.due_at, c.id limit 1000));
+        order by c.due_at, c.id limit 1000
+    ) d
+    cross join lateral (
+        select c.id from pgqueue.messages c
+        where c.queue_name = q.name and c.id = d.id
+        limit 1
+    ) m;
     if twins > 0 then
         return next row('error', q.name, 'twin_messages',
             format('a message and a scheduled message have the same id, for %s, the first is %s: claims fail when the scheduled one comes due', pgqueue._with_number(twins, 'id'), top_id),
@@ -7991,13 +7999,18 @@ begin
         union all
         (
             -- Messages that came back can have ids that the query above skips.
-            select
-                m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                pgqueue._is_unclaimed(m)
-            from pgqueue.messages m,
-                pgqueue._sample_requeued_ids(
-                    q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) c
-            where m.queue_name = q.name and m.id = any (c.ids)
+            select c.*
+            from pgqueue._sample_requeued_ids(
+                q.name, (select w.vacant_ids from pgqueue.sweep_state w where w.queue_name = q.name), at, 1000) as r
+            cross join lateral unnest(r.ids) as requeued_id
+            cross join lateral (
+                select
+                    m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
+                    pgqueue._is_unclaimed(m)
+                from pgqueue.messages m
+                where m.queue_name = q.name and m.id = requeued_id
+                limit 1
+            ) c
         )
     ) w;
     if lapsed > 0 and q.paused_at is null then
@@ -8020,8 +8033,13 @@ begin
                 m.visible_at),
             format('update pgqueue.messages set visible_at = %L where queue_name = %L and id = %s; -- or delete the message',
                 at, q.name, m.id)
-        from pgqueue.messages m
-        where m.queue_name = q.name and m.id = any (hidden_ids) and exists (
+        from unnest(hidden_ids) as hidden_id
+        cross join lateral (
+            select c.id, c.headers, c.visible_at from pgqueue.messages c
+            where c.queue_name = q.name and c.id = hidden_id
+            limit 1
+        ) m
+        where exists (
             select from pgqueue.messages c
             where pgqueue._is_in_partition_of(c.queue_name, q.name)
                 and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id

@@ -4,6 +4,7 @@ create or replace function pgqueue.purge_expired(queue_name pgqueue.queue_of_adm
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$

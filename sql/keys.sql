@@ -1,7 +1,8 @@
--- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off, and write `from
--- pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name, k.names, k.ids, k.id)`. Both
--- are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds work_mem would compare each row with
--- each id, which takes hours for millions of messages.
+-- Finds messages by their ids. Functions that do so have enable_seqscan and enable_bitmapscan off and force generic
+-- plans, and write `from pgqueue._lookup_keys(name, ids) k where pgqueue._matches_key(m.queue_name, m.id, name,
+-- k.names, k.ids, k.id)`. Both are inlined to `m.queue_name = name and m.id = any (ids)`. A bitmap that exceeds
+-- work_mem would compare each row with each id, which takes hours for millions of messages. Before PostgreSQL 17, a
+-- plan for constants could read the whole queue.
 
 create or replace function pgqueue._lookup_keys(queue_name text, inout ids bigint[], out id bigint, out names text[])
 returns setof record

@@ -2,11 +2,17 @@
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from clients import connect, wait_for
+
+from pgqueue.embedded import EmbeddedServer
+
+OLDEST = Path(__file__).parents[3] / ".cache/postgres/node_modules/pg15/native/bin"
 
 # A round of 1,000 messages makes 3,000 nacks, 100 delays and 1,000 redrives.
 ROUNDS = int(os.environ.get("PGQUEUE_TEST_PINNED_ROUNDS") or 10)
@@ -52,11 +58,18 @@ def buffers(connection: psycopg.Connection[Any], call: str) -> int:
     return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
 
 
-@pytest.fixture(scope="module")
-def churned(empty_database: Callable[[], str]) -> Any:
+@pytest.fixture(scope="module", params=["current", "current, analyzed", "oldest, analyzed"])
+def churned(request: pytest.FixtureRequest, empty_database: Callable[[], str]) -> Any:
     """A database in which no dead row can be removed, a few seconds after its last message has left."""
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+    with ExitStack() as stack:
+        if request.param.startswith("oldest"):
+            if not OLDEST.exists():
+                pytest.skip(f"{OLDEST} is missing: make .cache/postgres/ready")
+            dsn = stack.enter_context(EmbeddedServer(bindir=OLDEST, durable=False)).dsn
+        else:
+            dsn = empty_database()
+        connection = stack.enter_context(connect(dsn))
+        pin = stack.enter_context(psycopg.connect(dsn))
         connection.execute("create extension pgqueue")
         connection.execute("set pgqueue.compaction = off")  # the floors alone bound the cost
         connection.execute("select pgqueue.create_queue('orders', max_attempts => 3)")
@@ -83,6 +96,8 @@ def churned(empty_database: Callable[[], str]) -> Any:
             return bool(row[0])
 
         wait_for(is_recorded)
+        if "analyzed" in request.param:
+            connection.execute("analyze")  # as autovacuum can: the tables look empty
         yield connection
 
 
@@ -113,7 +128,7 @@ def test_claims_read_few_buffers(churned: psycopg.Connection[Any]) -> None:
 )
 def test_other_calls_read_few_buffers(churned: psycopg.Connection[Any], call: str) -> None:
     churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
-    assert buffers(churned, call) <= 200
+    assert buffers(churned, call) <= 300
 
 
 def test_a_claim_among_new_messages_reads_few_buffers(churned: psycopg.Connection[Any]) -> None:
@@ -142,10 +157,15 @@ def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
         return bool(row[0])
 
     wait_for(is_recorded)
-    for call in (
-        "pgqueue.stats('deep')",
-        "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'",
-        "pgqueue.queues q, pgqueue._claim_candidates_up_to(q, pgqueue._now(), 1000000, 100) where q.name = 'deep'",
+    for call, mode in (
+        ("pgqueue.stats('deep')", "auto"),
+        ("pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'", "auto"),
+        (
+            "pgqueue.queues q, pgqueue._claim_candidates_up_to(q, pgqueue._now(), 1000000, 100) where q.name = 'deep'",
+            "force_generic_plan",  # as in stream_claim
+        ),
     ):
-        churned.execute(f"select * from {call}".encode())
-        assert buffers(churned, call) <= 700  # 583 after 25 rounds, 609 after 60 and after 125
+        with churned.transaction():
+            churned.execute("select set_config('plan_cache_mode', %s, true)", (mode,))
+            churned.execute(f"select * from {call}".encode())
+            assert buffers(churned, call) <= 700  # 583 after 25 rounds, 609 after 60 and after 125
