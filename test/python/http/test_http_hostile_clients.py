@@ -8,9 +8,10 @@ import resource
 import socket
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -588,7 +589,7 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
         with ThreadPoolExecutor(16) as threads:
             with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
                 searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
-                web.until(lambda: len(waiters(site.target, "%stats(queue_name%")) == 3)  # half of the connections
+                web.until(lambda: len(waiters(site.target, "%stats(queue_name%")) >= 3)  # of 6 connections
                 path = f"/v1/queues/{name}/enqueue"
                 answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
                 assert answer.status_code == 201, answer.text
@@ -625,7 +626,7 @@ async def serving_here(site: Site, directory: Path) -> AsyncIterator[tuple[httpx
         asyncio.timeout(PATIENCE),
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", auth=ADMIN) as client,
-        await psycopg.AsyncConnection.connect(site.target, autocommit=True) as sql,
+        await connect(site.target) as sql,
     ):
         name = new_name()
         place = {"service": SERVICE, "database": site.databases[0], "name": name}
@@ -740,17 +741,21 @@ LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $
 LENGTH = Statement("length", "select length($1)")
 
 
+async def connect(dsn: str) -> psycopg.AsyncConnection[Any]:
+    return await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+
+
 async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) -> None:
     """libpq keeps all of it in memory, and its size is not known before. Users take turns."""
     answered: list[str] = []
 
     async def fetch(user: str, rows: int) -> None:
         begin(Caller(user))
-        async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+        async with await connect(site.target) as connection:
             assert (await LARGE.fetch(connection, str(rows))).ntuples == rows
         answered.append(user)
 
-    gate = statements._LARGE_RESULTS
+    gate = statements._LARGE_TURNS
     async with asyncio.timeout(PATIENCE):
         assert gate.try_pass("many")  # as if an answer for this user were received
         waiting = []
@@ -772,9 +777,68 @@ async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) 
     assert (gate._free, gate._passed) == (1, {})
 
 
+async def test_little_of_a_large_answer_is_received_before_its_turn(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many can wait, so libpq keeps little of each."""
+    read: list[int] = []
+    readable = statements._readable_bytes
+
+    def counted(descriptor: int) -> int:
+        read.append(readable(descriptor))
+        return read[-1]
+
+    monkeypatch.setattr(statements, "_readable_bytes", counted)
+    gate = statements._LARGE_TURNS
+    async with asyncio.timeout(PATIENCE), await connect(site.target) as connection:
+        assert gate.try_pass("")
+        receiving = asyncio.create_task(LARGE.fetch(connection, "100"))
+        while not gate._waiting:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        assert sum(read[:-1]) <= 256 * 1024 < sum(read)
+        gate.leave("")
+        assert (await receiving).ntuples == 100
+    assert sum(read) > 20_000_000
+
+
+async def test_a_task_with_a_turn_receives_large_answers_without_another(site: Site) -> None:
+    async with asyncio.timeout(PATIENCE), await connect(site.target) as connection, statements.large_turn():
+        assert (await LARGE.fetch(connection, "100")).ntuples == 100
+        async with await connect(site.target) as other:
+            waiting = asyncio.create_task(LARGE.fetch(other, "100"), context=Context())
+            while not statements._LARGE_TURNS._waiting:
+                assert not waiting.done()
+                await asyncio.sleep(0)
+            assert (await LARGE.fetch(connection, "100")).ntuples == 100
+            await end_tasks([waiting])
+
+
+async def test_an_agent_receives_a_large_request_in_parts(
+    empty_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libpq has a buffer as large as the largest row."""
+    text, rows = '{"messages": ["' + "é" * 1_500_000 + '"]}', []
+
+    class Watched(Statement):
+        async def fetch(self, *arguments: Any) -> Any:
+            result = await super().fetch(*arguments)
+            rows.extend(len(result.get_value(row, 0) or b"") for row in range(result.ntuples))
+            return result
+
+    monkeypatch.setattr(registry, "_READ_REQUEST", Watched("parts", registry._READ_REQUEST._text.decode()))
+    task = uuid4()
+    async with await connect(empty_database()) as connection:
+        await connection.execute("create schema pgqueue_http")
+        await connection.execute("create table pgqueue_http.tasks (id uuid, request json)")
+        await connection.execute("insert into pgqueue_http.tasks values (%s, %s), (%s, null)", [task, text, uuid4()])
+        assert (await registry.read_request(connection, task)).decode() == text
+        assert (await registry.read_request(connection, uuid4())) == b"{}"
+    assert rows == [1_999_985, 1_000_033]
+
+
 async def test_a_large_value_is_forgotten_when_libpq_has_a_copy(site: Site) -> None:
     values = bytearray(b"x" * 1000), bytearray(b"x" * 3_000_000)
-    async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+    async with await connect(site.target) as connection:
         lengths = [(await LENGTH.fetch(connection, each)).get_value(0, 0) for each in values]
     assert lengths == [b"1000", b"3000000"]
     assert [len(each) for each in values] == [1000, 0]
@@ -784,7 +848,7 @@ async def test_an_agent_keeps_no_large_request_when_libpq_has_a_copy(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_READ_REQUEST", Statement("large", "select repeat('x', 3000000) where $1 > ''"))
-    async with await psycopg.AsyncConnection.connect(site.target, autocommit=True) as connection:
+    async with await connect(site.target) as connection:
         request = await registry.read_request(connection, uuid4())
         assert (await LENGTH.fetch(connection, request)).get_value(0, 0) == b"3000000"
     assert len(request) == 0

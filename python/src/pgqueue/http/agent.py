@@ -30,6 +30,7 @@ from .registry import AgentTask, QueueRow
 from .request_body import LARGE_BATCH
 from .serialization import to_json
 from .settings import Settings
+from .statements import large_turn
 
 __all__ = ["Agent"]
 
@@ -60,7 +61,6 @@ class Agent:
         self._settings = settings
         self._databases = databases
         self._metrics = metrics
-        self._large_request = asyncio.Lock()  # for the memory of one at a time
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -192,7 +192,7 @@ class Agent:
 
     async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
         service = self._databases.service(queue.service_id)
-        async with self._large_request if task.request_bytes > LARGE_BATCH else nullcontext():
+        async with large_turn() if task.request_bytes > LARGE_BATCH else nullcontext():
             async with self._databases.control() as connection:
                 request = await registry.read_request(connection, task.id)
             async with self._databases.target(service, queue.database_name, prepare=True) as target:

@@ -41,7 +41,13 @@ select
 from task t
 """,
 )
-_READ_REQUEST = Statement("pgqueue_task_request", "select t.request from pgqueue_http.tasks t where t.id = $1::uuid")
+# In rows of a million characters: libpq has a buffer as large as the largest row.
+_READ_REQUEST = Statement(
+    "pgqueue_task_request",
+    "with task as materialized (select t.request::text as body from pgqueue_http.tasks t where t.id = $1::uuid)"
+    " select substr(t.body, p.start, 1000000) from task t"
+    " cross join lateral generate_series(1, length(t.body), 1000000) as p (start) order by p.start",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +197,11 @@ async def start(connection: Connection, id: UUID) -> AgentTask | None:
 async def read_request(connection: Connection, id: UUID) -> bytearray:
     """The body of the request of a task, as JSON; an object without members if the task has ended."""
     result = await _READ_REQUEST.fetch(connection, str(id))
-    body = (result.get_value(0, 0) if result.ntuples else None) or b"{}"
-    del result  # it has the body, too
+    body = bytearray()
+    for row in range(result.ntuples):
+        body += result.get_value(row, 0) or b""
     note_size(connection, len(body))
-    return bytearray(body)
+    return body or bytearray(b"{}")
 
 
 async def note(connection: Connection, id: UUID, message: str) -> None:

@@ -1,8 +1,12 @@
 """Statements of the hot direct routes. They are run by libpq, as psycopg's cursors need three times its CPU time."""
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+import fcntl
+import sys
+import termios
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -15,13 +19,14 @@ from psycopg.pq.abc import PGresult
 from .rights import current_or_none
 from .turns import Gate
 
-__all__ = ["Statement", "note_size"]
+__all__ = ["Statement", "large_turn", "note_size"]
 
 _CANCEL_SECONDS: Final = 5.0
 _LARGE_BYTES: Final = 2 * 1024 * 1024
-_LARGE_READS: Final = 16  # of 8 KB, which PostgreSQL sends at a time, up to 512 KB, if rows are as large
+_FIRST_BYTES: Final = 256 * 1024  # of a result that are received without a turn, and what one read adds
 _SUCCESSFUL: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
-_LARGE_RESULTS: Final = Gate(1)  # that are received at a time
+_LARGE_TURNS: Final = Gate(1)
+_has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
 class Statement:
@@ -90,11 +95,12 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[bool] = loop.create_future()
     results: list[PGresult] = []
-    reads = 0
+    waits = True
+    received = 0
 
     def receive() -> None:
-        nonlocal reads
-        reads += 1
+        nonlocal received
+        received += _readable_bytes(descriptor)
         try:
             pgconn.consume_input()
             while not pgconn.is_busy():
@@ -104,7 +110,7 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
                         over.set_result(True)
                     return
                 results.append(result)
-            if reads == _LARGE_READS and not over.done():
+            if received > _FIRST_BYTES and waits and not over.done():
                 loop.remove_reader(descriptor)
                 over.set_result(False)
         except psycopg.Error as error:
@@ -115,16 +121,11 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
     loop.add_reader(descriptor, receive)
     try:
         if not await over:
-            caller = current_or_none()
-            user = caller.name if caller else ""
-            if not _LARGE_RESULTS.try_pass(user):
-                await _LARGE_RESULTS.wait(user)
-            try:
+            async with large_turn():
+                waits = False
                 over = loop.create_future()
                 loop.add_reader(descriptor, receive)
                 await over
-            finally:
-                _LARGE_RESULTS.leave(user)
     except asyncio.CancelledError:
         loop.remove_reader(descriptor)
         with suppress(psycopg.Error):
@@ -134,6 +135,31 @@ async def _received(connection: AsyncConnection[Any]) -> list[PGresult]:
     finally:
         loop.remove_reader(descriptor)
     return results
+
+
+def _readable_bytes(descriptor: int) -> int:
+    """The number of bytes that a socket has received and that were not read."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+@asynccontextmanager
+async def large_turn() -> AsyncIterator[None]:
+    """Wait until no other task receives a large result or has such a turn, for the memory of one at a time. Users take
+    turns. Within a turn of its own, a task does not wait.
+    """
+    if _has_turn.get():
+        yield
+        return
+    caller = current_or_none()
+    user = caller.name if caller else ""
+    if not _LARGE_TURNS.try_pass(user):
+        await _LARGE_TURNS.wait(user)
+    had = _has_turn.set(True)
+    try:
+        yield
+    finally:
+        _has_turn.reset(had)
+        _LARGE_TURNS.leave(user)
 
 
 def note_size(connection: AsyncConnection[Any], size: int) -> None:
