@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from served import ADMIN, Server, Site, locked, new_name, serving, terminate, waiters
 
-from pgqueue.http import registry
+from pgqueue.http import registry, statements
 from pgqueue.http.agent import Agent
 from pgqueue.http.registry import AgentTask
 from pgqueue.http.request_body import LARGE_BATCH
@@ -254,13 +254,20 @@ def test_users_take_turns_with_their_tasks(site: Site, controller: Server, prepa
 
 
 @pytest.mark.parametrize(("size", "most"), [(LARGE_BATCH, 3), (LARGE_BATCH + 1, 1)])
-async def test_an_agent_reads_one_large_request_at_a_time(
+async def test_an_agent_reads_one_large_request_at_a_time_in_a_turn(
     monkeypatch: pytest.MonkeyPatch, size: int, most: int
 ) -> None:
+    """It connects before: requests that wait for a turn can have all connections."""
     reading, found = 0, 0
+    connected = []
+
+    def connect(*_arguments: object, **_more: object) -> nullcontext[None]:
+        connected.append(statements._has_turn.get())
+        return nullcontext()
 
     async def read_request(_connection: object, _id: UUID) -> bytearray:
         nonlocal reading, found
+        assert statements._has_turn.get() == (most == 1)
         reading += 1
         found = max(found, reading)
         for _ in range(10):
@@ -269,10 +276,11 @@ async def test_an_agent_reads_one_large_request_at_a_time(
         raise NotImplementedError
 
     monkeypatch.setattr(registry, "read_request", read_request)
-    databases: Any = SimpleNamespace(service=lambda _id: None, control=nullcontext)
+    databases: Any = SimpleNamespace(service=lambda _id: None, control=nullcontext, target=connect)
     agent = Agent(Settings("", {}, {}), databases, cast("Any", None))
-    queue: Any = SimpleNamespace(service_id="one")
+    queue: Any = SimpleNamespace(service_id="one", database_name="db")
     task = AgentTask(uuid4(), "enqueue", size, datetime.now(UTC), uuid4())
     ended = await asyncio.gather(*(agent._enqueue(task, queue) for _ in range(3)), return_exceptions=True)
     assert [type(each) for each in ended] == [NotImplementedError] * 3
     assert found == most
+    assert connected == [False] * 3

@@ -61,6 +61,7 @@ class Agent:
         self._settings = settings
         self._databases = databases
         self._metrics = metrics
+        self._large_request = asyncio.Lock()  # so that one connection waits for a turn
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -192,16 +193,21 @@ class Agent:
 
     async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
         service = self._databases.service(queue.service_id)
-        async with large_turn() if task.request_bytes > LARGE_BATCH else nullcontext():
+        is_large = task.request_bytes > LARGE_BATCH
+        # Requests wait for a turn with a connection to the target, so nothing waits for such a connection in a turn.
+        async with (
+            self._large_request if is_large else nullcontext(),
+            self._databases.target(service, queue.database_name, prepare=True) as target,
+            large_turn() if is_large else nullcontext(),
+        ):
             async with self._databases.control() as connection:
                 request = await registry.read_request(connection, task.id)
-            async with self._databases.target(service, queue.database_name, prepare=True) as target:
 
-                async def effect() -> Answer:
-                    ids = await enqueue_messages(target, queue.name, request)
-                    return Answer(200, f'{{"message_ids": [{", ".join(ids)}]}}')
+            async def effect() -> Answer:
+                ids = await enqueue_messages(target, queue.name, request)
+                return Answer(200, f'{{"message_ids": [{", ".join(ids)}]}}')
 
-                answer = await run_once(target, EffectKey("task", str(task.id)), effect)
+            answer = await run_once(target, EffectKey("task", str(task.id)), effect)
         if not answer.replayed:
             number = len(json.loads(answer.text)["message_ids"])
             self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
