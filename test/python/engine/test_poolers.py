@@ -275,7 +275,7 @@ def web(
     control = make_conninfo(bouncer, dbname=conninfo_to_dict(make_odd(empty_database))["dbname"])
     home = tmp_path_factory.mktemp("web")
     services = {"pooled": (bouncer, [str(conninfo_to_dict(database)["dbname"])])}
-    limits = {"connections": 2 * SESSIONS, "database_seconds": 5, "connect_seconds": 60}
+    limits = {"connections": 2 * SESSIONS, "database_seconds": 60, "connect_seconds": 60}
     with serving(configuration(home, control, services, limits=limits), home) as server:
         yield server
 
