@@ -793,7 +793,8 @@ async def test_little_of_a_large_answer_is_received_before_its_turn(
     async with asyncio.timeout(PATIENCE), await connect(site.target) as connection:
         assert gate.try_pass("")
         receiving = asyncio.create_task(LARGE.fetch(connection, "100"))
-        while not gate._waiting:  # noqa: ASYNC110 - nothing tells of it
+        while not gate._waiting:
+            assert not receiving.done()
             await asyncio.sleep(0)
         assert sum(read[:-1]) <= 256 * 1024 < sum(read)
         gate.leave("")

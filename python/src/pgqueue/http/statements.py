@@ -23,7 +23,7 @@ __all__ = ["Statement", "large_turn", "note_size"]
 
 _CANCEL_SECONDS: Final = 5.0
 _LARGE_BYTES: Final = 2 * 1024 * 1024
-_FIRST_BYTES: Final = 256 * 1024  # of a result that are received without a turn, and what one read adds
+_FIRST_BYTES: Final = 256 * 1024  # of a result; after the read that exceeds them, the rest waits for a turn
 _SUCCESSFUL: Final = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _LARGE_TURNS: Final = Gate(1)
 _has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
