@@ -6857,9 +6857,12 @@ begin
     -- A message in flight is not removed, as its consumer may still acknowledge it.
     expired_ids := array(
         select m.id from pgqueue.messages m
-        where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.expires_at <= at and m.visible_at <= at
+        where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.visible_at <= at
+            -- A generic plan expects that a range selects fewer rows than one comparison. Thus it uses an index on
+            -- expires_at instead of the primary key.
+            and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
-            and m.expires_at at time zone 'UTC' <= at at time zone 'UTC'
+            and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked);
     -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
     -- it for each.

@@ -426,3 +426,20 @@ def test_claims_are_hot_updates(
     every, hot = updates()
     assert every == 200
     assert hot >= least * every
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_purge_expired_uses_the_index_that_doctor_suggests(empty_database: Callable[[], str], analyzed: bool) -> None:
+    with connect(empty_database()) as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("select pgqueue.create_queue('q')")
+        connection.execute(
+            "select pgqueue.enqueue_batch('q', array_fill('1'::jsonb, array[20000]), expires_in => '1 h')"
+        )
+        suggested = connection.execute("select repair from pgqueue.doctor() where finding = 'missing_index'").fetchone()
+        assert suggested is not None
+        connection.execute(suggested[0].replace(" concurrently", "").encode())
+        if analyzed:
+            connection.execute("vacuum analyze")
+        session = Session(connection, "q")
+        assert min(session.buffers("select pgqueue.purge_expired(:q)") for _ in range(3)) < 50
