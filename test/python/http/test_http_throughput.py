@@ -242,6 +242,34 @@ async def test_a_request_that_ends_while_it_waits_leaves_no_task(dsn: str, sql: 
     await databases.close()
 
 
+async def test_a_request_that_is_cancelled_as_it_ends_returns_its_connection(
+    dsn: str, sql: psycopg.Connection[Any]
+) -> None:
+    service = Service("one", dsn, (sql.info.dbname,))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
+    has_begun, ends = asyncio.Event(), asyncio.Event()
+
+    async def use() -> None:
+        async with databases.target(service, sql.info.dbname):
+            has_begun.set()
+            await ends.wait()
+
+    request = asyncio.create_task(use())
+    async with asyncio.timeout(PATIENCE):
+        await has_begun.wait()
+        async with databases._pools["one", sql.info.dbname].connections._lock:  # as another request does that ends
+            ends.set()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not request.done()  # it waits for the lock
+            request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    async with asyncio.timeout(10), databases.target(service, sql.info.dbname):
+        pass
+    await databases.close()
+
+
 async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
     dsn: str, sql: psycopg.Connection[Any]
 ) -> None:

@@ -93,7 +93,7 @@ class _Lease:
                 try:
                     await self._connection.execute(_transaction_settings(self._limits))
                 except BaseException:
-                    await self._pool.connections.putconn(self._connection)
+                    await self._return()
                     raise
         except BaseException:
             self._leave()
@@ -151,9 +151,13 @@ class _Lease:
                 if is_proxied(self._connection):
                     await self._end_transaction(error)
             finally:
-                await self._pool.connections.putconn(self._connection)
+                await self._return()
         finally:
             self._leave()
+
+    async def _return(self) -> None:
+        """Return the connection. The pool would lose it if it were cancelled while it waits for its lock."""
+        await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
     async def _end_transaction(self, error: BaseException | None) -> None:
         status = self._connection.pgconn.transaction_status
