@@ -799,7 +799,6 @@ async def test_little_of_a_large_answer_is_received_before_its_turn(
         assert sum(read[:-1]) <= 256 * 1024 < sum(read)
         gate.leave("")
         assert (await receiving).ntuples == 100
-    assert sum(read) > 20_000_000
 
 
 async def test_a_task_with_a_turn_receives_large_answers_without_another(site: Site) -> None:
