@@ -156,7 +156,7 @@ class _Lease:
             self._leave()
 
     async def _return(self) -> None:
-        """Return the connection. The pool would lose it if it were cancelled while it waits for its lock."""
+        """Return the connection, also if the request is cancelled meanwhile. The pool alone would then lose it."""
         await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
     async def _end_transaction(self, error: BaseException | None) -> None:
