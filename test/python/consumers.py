@@ -242,6 +242,12 @@ class Run:
     def stop(self, seconds: float = PATIENCE, **options: Any) -> None:
         self.ask("stop", seconds, **options)
 
+    def read_settings(self) -> None:
+        """Wait until the consumer has read the settings of its queues again; `_INFO_SECONDS` is 0 in such a test."""
+        # A look peeks once or twice after the reading. So the third peek from now comes after a later reading.
+        peeks = self.consumer.stats.peeks
+        wait_for(lambda: self.consumer.stats.peeks > peeks + 2)
+
     def stopping(self, **options: Any) -> "Future[None]":
         """Ask for a stop, and go on."""
         return beside(lambda: self.stop(**options))
