@@ -16,6 +16,7 @@ from typing import Any
 
 import psycopg
 
+import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -54,6 +55,19 @@ def growing(longest: float) -> Iterator[float]:
 
 def connect(dsn: str) -> psycopg.Connection[Any]:
     return psycopg.connect(dsn, autocommit=True)
+
+
+def drop(connection: psycopg.Connection[Any], name: str) -> None:
+    """Drop a queue if there is one, although other sessions use it for a moment."""
+
+    def is_dropped() -> bool:
+        try:
+            connection.execute("select pgqueue.drop_queue(q.name) from pgqueue.queues q where q.name = %s", [name])
+        except pgqueue.QueueBusy:
+            return False
+        return True
+
+    wait_for(is_dropped)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Streams of Spark whose Python process starts late. A client without pgqueue can use this: it imports only PySpark."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,4 +27,17 @@ def completed(start: Callable[[], Any]) -> Any:
             if not tries or not is_late(error):
                 raise
         else:
+            return query
+
+
+def running(start: Callable[[], Any]) -> Any:
+    """Start a query and wait until its Python process answers; start it again as `completed` does. Returns it."""
+    tries = 5
+    while True:
+        tries -= 1
+        query = start()
+        while query.isActive and query.status["message"].startswith(("Initializing", "Getting offsets")):
+            time.sleep(0.05)
+        error = query.exception()
+        if error is None or not tries or not is_late(error):
             return query

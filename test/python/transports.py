@@ -2,11 +2,24 @@
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import sql
+
+
+@contextmanager
+def patient(connection: psycopg.Connection[Any], function: str) -> Iterator[None]:
+    """Raise the lock timeout of a function, as half a second is too short for the test."""
+    change = sql.SQL("alter function pgqueue.{} set lock_timeout = {}")
+    connection.execute(change.format(sql.Identifier(function), "1 min"))
+    try:
+        yield
+    finally:
+        connection.execute(change.format(sql.Identifier(function), "500 ms"))
 
 
 class Received(NamedTuple):

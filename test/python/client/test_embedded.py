@@ -134,7 +134,7 @@ def test_the_server_stays_while_another_program_is_connected(home: Path) -> None
             keeper.wait(2)
         assert connection.execute("select 1").fetchone() == (1,)
         connection.close()
-        assert keeper.wait(20) == 0
+        assert keeper.wait(PATIENCE) == 0
 
 
 def test_the_server_stays_for_some_time_after_its_dsn_was_printed(home: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_server_stays_for_some_time_after_its_dsn_was_printed(home: Path) ->
         # The server is kept for ten minutes, until the modification time of this file.
         assert before + 599 < (home / "dsn").stat().st_mtime < time.time() + 601
         os.utime(home / "dsn")
-        assert keeper.wait(20) == 0
+        assert keeper.wait(PATIENCE) == 0
 
 
 def test_a_failed_start_reports_the_reason(home: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import is_empty, wait_for
+from clients import drop, is_empty, wait_for
 from consumers import LEASES, LONG, PLAIN, SECOND, Form, Step, prepare, together, waits
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -116,7 +116,7 @@ def test_claims_are_extended_and_released_in_their_own_queues(
 
     with form.consuming(database, names[0], work, concurrency=3, also=names[1:]) as run:
         wait_for(lambda: set(told(run, "extended")) == {"a", "b", "c"})
-        queues[1].drop_queue()
+        drop(connection, names[1])
         run.stop(force=True)
     assert told(run, "released") == {"a": 1, "c": 1}
     assert [[message.attempt_count for message in queue.browse()] for queue in (queues[0], queues[2])] == [[0], [0]]
@@ -143,7 +143,7 @@ def test_a_queue_that_is_paused_or_dropped_does_not_stop_the_others(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(polling, "_MISSING_SECONDS", 0.2)
-    names, queues = prepared(connection, name, visibility_timeout=6 * SECOND)
+    names, queues = prepared(connection, name, visibility_timeout=15 * SECOND)
     gate = threading.Event()
 
     async def work(step: Step) -> None:
@@ -158,7 +158,7 @@ def test_a_queue_that_is_paused_or_dropped_does_not_stop_the_others(
         queues[0].resume_queue()
         queues[2].enqueue("held")
         wait_for(lambda: len(run.calls) == 3)
-        queues[0].drop_queue()
+        drop(connection, names[0])
         queues[1].enqueue("goes on")
         wait_for(lambda: "goes on" in run.returned)
         extended = told(run, "extended").get("c", 0)
@@ -169,7 +169,7 @@ def test_a_queue_that_is_paused_or_dropped_does_not_stop_the_others(
         gate.set()
         wait_for(lambda: all(is_empty(connection, one) for one in names))
         for one in names:
-            pgqueue.Queue(connection, one).drop_queue()
+            drop(connection, one)
         wait_for(lambda: run.circuits == ["armed"])
         prepare(connection, names[1]).enqueue("alone")
         wait_for(lambda: "alone" in run.returned)
@@ -219,7 +219,7 @@ def test_acknowledgements_in_a_dropped_queue_do_not_keep_those_of_others(
         queue.enqueue(1)
     with form.consuming(database, names[0], work, concurrency=3, also=names[1:]) as run:
         wait_for(lambda: len(run.calls) == 3)
-        queues[1].drop_queue()
+        drop(connection, names[1])
         gate.set()
         wait_for(lambda: is_empty(connection, names[0]) and is_empty(connection, names[2]))
     assert [queue.stats().acknowledged_total for queue in (queues[0], queues[2])] == [1, 1]

@@ -36,7 +36,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
-from pgqueue.consumer import claims, handlers, polling
+from pgqueue.consumer import claims, polling
 from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
@@ -409,7 +409,7 @@ def test_a_locked_message_keeps_no_other_from_being_settled(
 def test_a_locked_message_keeps_no_other_from_being_given_back(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_SEARCH_SECONDS", handlers._END_SECONDS)  # a second can be too short to find it
+    monkeypatch.setattr(claims, "_SEARCH_SECONDS", 60.0)  # a second can be too short to find it
     queue = prepare(connection, name, visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2, 3, 4])
     go_on = threading.Event()
@@ -431,8 +431,9 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
 
 @in_leases
 def test_a_forced_stop_gives_back_what_a_handler_has_locked(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(claims, "_LONGEST_LOCK_TIMEOUT", 5.0)  # A canceled statement can keep its lock for a moment.
     queue = prepare(connection, name, visibility_timeout=LONG)
     queue.enqueue_batch(["own", "other"])
 
@@ -520,7 +521,7 @@ def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(f
     with connect(slow_line) as connection:
         queue = prepare(connection, "q")
         with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
-            run.consumer._runtime.claiming.deadline = 2.0
+            run.consumer._runtime.claiming.deadline = 5.0
             queue.enqueue_batch(list(range(16)))
             wait_for(lambda: is_empty(connection, "q"))
     assert set(run.attempts) == {1}

@@ -734,14 +734,14 @@ def test_preparing_to_wait_again_counts_as_a_look(
 def test_each_of_several_successive_messages_costs_one_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    for pause in ("_QUIET", "_TRUST"):
-        monkeypatch.setattr(polling, pause, 60.0)  # Only a notification ends it.
+    for pause in ("_QUIET", "_TRUST", "_WAIT_SECONDS"):
+        monkeypatch.setattr(polling, pause, LONG.total_seconds())  # Only a notification ends it.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
         pass
 
-    with form.consuming(database, name, work) as run:
+    with form.consuming(database, name, work, peek_delay=LONG) as run:
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         before = run.consumer.stats
         for number in range(30):
@@ -1065,7 +1065,7 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
 
     deaf = Deaf()
     consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
-    monkeypatch.setattr(handlers, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(handlers, "_RELEASE_SECONDS", 0.2)
     monkeypatch.setattr(polling, "_END_SECONDS", 0.2)
     if statement == "find":
         monkeypatch.setattr(polling.Poller, "_look_at_queues", deaf)

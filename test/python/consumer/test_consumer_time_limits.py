@@ -12,11 +12,16 @@ from clients import PATIENCE, is_empty, wait_for
 from consumers import FORMS, LEASES, PLAIN, RECEIVING, SECOND, Form, Step, prepare, rows, together
 
 from pgqueue._calls import Bound
-from pgqueue.consumer import handlers
+from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims
 
 Connection = psycopg.Connection[Any]
 LIMIT = 4 * SECOND  # far more than a handler needs that does not hang, also on a busy machine
+
+
+def let_rollbacks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record failures again after a time in which a server has ended the transaction of a call that was given up."""
+    monkeypatch.setattr(claims, "_RETRY_SECONDS", 10.0)
 
 
 async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
@@ -61,8 +66,9 @@ def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_messag
 
 @together(FORMS)
 def test_a_handler_that_ignores_its_cancellation_is_given_up(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["hangs", "good", "good"])
     connection.execute(f'create table "{name}" (n int)')
@@ -131,6 +137,7 @@ def test_a_failure_is_recorded_before_its_call_is_free_to_receive_the_message_ag
         return await settle(self, call, is_locked)
 
     monkeypatch.setattr(Claims, "_run", settle_late)
+    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["poison", "good", "good"])
     attempts = []
@@ -153,9 +160,10 @@ def test_a_failure_is_recorded_before_its_call_is_free_to_receive_the_message_ag
 
 @together(RECEIVING)
 def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_receive_mode(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other message has failed by itself, and waits for the commit of the common transaction."""
+    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["fails", "hangs"])
     go_on = threading.Event()

@@ -5,13 +5,13 @@ After a lock wait, functions use the current state of the queue.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import pytest
 from clients import connect, wait_for
 from psycopg import sql
+from transports import patient
 
 import pgqueue
 
@@ -149,22 +149,16 @@ def test_subscribe_stores_the_current_address_after_a_lock_wait(
     assert noted.fetchall() == [(address.format(name),)] * 2
 
 
-@contextmanager
-def patient(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Raise the lock timeout of unexpose_transport, as half a second is too short for the test."""
-    change = "alter function pgqueue.unexpose_transport set lock_timeout = "
-    connection.execute(f"{change} '1 min'")
-    try:
-        yield
-    finally:
-        connection.execute(f"{change} '500 ms'")
-
-
 def test_unexpose_transport_finds_a_relation_created_during_its_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str
 ) -> None:
     connection.execute("select pgqueue.create_queue(n) from unnest(%s::text[]) as n", ([name, f"{name}-2"],))
-    with patient(connection), connect(database) as admin, connect(database) as watcher, ThreadPoolExecutor(1) as pool:
+    with (
+        patient(connection, "unexpose_transport"),
+        connect(database) as admin,
+        connect(database) as watcher,
+        ThreadPoolExecutor(1) as pool,
+    ):
         unexpose = "select pgqueue.unexpose_transport(%s)"
         assert admin.execute(unexpose, (name,)).fetchone() == (False,)
         with admin.transaction():

@@ -50,6 +50,8 @@ class History:
         assert message.headers is not None
         group = message.headers["pgqueue.group"]
         with self.lock:
+            if pid is None and until <= datetime.now(UTC):
+                return  # The consumer is so late that others may have the group.
             held = [
                 (each, of) for each, (end, of) in self.held[group].items() if end > claimed_at and each != message.id
             ]

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from transports import (
     Table,
     Transport,
     hold_a_receive,
+    patient,
     pump,
     send_numbered,
 )
@@ -710,7 +712,7 @@ def test_expose_transport_fails_if_its_snapshot_misses_messages(
     # expose_transport takes its snapshot, and then waits for the lock of the table.
     sender = others()
     sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
-    with ThreadPoolExecutor(1) as pool:
+    with patient(connection, "expose_transport"), ThreadPoolExecutor(1) as pool:
         exposing = pool.submit(admin.execute, "select pgqueue.expose_transport(%s)", (name,))
         wait_for(lambda: connection.execute("select from pg_locks where not granted").fetchone() is not None)
         sender.commit()
@@ -729,19 +731,25 @@ def test_a_queue_can_be_exposed_while_plain_sql_sends_to_it(
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(dedicated=dedicated)
 
-    def send() -> None:
-        with psycopg.connect(database, autocommit=True) as sender:
-            for _ in range(2000):
-                sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
+    exposed = threading.Event()
 
-    with ThreadPoolExecutor(2) as pool:
+    def send() -> int:
+        sent = 0
+        with psycopg.connect(database, autocommit=True) as sender:
+            while sent < 100 or not exposed.is_set():
+                sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
+                sent += 1
+        return sent
+
+    with patient(connection, "expose_transport"), ThreadPoolExecutor(2) as pool:
         senders = [pool.submit(send) for _ in range(2)]
-        wait_for(queue.peek)
-        transport = Transport(connection, queue.expose_transport())
-        assert not all(sender.done() for sender in senders)
-        for sender in senders:
-            sender.result()
-    assert transport.purge() == 4000
+        try:
+            wait_for(queue.peek)
+            transport = Transport(connection, queue.expose_transport())
+        finally:
+            exposed.set()
+        sent = sum(sender.result() for sender in senders)
+    assert transport.purge() == sent
     queue.drop_queue()
 
 

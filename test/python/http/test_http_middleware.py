@@ -346,12 +346,12 @@ async def test_trailers_are_dropped() -> None:
 
 
 async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
+    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.5)
     async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
         for size in (10, protocol.HEADERS_LIMIT - 100):
             writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
             await reader.readuntil(END)
-            await asyncio.sleep(0.2)  # the body may take longer than the limit for headers
+            await asyncio.sleep(0.6)  # the body may take longer than the limit for headers
             writer.write(b"z" * 200_000)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")

@@ -119,7 +119,7 @@ def test_a_task_waits_for_a_target_that_is_down(
     empty_database: Callable[[], str], postgres: EmbeddedServer, web: Server, tmp_path: Path
 ) -> None:
     services = {SERVICE: (postgres.tcp_dsn, ["target"])}
-    config = configuration(tmp_path, empty_database(), services, limits={"connect_seconds": 1.0})
+    config = configuration(tmp_path, empty_database(), services, limits={"connect_seconds": 5.0})
     name = new_name()
     web.create(name)
     with serving(config, tmp_path) as other:
@@ -283,7 +283,7 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     web.create(name)
     target = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="target")
     control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
-    limits = {"request_seconds": 10}
+    limits = {"request_seconds": 10, "database_seconds": 60}
     config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits=limits)
     with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
@@ -306,7 +306,7 @@ async def test_old_records_are_deleted_in_any_number_during_an_outage(postgres: 
         SERVICE: Service(SERVICE, postgres.tcp_dsn, ("target",)),
     }
     control = psycopg.conninfo.make_conninfo(postgres.tcp_dsn, dbname="control")
-    settings = Settings(control, services, {}, limits=Limits(connect_seconds=1))
+    settings = Settings(control, services, {}, limits=Limits(connect_seconds=10))
     databases = Databases(settings)
     agent = Agent(settings, databases, Metrics(Sampler(settings, databases)))
     try:
@@ -402,7 +402,7 @@ def test_a_hangup_stops_the_server_unless_it_ignores_the_signal(site: Site, tmp_
             wait = {"wait_seconds": 1 if by_nohup else 20}
             waiting = threads.submit(web.post, f"/v1/queues/{name}/claim", wait)
             with psycopg.connect(site.target, autocommit=True) as connection:
-                listening = "select from pg_stat_activity where query like 'listen %'"
+                listening = "select from pg_stat_activity where datname = current_database() and query like 'listen %'"
                 web.until(lambda: connection.execute(listening).fetchall())
             web.command.signal(signal.SIGHUP)
             assert waiting.result().json() == {"messages": []}

@@ -357,7 +357,7 @@ async def test_other_requests_are_answered_while_a_large_form_is_read(web: httpx
         answered += 1
         await asyncio.sleep(0)
     assert (await large).status_code == 303
-    assert answered >= 5
+    assert answered >= 3
 
 
 def test_a_form_names_at_most_as_many_messages_as_a_request_of_the_api() -> None:

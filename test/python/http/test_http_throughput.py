@@ -394,14 +394,14 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
 ) -> None:
     """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     service = Service("one", dsn, (sql.info.dbname,))
-    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=1, request_seconds=4)))
+    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connect_seconds=3, request_seconds=9)))
     async with asyncio.timeout(PATIENCE), databases.target(service, sql.info.dbname):
         pool = databases._pools["one", sql.info.dbname]
     give, waits = pool.connections.getconn, []
 
     async def give_late(seconds: float) -> Any:
         waits.append(seconds)
-        if sum(waits) < 3:  # s, if they were spent
+        if sum(waits) < 5:  # s, if they were spent
             await asyncio.sleep(seconds)
             raise PoolTimeout
         return await give(seconds)

@@ -180,6 +180,7 @@ def test_register_says_what_to_set_if_the_workers_lack_the_package(tmp_path: Pat
 UNCONFIGURED = """
 import tempfile
 import pgqueue.spark
+from late_workers import completed
 from pyspark.sql import SparkSession
 from sparks import SETTINGS
 
@@ -191,8 +192,8 @@ rows = spark.createDataFrame([("1",)], "payload string")
 
 def stream(columns=None, **options):
     reader = spark.readStream.format("pgqueue").options(dsn="dbname=x", **options)
-    sink = (reader.schema(columns) if columns else reader).load().writeStream.format("noop")
-    sink.option("checkpointLocation", tempfile.mkdtemp(dir=".")).trigger(availableNow=True).start().awaitTermination()
+    sink = (reader.schema(columns) if columns else reader).load().writeStream.format("noop").trigger(availableNow=True)
+    completed(lambda: sink.option("checkpointLocation", tempfile.mkdtemp(dir=".")).start())
 
 for use in (
     lambda: spark.read.format("pgqueue").option("queue", "orders").load(),

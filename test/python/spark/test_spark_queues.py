@@ -22,7 +22,7 @@ from clients import wait_for
 from engines import Checkpoint, Died, Engine, Rows
 from hypothesis import given
 from hypothesis import strategies as st
-from late_workers import completed
+from late_workers import completed, running
 from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql import functions as F
 from pyspark.sql import types as t
@@ -458,8 +458,8 @@ def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
     for thread in threads:
         thread.join(60)
     assert len(staged) == 16
-    # Those that have the slots, and one that looks.
-    assert max(numbers) <= 3
+    # Two that have the slots, one that looks, and two that have given up their slots and are about to close.
+    assert max(numbers) <= 5
 
 
 def test_each_write_has_slots_of_its_own(database: str) -> None:
@@ -715,7 +715,7 @@ def test_triggers_once_and_processing_time_read_all_queues_of_a_pattern(
     assert seen == [sorted(sent)]
     assert left(queues) == 9
     more = [(each, queue.enqueue(9)) for each, queue in queues.items()]
-    query = run(processingTime="0 seconds")
+    query = running(lambda: run(processingTime="0 seconds"))
     wait_for(lambda: left(queues) == 0, 300)
     query.stop()
     assert sorted(chain(*seen[1:])) == sorted(more)

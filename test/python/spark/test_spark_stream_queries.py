@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from clients import wait_for
-from late_workers import completed
+from late_workers import completed, running
 from pyspark import TaskContext
 from pyspark.errors import AnalysisException, StreamingQueryException
 from spark_victim import PER_BATCH, POINTS, note, noted, query
@@ -52,7 +52,7 @@ class Queries:
 
     def start(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
         """Start a query that runs until it is stopped."""
-        return self._start(sink, options, processingTime="0 seconds")
+        return running(lambda: self._start(sink, options, processingTime="0 seconds"))
 
     def run(self, sink: Callable[[Any, int], None] | None = None, **options: str) -> Any:
         """Run a query over all present messages to its end."""
@@ -189,8 +189,8 @@ def test_a_failed_batch_is_replayed_with_the_same_messages(orders: pgqueue.Queue
 
 
 def test_a_second_query_on_a_stream_ends_the_first(orders: pgqueue.Queue, queries: Queries) -> None:
-    older = queries.start()
     orders.enqueue_batch([1])
+    older = queries.start()
     wait_for(lambda: queries.got, PATIENCE)
     queries.checkpoint = queries.home / "another"
     more = orders.enqueue_batch([2])

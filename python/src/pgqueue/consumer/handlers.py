@@ -32,6 +32,7 @@ _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may retur
 # Seconds
 _CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
 _END_SECONDS = 2.5  # for all cancelled calls to end
+_RELEASE_SECONDS = 2.5  # to give back messages
 
 _LATE = 10  # visibility timeouts, after which a handler without a time limit is reported
 _MOST_FRAMES = 10  # of the stack of a handler that has exceeded its time limit
@@ -477,7 +478,7 @@ class HandlerCalls:
         """
         held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
         messages = [message for message in messages if message.state in held]
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + _RELEASE_SECONDS
         while messages:
             try:
                 locked = await within(max(0.1, deadline - time.monotonic()), self.claims.release(messages))
