@@ -164,7 +164,7 @@ def test_messages_of_a_dropped_queue_are_written(
 def test_settings_of_a_role_do_not_affect_a_run(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
     work(queue, 2)
     # The session with the lock is idle while Spark works.
-    settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=50ms"
+    settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=500ms"
     assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 2
 
 
