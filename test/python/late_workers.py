@@ -17,12 +17,21 @@ def is_late(error: PySparkException) -> bool:
 
 def completed(start: Callable[[], Any]) -> Any:
     """Start a query and wait for its end; start it up to four times more if its Python process was late. Returns it."""
+    return _started(start, lambda query: query.awaitTermination())
+
+
+def running(start: Callable[[], Any]) -> Any:
+    """Start a query and wait until its Python process answers; start it again as `completed` does. Returns it."""
+    return _started(start, _wait_for_process)
+
+
+def _started(start: Callable[[], Any], wait: Callable[[Any], None]) -> Any:
     tries = 5
     while True:
         tries -= 1
         try:
             query = start()  # through Spark Connect, the process of foreachBatch starts here
-            query.awaitTermination()
+            wait(query)
         except PySparkException as error:
             if not tries or not is_late(error):
                 raise
@@ -30,14 +39,8 @@ def completed(start: Callable[[], Any]) -> Any:
             return query
 
 
-def running(start: Callable[[], Any]) -> Any:
-    """Start a query and wait until its Python process answers; start it again as `completed` does. Returns it."""
-    tries = 5
-    while True:
-        tries -= 1
-        query = start()
-        while query.isActive and query.status["message"].startswith(("Initializing", "Getting offsets")):
-            time.sleep(0.05)
-        error = query.exception()
-        if error is None or not tries or not is_late(error):
-            return query
+def _wait_for_process(query: Any) -> None:
+    while query.isActive and query.status["message"].startswith(("Initializing", "Getting offsets")):
+        time.sleep(0.05)
+    if error := query.exception():
+        raise error

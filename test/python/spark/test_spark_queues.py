@@ -437,19 +437,24 @@ def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
     source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "maxConnections": "2"})
     writer: Any = source.writer(t.StructType([t.StructField("payload", t.StringType())]), overwrite=False)
     worker = pickle.loads(pickle.dumps(writer))
-    connect = connections.connect
+    connect, take = connections.connect, ConnectionSlots._take
     together = threading.Lock()
-    opened: list[psycopg.Connection[Any]] = []
+    looking: list[int] = []
     numbers: list[int] = []
 
     def counted(conninfo: str) -> psycopg.Connection[Any]:
-        made = connect(conninfo)
         with together:
-            opened.append(made)
-            numbers.append(sum(not one.closed for one in opened))
-        return made
+            looking.append(1)
+            numbers.append(len(looking))
+        return connect(conninfo)
+
+    def taken(self: ConnectionSlots, connection: psycopg.Connection[Any]) -> bool:
+        with together:
+            looking.pop()
+        return take(self, connection)
 
     monkeypatch.setattr(connections, "connect", counted)
+    monkeypatch.setattr(ConnectionSlots, "_take", taken)
     batch = pa.RecordBatch.from_pydict({"payload": ["3"]})
     staged: list[Any] = []
     threads = [threading.Thread(target=lambda: staged.append(worker.write(iter([batch])))) for _ in range(16)]
@@ -458,8 +463,7 @@ def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
     for thread in threads:
         thread.join(60)
     assert len(staged) == 16
-    # Two that have the slots, one that looks, and two that have given up their slots and are about to close.
-    assert max(numbers) <= 5
+    assert set(numbers) == {1}
 
 
 def test_each_write_has_slots_of_its_own(database: str) -> None:
