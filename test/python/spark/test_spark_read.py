@@ -3,8 +3,11 @@
 import datetime
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -673,3 +676,26 @@ def test_a_partition_needs_only_its_id_range(orders: pgqueue.Queue, database: st
         row["id"] for batch in fresh.read(ReadPart([IdRange(sent[1], sent[2], at, name)])) for row in batch.to_pylist()
     ]
     assert found == sent[1:]
+
+
+WITHOUT_PANDAS = """
+import sys
+from pgqueue.spark.source import PgQueueDataSource
+
+source = PgQueueDataSource(dict(zip(("dsn", "queue"), sys.argv[1:])))
+reader = source.reader(source.schema())
+print(sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)), "pandas" in sys.modules)
+"""
+
+
+def test_tasks_read_without_an_import_of_pandas(
+    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str, name: str
+) -> None:
+    assert find_spec("pandas") is not None
+    orders.enqueue({"n": 1}, headers={"trace": "a"})
+    orders.enqueue(body=b"raw")
+    # Values for each place that makes a scalar: a null among texts, and a time outside the years of Spark.
+    connection.execute("update pgqueue.messages set expires_at = 'infinity' where queue_name = %s", [name])
+    command = [sys.executable, "-c", WITHOUT_PANDAS, database, name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")

@@ -2,8 +2,12 @@
 
 The COPY selects the columns of fixed size first, so that they have the same offset in each row. The offset of a
 variable-length value is the sum of the lengths before it.
+
+Arrow functions get Arrow scalars, made by `_scalar`. For Python values they call `pyarrow.scalar`, which imports pandas
+if it is installed: each worker of Spark would start a second later and need 40 MB more.
 """
 
+import struct
 import sys
 from array import array as machine_array
 from collections.abc import Iterator, Mapping
@@ -33,6 +37,7 @@ _POSTGRES_EPOCH = datetime(2000, 1, 1)
 _UNIX_EPOCH = datetime(1970, 1, 1)
 _MICROSECOND = timedelta(microseconds=1)
 _INT = pa.int32()
+_NULL = pa.nulls(1)[0]
 # The size of each fixed-size type in words of four bytes. A length is one word.
 _WORDS = {_INT: 1, pa.int64(): 2, pa.timestamp("us", tz="UTC"): 2}
 # The positions of the two words of a 64-bit number in memory. COPY sends the high word first.
@@ -149,7 +154,7 @@ class _CopyDecoder:
         rows = _Rows(pa.py_buffer(data), bounds)
         arrays = rows.fixed(self._fixed)
         for name, value in self._constants.items():
-            arrays[name] = pa.repeat(value, rows.count)
+            arrays[name] = pa.repeat(_scalar(value, pa.string()), rows.count)
         for place, name in enumerate(self._texts):
             kind = self._schema.field(name).type
             are_null = rows.are_null(len(self._texts) - place)
@@ -195,15 +200,17 @@ class _Rows:
         size = 4 * columns
         if not pc.all(pc.equal(_plus(self._offsets, size), self._ends)).as_py():
             return False
-        return bool(pc.all(pc.equal(pc.binary_slice(self._rows, -size), b"\xff" * size)).as_py())
+        return bool(pc.all(pc.equal(pc.binary_slice(self._rows, -size), _scalar(b"\xff" * size, pa.binary()))).as_py())
 
     def text(self) -> pa.Array:
         """Decode the next column, as bytes."""
         begins = _plus(self._offsets, 4)
         lengths = _numbers(_words(self._slice(self._offsets, begins), self.count))
-        self._offsets = pc.add(begins, pc.max_element_wise(lengths, pa.scalar(0, _INT)))
+        self._offsets = pc.add(begins, pc.max_element_wise(lengths, _scalar(0, _INT)))
         found = self._slice(begins, self._offsets)
-        return found if pc.min(lengths).as_py() >= 0 else pc.if_else(pc.greater_equal(lengths, 0), found, None)
+        if pc.min(lengths).as_py() >= 0:
+            return found
+        return pc.if_else(pc.greater_equal(lengths, _scalar(0, _INT)), found, _NULL)
 
     def _slice(self, begins: pa.Array, ends: pa.Array) -> pa.Array:
         """The bytes between two offsets of each row.
@@ -215,6 +222,13 @@ class _Rows:
         cuts[-1] = cuts[-2]
         pieces = pa.Array.from_buffers(pa.binary(), 2 * self.count, [None, pa.py_buffer(cuts), self._data])
         return pieces.take(_evens(self.count))
+
+
+def _scalar(value: str | bytes | int, kind: pa.DataType) -> pa.Scalar:
+    data = value if isinstance(value, bytes) else str(value).encode()
+    plain = pa.binary() if isinstance(value, bytes) else pa.string()
+    buffers = [None, pa.py_buffer(struct.pack("ii", 0, len(data))), pa.py_buffer(data)]
+    return pa.Array.from_buffers(plain, 1, buffers).cast(kind)[0]
 
 
 @lru_cache(maxsize=4)
@@ -242,7 +256,7 @@ def _words(pieces: pa.Array, count: int) -> "machine_array[int]":
 
 
 def _plus(numbers: pa.Array, number: int) -> pa.Array:
-    return pc.add(numbers, pa.scalar(number, _INT))
+    return pc.add(numbers, _scalar(number, _INT))
 
 
 def _timestamps(values: "machine_array[int]", kind: pa.DataType) -> pa.Array:
@@ -251,5 +265,8 @@ def _timestamps(values: "machine_array[int]", kind: pa.DataType) -> pa.Array:
     first, last = ((end - _POSTGRES_EPOCH) // _MICROSECOND for end in (MIN_TIMESTAMP, MAX_TIMESTAMP))
     lowest, highest = (end.as_py() for end in pc.min_max(found).values())
     if lowest < first or highest > last:
-        found = pc.if_else(pc.and_(pc.greater_equal(found, first), pc.less_equal(found, last)), found, None)
-    return pc.add(found, (_POSTGRES_EPOCH - _UNIX_EPOCH) // _MICROSECOND).view(kind)
+        possible = pc.and_(
+            pc.greater_equal(found, _scalar(first, pa.int64())), pc.less_equal(found, _scalar(last, pa.int64()))
+        )
+        found = pc.if_else(possible, found, _NULL)
+    return pc.add(found, _scalar((_POSTGRES_EPOCH - _UNIX_EPOCH) // _MICROSECOND, pa.int64())).view(kind)
