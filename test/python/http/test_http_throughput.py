@@ -118,6 +118,32 @@ async def test_a_role_without_rights_on_the_tables_samples_totals(dsn: str, sql:
         sql.execute(f"drop role {role}")
 
 
+async def test_a_sample_that_ends_late_does_not_replace_a_later_one(
+    dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, entered, released = new_name(), asyncio.Event(), asyncio.Event()
+    service = Service("one", dsn, (sql.info.dbname,))
+    databases = Databases(settings := Settings("", {"one": service}, {}))
+    sampler = Sampler(settings, databases)
+
+    async def waiting(_: Any) -> None:
+        entered.set()
+        await released.wait()
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "_last_message_id", waiting)
+            late = asyncio.create_task(sampler.sample(service, sql.info.dbname))
+            await entered.wait()
+        sql.execute("select pgqueue.create_queue(%s)", [name])
+        assert await sampler.sample(service, sql.info.dbname)
+        released.set()
+        assert await late
+        assert sampler.history(("one", sql.info.dbname, name)) is not None
+    finally:
+        await databases.close()
+
+
 async def test_a_sample_makes_dead_letters_of_messages_that_no_consumer_is_left_to_remove(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

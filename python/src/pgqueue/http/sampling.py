@@ -103,6 +103,7 @@ class Sampler:
         self._settings = settings
         self._databases = databases
         self._histories: dict[Place, History] = {}
+        self._began_at: dict[tuple[str, str], float] = {}  # when the sample of each database that is held here began
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
         self.sampled = asyncio.Event()
@@ -193,6 +194,7 @@ class Sampler:
     async def sample(self, service: Service, database: str) -> bool:
         """Sample one database now. Returns whether this succeeded."""
         place = (service.id, database)
+        began = time.monotonic()
         try:
             async with self._databases.target(service, database) as connection:
                 found = await AsyncQueues(connection).stats()
@@ -206,6 +208,9 @@ class Sampler:
             self.failing.add(place)
             return False
         self.failing.discard(place)
+        if began < self._began_at.get(place, began):
+            return True  # A page has sampled the database meanwhile, perhaps after a change.
+        self._began_at[place] = began
         now = time.monotonic()
         names = {stats.queue_name for stats in found}
         for gone in [each for each in self._histories if each[:2] == place and each[2] not in names]:
