@@ -8046,12 +8046,14 @@ begin
     ) w;
     if lapsed > 0 and q.paused_at is null then
         return next row('warning', q.name, 'stuck_claims',
-            format('%s expired, the first %s ago, and no consumer has claimed since', pgqueue._with_number(lapsed, 'claim'), at - oldest_at),
+            format('%s expired, the first %s ago, and no consumer has claimed since',
+                pgqueue._with_number(lapsed, 'claim'), date_trunc('second', at - oldest_at)),
             'Start a consumer: any claim takes these messages over or removes them.')::pgqueue.finding;
     end if;
     if claimed_since is not null then
         return next row('warning', q.name, 'long_claims',
-            format('messages are in flight, the first claimed and extended for %s: a handler may hang', at - claimed_since),
+            format('messages are in flight, the first claimed and extended for %s: a handler may hang',
+                date_trunc('second', at - claimed_since)),
             format(
                 'select id, claimed_by, enqueued_at from pgqueue.browse(%L, ''inflight'') order by enqueued_at;'
                 ' -- restart that consumer; a handler_timeout prevents this', q.name))::pgqueue.finding;
@@ -8135,7 +8137,8 @@ begin
     select w.bound_at, w.writers into since, pending from pgqueue.sweep_state w where w.queue_name = q.name;
     if at - since > interval '1 min' and pending && pgqueue._running_writers() then
         return next row('warning', q.name, 'long_writer',
-            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since', at - since),
+            format('a transaction that writes to pgqueue.messages has been open for more than %s; until it ends, sweeps read the ids of all messages consumed since',
+                date_trunc('second', at - since)),
             'select pid, virtualtransaction from pg_locks where relation = ''pgqueue.messages''::regclass;')::pgqueue.finding;
     end if;
     return query select f.* from unnest(found) f;
@@ -8154,7 +8157,7 @@ begin
     select
         'warning', null::text, 'pinned_horizon',
         format('%s, for %s: vacuum cannot remove rows deleted or updated since; %s',
-            h.holder, coalesce(h.pinned_for::text, 'an unknown time'), pgqueue._space_used()),
+            h.holder, coalesce(date_trunc('second', h.pinned_for)::text, 'an unknown time'), pgqueue._space_used()),
         h.repair
     from pgqueue._horizon_holders() h
     where h.pinned_for > interval '1 min' or h.pinned_for is null;
