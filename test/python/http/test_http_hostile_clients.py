@@ -22,7 +22,7 @@ import psutil
 import psycopg
 import pytest
 import uvloop
-from clients import PATIENCE
+from clients import PATIENCE, drop
 from served import ADMIN, SERVICE, Site, locked, new_name, serving, waiters
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
@@ -633,7 +633,8 @@ async def serving_here(site: Site, directory: Path) -> AsyncIterator[tuple[httpx
         created = await client.post("/create", data={"database": f"{SERVICE}/{site.databases[0]}", "name": name})
         assert created.status_code == 303
         yield client, place, sql
-        await sql.execute("select pgqueue.drop_queue(%s)", [name])
+        with psycopg.connect(site.target, autocommit=True) as connection:
+            await asyncio.to_thread(drop, connection, name)
 
 
 class Threads:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+from clients import drop
 from served import ADMIN, SERVICE, Server, Site, configuration, new_name, serving
 
 HOSTILE = [
@@ -502,7 +503,7 @@ def test_a_queue_that_was_dropped_by_sql_fails_its_tasks_and_can_be_deleted(web:
     name = new_name()
     web.create(name)
     with psycopg.connect(site.target, autocommit=True) as connection:
-        connection.execute("select pgqueue.drop_queue(%s)", [name])
+        drop(connection, name)
     path = f"{web.queues}/{name}/messages"
     task = web.task(path, web.post(path, {"messages": [{"payload": {}}]}).json()["task_id"])
     assert task["status"] == "failed"
