@@ -245,8 +245,9 @@ SOURCE_OPTIONS = (
         "a duration from 0 s to 24 h, such as 90s or '2 minutes'",
         duration(timedelta(0), 24 * _HOUR),
         (STREAM, WRITE),
-        "How long the driver, or a later attempt of a task, tries to reach an unavailable database before the query"
-        " ends with its error. A commit whose answer was lost is repeated; it takes effect once.",
+        "How long the driver, or a task, tries to reach an unavailable database before the query ends with its error."
+        " The first connection of a query, and of the first attempt of a writing task without maxConnections, is not"
+        " tried again. A commit whose answer was lost is repeated; it takes effect once.",
         default=timedelta(minutes=2),
     ),
 )

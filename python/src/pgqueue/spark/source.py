@@ -31,20 +31,20 @@ class PgQueueDataSource(Shipped, DataSource):
     A streaming read returns each message in one micro-batch, and acknowledges it once Spark has committed that batch.
     A query that is restarted on its checkpoint within `leaseDuration` reads the same batches again, under the same
     numbers. With a sink that is idempotent by batch number or by `id` this is exactly once, otherwise at least once. It
-    needs access `consumer`. `streamId` names the query. If a second query opens the same stream, the first one ends.
+    needs access `consumer`. `streamId` names the stream. If a second query opens the same stream, the first one ends.
 
         spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "to-lake").load()
 
-    Each query has its own checkpoint. A checkpoint that was copied, shared or rolled back ends the query with an error.
-    So does a batch whose messages other consumers took while the query was down for longer than `leaseDuration`. With
-    `failOnDataLoss=false` the query continues. Its sink still takes a copied checkpoint for the original query, and
-    discards batches whose numbers it has written. Without its checkpoint, a query continues after the last acknowledged
-    batch, and may read the last batch twice. A batch that always fails ends the query after `maxReplays`;
-    `pgqueue.stream_skip` moves it, or some of its messages, to the dead letters. `Trigger.AvailableNow` processes the
-    messages sent before it started. The deprecated `Trigger.Once` leaves its batch reserved until its next run
-    acknowledges it. `foreachBatch` may read its batch several times. A stream that is joined with itself must be loaded
-    twice, each time with a `streamId` of its own, and each message is in one of the two. Asynchronous progress tracking
-    and continuous processing are not supported.
+    Each query has its own checkpoint. A checkpoint that was copied, shared, or restored from an old version ends the
+    query with an error. So does a batch whose messages other consumers took while the query was down for longer than
+    `leaseDuration`. With `failOnDataLoss=false` the query continues. But the sink cannot tell a copied checkpoint from
+    the original: it discards each batch whose number the original query has written. Without its checkpoint, a query
+    continues after the last acknowledged batch, and may read the last batch twice. A batch that always fails ends the
+    query after `maxReplays`; `pgqueue.stream_skip` moves it, or some of its messages, to the dead letters.
+    `Trigger.AvailableNow` processes the messages sent before it started. The deprecated `Trigger.Once` leaves its batch
+    to be acknowledged by its next run, within `leaseDuration`. `foreachBatch` may read its batch several times. A
+    stream that is joined with itself must be loaded twice, each time with a `streamId` of its own, and each message is
+    in one of the two. Asynchronous progress tracking and continuous processing are not supported.
 
     Reads and streams accept several queues, in `queue` or by `queuePattern`. A stream then keeps a stream of the same
     name in each queue. A batch read accepts several databases, as a JSON array in `dsn`.

@@ -85,7 +85,7 @@ def summarize_flights(
     """Start the pipeline: flights from `queue`, summaries to Parquet below `path` and as messages into `summaries`.
 
     Started again with the same `path`, it continues after the last micro-batch, however it ended. A flight without a
-    carrier is not counted. Send one last, with a time_hour much later than the others, to complete their hours.
+    carrier is not counted. To complete the last hours, send such a flight with a much later time_hour.
 
     Args:
         spark: A classic session (not Spark Connect).
