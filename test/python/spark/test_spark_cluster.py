@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,19 @@ class Cluster:
             environment = self.environment | variables
             self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self.home)
 
-    def start_worker(self, host: str) -> None:
+    def start_workers(self, hosts: Sequence[str]) -> None:
+        """Start workers, and wait until the master knows them.
+
+        Otherwise both executors of an application could be on one host, where Spark starts no second attempt at a task.
+        """
+        logs = [self.home / f"{host}.log" for host in hosts]
+        for log in logs:
+            log.unlink(missing_ok=True)
+        for host in hosts:
+            self._start_worker(host)
+        wait_for(lambda: all("Successfully registered with master" in log.read_text() for log in logs), PATIENCE)
+
+    def _start_worker(self, host: str) -> None:
         words = ["--host", host, "--cores", "2", "--memory", "1200m", "--webui-port", "0"]
         words += ["--work-dir", str(self.home / f"work-{host}"), self.url]
         # As on a host that has the package, and the classes of the tests.
@@ -136,9 +148,7 @@ class Cluster:
         return found
 
     def restore_hosts(self) -> None:
-        for host in HOSTS:
-            if self.daemons[host].poll() is not None:
-                self.start_worker(host)
+        self.start_workers([host for host in HOSTS if self.daemons[host].poll() is not None])
 
     def stop(self) -> None:
         for daemon in self.daemons.values():
@@ -158,8 +168,7 @@ def cluster(jre: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
         words = ["--host", "127.0.0.1", "--port", str(cluster.port), "--webui-port", "0"]
         master = [SPARK_CLASS, "org.apache.spark.deploy.master.Master", *words]
         cluster.start("master", master, **DAEMON, SPARK_LOCAL_IP="127.0.0.1")
-        for host in HOSTS:
-            cluster.start_worker(host)
+        cluster.start_workers(HOSTS)
         yield cluster
     finally:
         cluster.stop()
