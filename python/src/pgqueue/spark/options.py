@@ -90,7 +90,7 @@ SOURCE_OPTIONS = (
     Option(
         "dsn",
         "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app, without user:password@,"
-        " which Spark would show in plans",
+        " which Spark would show in plans; for a batch read also a JSON array of up to 100 different ones",
         connection_strings,
         (READ, STREAM, WRITE),
         "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
@@ -103,7 +103,7 @@ SOURCE_OPTIONS = (
     ),
     Option(
         "queue",
-        f"{_PLAIN_NAME}, or several such names with commas between them for a read",
+        f"a name ({_PLAIN_NAME}) or, for a read, up to 1,000 different names with commas between them",
         names,
         (READ, STREAM, WRITE),
         "The queue. A read can name several, with commas between them. A write without this option sends each row to"
