@@ -23,6 +23,7 @@ from pgqueue.spark.pipelines import (
     flow_report,
     read_dead_letters,
     read_finished,
+    replay,
     report,
     report_page,
 )
@@ -237,8 +238,24 @@ def test_a_window_must_be_longer_than_zero(
     with pytest.raises(OptionError, match="invalid window: "):
         flow_report(spark, tmp_path, [busy], dsn=database, window=window)
     letters = read_dead_letters(spark, [busy], dsn=database)
-    with pytest.raises(OptionError, match=r"invalid window: .*; must be longer than 0"):
+    with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
         dead_letter_report(letters, window)
+
+
+def test_arguments_of_a_wrong_type_are_named(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
+    wrong: Any
+    for wrong in ({"window": 3600}, {"since": "2026-01-01"}, {"until": 1}):
+        with pytest.raises(OptionError, match=f"invalid .*{next(iter(wrong))}"):
+            flow_report(spark, tmp_path, [busy], dsn=database, **wrong)
+    for call in (
+        lambda: flow_report(spark, tmp_path, busy, dsn=database),
+        lambda: read_finished(spark, queues=busy, dsn=database),
+        lambda: read_dead_letters(spark, busy, dsn=database),
+        lambda: archive_to_parquet(spark, tmp_path, dsn=database, queues=busy),
+        lambda: replay(spark, tmp_path, busy, dsn=database, queues=busy),
+    ):
+        with pytest.raises(OptionError, match=f"invalid queues: '{busy}' is a string; pass a list of names"):
+            call()
 
 
 def measure(queue: str, start: datetime | None, finished: int = 10, wait: float | None = 0.5) -> Measure:

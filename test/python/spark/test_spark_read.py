@@ -367,6 +367,31 @@ def test_messages_left_by_a_dropped_queue_are_read(
         rows()
 
 
+@pytest.mark.parametrize("options", [{"queue": True}, {"queuePattern": True}])
+def test_a_queue_that_is_dropped_during_a_read_ends_it(
+    connection: psycopg.Connection[Any], database: str, name: str, options: dict[str, bool]
+) -> None:
+    queue = pgqueue.Queue(connection, f"{name}-orders")
+    queue.create_queue()
+    queue.enqueue_batch(list(range(10)))
+    wanted = {"queue": queue.name} if "queue" in options else {"queuePattern": f"{name}-*"}
+    source = PgQueueDataSource({"dsn": database} | wanted)
+    reader = source.reader(source.schema())
+    first, second = reader.partitions()
+    assert sum(batch.num_rows for batch in reader.read(first)) == 5
+    queue.drop_queue()
+    with pytest.raises(pgqueue.QueueNotFound, match=queue.name):
+        [*reader.read(second)]
+
+
+@pytest.mark.parametrize("options", [{"queue": "orders"}, {"queuePattern": "orders-*"}, {"source": "dead"}])
+def test_a_database_without_pgqueue_is_named(empty_database: Callable[[], str], options: dict[str, str]) -> None:
+    dsn = empty_database()
+    source = PgQueueDataSource({"dsn": dsn} | ({"queue": "orders"} if "source" in options else {}) | options)
+    with pytest.raises(pgqueue.NotInstalled, match='pgqueue is not installed in database "'):
+        source.reader(source.schema()).partitions()
+
+
 def test_id_and_time_options_limit_a_read(
     orders: pgqueue.Queue, connection: psycopg.Connection[Any], rows: Callable[..., Rows]
 ) -> None:

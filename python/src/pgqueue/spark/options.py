@@ -5,7 +5,7 @@ OptionError. Names are case-insensitive.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -24,7 +24,7 @@ from .option_parsers import (
     timestamp,
 )
 
-__all__ = ["OPTIONS", "READ", "STREAM", "WRITE", "Option", "OptionError", "Options", "parse"]
+__all__ = ["OPTIONS", "READ", "STREAM", "WRITE", "Option", "OptionError", "Options", "distinct_names", "parse"]
 
 READ = "read"
 STREAM = "stream"
@@ -85,6 +85,14 @@ _SECOND = timedelta(seconds=1)
 _HOUR = timedelta(hours=1)
 _PLAIN_NAME = "1 to 128 lowercase letters, digits, hyphens and underscores"
 _TIMESTAMP = "a timestamp in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in UTC if it has no time zone"
+
+
+def distinct_names(queues: Iterable[str]) -> list[str]:
+    """Return names without repetitions. Raises OptionError for a string, whose letters would be taken for names."""
+    if isinstance(queues, str):
+        raise OptionError(f"invalid queues: {queues!r} is a string; pass a list of names")
+    return [*dict.fromkeys(queues)]
+
 
 SOURCE_OPTIONS = (
     Option(

@@ -31,6 +31,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
 
+from .._client_sync import Queues
 from .columns import check_schema, column_sql
 from .connections import connect, resolve_conninfo
 from .copy_to_arrow import read_batches
@@ -210,10 +211,11 @@ class SnapshotReader(Shipped, DataSourceReader):
         self._bounds = list(self._conditions)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Divide the present messages among the tasks. Raises QueueNotFound."""
+        """Divide the present messages among the tasks. Raises QueueNotFound, NotInstalled."""
         counted: list[_Counted] = []
         for shard, conninfo in enumerate(self._conninfos):
             with connect(conninfo, autocommit=True) as connection:  # holds the locks of one queue at a time
+                Queues(connection).version()  # raises NotInstalled
                 for queue in self._queues(connection):
                     counted += self._count(connection, queue, shard)
         return [ReadPart(ranges) for ranges in divide(counted, self._options.num_partitions)] or [ReadPart([])]
@@ -280,7 +282,7 @@ class SnapshotReader(Shipped, DataSourceReader):
         )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read ranges of ids. Raises psycopg.Error."""
+        """Read ranges of ids. Raises QueueNotFound if a queue was dropped since, or psycopg.Error."""
         assert isinstance(partition, ReadPart)  # noqa: S101 - as partitions() made it
         for shard, group in groupby(partition.ranges, lambda one: one.shard):
             ranges = [*group]
@@ -303,8 +305,11 @@ class SnapshotReader(Shipped, DataSourceReader):
                 look = sql.SQL("select from {} where queue_name = {} limit 0")
                 connection.execute(look.format(sql.Identifier("pgqueue", table), queue))
             if connection.execute(_IS_REWRITTEN).fetchone() == (False,):
-                return
+                break
             connection.rollback()
+        if self._options.source not in _OUTLIVE_QUEUE:
+            for queue in queues:  # one can have been dropped since partitions()
+                connection.execute("select from pgqueue.get_queue(%s)", [queue])
 
     def _read(self, connection: Connection[Any], one: IdRange) -> Iterator[pa.RecordBatch]:
         values = self._values | vars(one)

@@ -21,7 +21,7 @@ from pyspark.sql.types import DateType, StructType
 from ...client import Queues
 from ..columns import source_schema
 from ..connections import connect, resolve_conninfo
-from ..options import OptionError
+from ..options import OptionError, distinct_names
 from ..snapshot import check_known, names_in
 from .delta import File, Table
 from .folder import Folder
@@ -148,7 +148,7 @@ def archive_to_parquet(
     with _writing(where, folder) as connection:
         folder.make()
         table = Table.load(spark, folder)
-        for queue in archived_queues(connection) if queues is None else dict.fromkeys(queues):
+        for queue in archived_queues(connection) if queues is None else distinct_names(queues):
             result, table = _archive(connection, where, table, queue)
             done.append(result)
             tell(result)
@@ -208,7 +208,7 @@ def read_archive(
     """
     table = _existing(spark, Folder(spark, path))
     since, until = since and in_utc(since), until and in_utc(until)
-    names = None if queues is None else {*queues}
+    names = None if queues is None else distinct_names(queues)
     files = [
         file
         for file in table.files.values()
@@ -237,7 +237,7 @@ def read_finished(
     A message that is in both is returned once. The columns are those of `read_archive`, or those in `columns`, which
     must include id, queue_name and finished_at. Only these columns are read. Raises OptionError.
     """
-    names, wanted = [*dict.fromkeys(queues)], [*columns]
+    names, wanted = distinct_names(queues), [*columns]
     parts = [_read(spark, resolve_conninfo(dsn), name, since, until, wanted) for name in names]
     if path is not None:
         parts.append(read_archive(spark, path, queues=names, since=since, until=until).select(*wanted))

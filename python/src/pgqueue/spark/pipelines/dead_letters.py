@@ -10,6 +10,7 @@ from pyspark.sql.types import StructType
 
 from ..columns import source_schema
 from ..connections import resolve_conninfo
+from ..options import distinct_names
 from .times import utc_floor
 
 __all__ = ["COUNTED", "dead_letter_report", "normalized_error", "read_dead_letters"]
@@ -53,7 +54,7 @@ def read_dead_letters(
     schema = StructType([_SOURCE[name] for name in columns])
     parts = [
         spark.read.format("pgqueue").options(dsn=where, queue=queue, source="dead").schema(schema).load()
-        for queue in dict.fromkeys(queues)
+        for queue in distinct_names(queues)
     ]
     if not parts:
         raise ValueError("invalid queues: name at least one queue")

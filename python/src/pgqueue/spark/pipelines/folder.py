@@ -22,7 +22,7 @@ class Folder:
 
     def __init__(self, spark: SparkSession, path: str) -> None:
         self._jvm = cast(Any, spark._jvm)
-        root = self._jvm.org.apache.hadoop.fs.Path(path)
+        root = self._jvm.org.apache.hadoop.fs.Path(str(path))  # also a pathlib.Path
         # With the settings of the session, as Spark's readers and writers.
         self._fs = root.getFileSystem(cast(Any, spark)._jsparkSession.sessionState().newHadoopConf())
         self._root = self._fs.makeQualified(root)

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from ...client import Queue
 from ..active_session import set_active_session
 from ..connections import connect, resolve_conninfo
-from ..options import WRITE, parse
+from ..options import WRITE, distinct_names, parse
 from ..sink import commit_name
 from .archive import read_archive
 from .dead_letters import read_dead_letters
@@ -101,7 +101,7 @@ def replay(
 
     Raises PredicateError, OptionError, or PySparkException. If it raises, nothing was sent.
     """
-    names = None if queues is None else sorted({*queues})
+    names = None if queues is None else sorted(distinct_names(queues))
     since, until = since and in_utc(since), until and in_utc(until)
     if app_id is not None:
         _check_name(queue, app_id, version)

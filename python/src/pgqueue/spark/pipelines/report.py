@@ -9,12 +9,12 @@ from pathlib import Path
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
-from ..options import OptionError
+from ..options import OptionError, distinct_names
 from .archive import read_finished
 from .dead_letters import COUNTED, dead_letter_report, read_dead_letters
 from .metrics import duration_counts, flow_metrics
 from .report_page import DeadLetterGroup, Durations, Flow, Measure, busiest, render
-from .times import from_micros, in_utc, window_of
+from .times import check_window, from_micros, in_utc, window_of
 
 __all__ = ["FlowReport", "flow_report"]
 
@@ -65,7 +65,9 @@ def flow_report(
     """
     if find_spec("plotly") is None:
         raise ImportError("flow_report needs plotly: pip install 'pgqueue[plots]'", name="plotly")
-    names = [*dict.fromkeys(queues)]
+    names = distinct_names(queues)
+    if window is not None:
+        check_window(window)
     since, until = since and in_utc(since), until and in_utc(until)
     finished = read_finished(
         spark, queues=names, dsn=dsn, path=path, since=since, until=until, columns=_COLUMNS

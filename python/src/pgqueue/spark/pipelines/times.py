@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from ..options import OptionError
 
-__all__ = ["from_micros", "in_utc", "utc_day", "utc_floor", "utc_parquet_timestamps", "window_of"]
+__all__ = ["check_window", "from_micros", "in_utc", "utc_day", "utc_floor", "utc_parquet_timestamps", "window_of"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DAY: Final = 86_400_000_000  # microseconds
@@ -27,19 +27,29 @@ def utc_day(moment: Column) -> Column:
     return F.date_add(F.lit("1970-01-01").cast("date"), days.cast("int"))
 
 
+def check_window(window: timedelta) -> None:
+    """Raise OptionError if `window` is not a positive timedelta."""
+    if not isinstance(window, timedelta) or window <= timedelta(0):
+        raise OptionError(f"invalid window: {window!r}; must be a timedelta longer than 0")
+
+
 def utc_floor(moment: Column, window: timedelta) -> Column:
     """Return the start of the window that contains a timestamp. Windows start at 1970-01-01 00:00 UTC.
 
-    Raises OptionError if `window` is not positive.
+    Raises OptionError if `window` is not a positive timedelta.
     """
-    if window <= timedelta(0):
-        raise OptionError(f"invalid window: {window}; must be longer than 0")
+    check_window(window)
     micros = F.unix_micros(moment)
     return F.timestamp_micros(micros - F.pmod(micros, F.lit(window // timedelta(microseconds=1))))
 
 
 def in_utc(moment: datetime) -> datetime:
-    """Convert a caller's time to UTC. Without a time zone it is in UTC; Spark would use that of the process."""
+    """Convert a caller's time to UTC. Without a time zone it is in UTC; Spark would use that of the process.
+
+    Raises OptionError if it is not a datetime.
+    """
+    if not isinstance(moment, datetime):
+        raise OptionError(f"invalid since or until: {moment!r} is not a datetime")
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
