@@ -31,7 +31,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
 
-from .._client_sync import Queues
+from ..client import Queues
 from .columns import check_schema, column_sql
 from .connections import connect, resolve_conninfo
 from .copy_to_arrow import read_batches
