@@ -244,7 +244,7 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
         (
             "option streamId is missing",
             "option streamId is missing",
-            "option queue is missing: 1 to 128 lowercase letters, digits, hyphens and underscores",
+            "option queue is missing: a name (1 to 128 lowercase letters, digits, hyphens and underscores)",
             "schema: source stream has no column ids",
         ),
         strict=True,

@@ -511,7 +511,7 @@ def test_a_read_and_a_stream_have_no_more_tasks_than_connections(queues: Queues,
 @pytest.mark.parametrize(
     ("use", "options", "said"),
     [
-        (READ, {"queue": "a,b,a"}, "invalid option queue: 'a,b,a' is not 1 to 128 lowercase letters"),
+        (READ, {"queue": "a,b,a"}, "invalid option queue: 'a,b,a' is not a name (1 to 128 lowercase letters"),
         (READ, {"queue": "a,"}, "invalid option queue"),
         (READ, {"queue": ",".join(map(str, range(1001)))}, "invalid option queue"),
         (WRITE, {"queue": "a,b"}, "invalid option queue: 'a,b' names several queues; writes"),
