@@ -3,6 +3,7 @@ race, and can be killed. Each takes what it needs by value and returns what it h
 
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -23,6 +24,20 @@ CONTEXT = multiprocessing.get_context("spawn")
 # Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
 # be fifty times slower.
 PATIENCE = 120
+# Settings of a private server that keep autovacuum, checkpoints and JIT out of a test.
+QUIET = {
+    "autovacuum": "off",
+    "checkpoint_timeout": "1h",
+    "max_wal_size": "8GB",
+    "jit": "off",
+}
+
+
+def new_seed() -> int:
+    """A seed, random unless PGQUEUE_TEST_SEED names one. It is printed, so a test that fails shows it."""
+    seed = int(os.environ.get("PGQUEUE_TEST_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"PGQUEUE_TEST_SEED={seed}")
+    return seed
 
 
 @contextmanager

@@ -1,21 +1,19 @@
 """Deduplication by concurrent sessions: one message for each key, whatever rolls back, expires or is consumed."""
 
-import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from threading import Event
 from typing import Any
 
 import psycopg
+import pytest
 from clients import connect
 
 import pgqueue
 
-KEYS = int(os.environ.get("PGQUEUE_TEST_DEDUP_KEYS") or 2000)
-SENDERS = 8
-SENT = 100_000  # keys, in batches
+SENDERS = 4
+SIZES = ("senders", "number"), [(3, 150), pytest.param(8, 2000, marks=pytest.mark.long(part="soak"))]
 
 
 def in_parallel(number: int, function: Callable[[int], Any]) -> list[Any]:
@@ -23,8 +21,9 @@ def in_parallel(number: int, function: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(function, range(number)))
 
 
+@pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
 def test_parallel_senders_add_one_message_for_each_key(
-    database: str, connection: psycopg.Connection[Any], name: str
+    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
 
@@ -35,7 +34,7 @@ def test_parallel_senders_add_one_message_for_each_key(
         with connect(database) as own:
             queue = pgqueue.Queue(own, name)
             for _ in range(5):
-                keys = list(range(KEYS))
+                keys = list(range(number))
                 chance.shuffle(keys)
                 while keys:
                     size = chance.choice([1, 1, 10, 100])
@@ -52,7 +51,7 @@ def test_parallel_senders_add_one_message_for_each_key(
                         assert ids.setdefault(key, given) == given
         return ids
 
-    first, *others = in_parallel(SENDERS, send)
+    first, *others = in_parallel(senders, send)
     assert all(ids == first for ids in others)
     rows = connection.execute(
         "select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,)
@@ -60,86 +59,68 @@ def test_parallel_senders_add_one_message_for_each_key(
     assert sorted((given, key) for key, given in first.items()) == sorted(rows)
 
 
+@pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
 def test_parallel_batches_add_one_message_for_each_of_many_keys(
-    database: str, connection: psycopg.Connection[Any], name: str
+    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
 ) -> None:
     pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(days=1))
     chance = random.Random(1)
     # Half of the keys of a sender are those of others, and some come twice in a batch.
-    common = chance.sample(range(SENT // 4), SENT // SENDERS // 2)
-    keys = [
-        common + [chance.randrange(SENT // 4) for _ in range(SENT // SENDERS - len(common))] for _ in range(SENDERS)
-    ]
+    common = chance.sample(range(number * 10), number * 3)
+    keys = [common + [chance.randrange(number * 10) for _ in common] for _ in range(senders)]
 
     def send(sender: int) -> set[tuple[int, int]]:
-        chance = random.Random(sender)
-        mine = chance.sample(keys[sender], len(keys[sender]))
+        mine = random.Random(sender).sample(keys[sender], len(keys[sender]))
         with connect(database) as own:
             queue = pgqueue.Queue(own, name)
             sent: set[tuple[int, int]] = set()
-            for start in range(0, len(mine), 1000):
-                batch = mine[start : start + 1000]
+            for start in range(0, len(mine), 500):
+                batch = mine[start : start + 500]
                 sent.update(zip(queue.enqueue_batch(batch, dedup_keys=map(str, batch)), batch, strict=True))
         return sent
 
-    answers = set().union(*in_parallel(SENDERS, send))
+    answers = set().union(*in_parallel(senders, send))
     rows = connection.execute("select m.id, m.payload from pgqueue.messages m where m.queue_name = %s", (name,))
     assert answers == set(rows.fetchall())
     assert sorted(key for _, key in answers) == sorted(set().union(*keys))
 
 
-def test_a_key_has_at_most_one_living_message(database: str, connection: psycopg.Connection[Any], name: str) -> None:
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue(dedup_window=timedelta(0), backoff_base=timedelta(0))
-    done = Event()
+@pytest.mark.parametrize(*SIZES, ids=["short", "at length"])
+def test_a_key_has_at_most_one_living_message(
+    database: str, connection: psycopg.Connection[Any], name: str, senders: int, number: int
+) -> None:
+    pgqueue.Queue(connection, name).create_queue(dedup_window=timedelta(0), backoff_base=timedelta(0))
+    look = """
+        select m.payload, array_agg(m.id)
+        from (
+            select payload, id from pgqueue.messages where queue_name = %(name)s
+            union all
+            select payload, id from pgqueue.scheduled_messages where queue_name = %(name)s
+        ) m
+        group by m.payload having count(*) > 1
+    """
 
-    def work(number: int) -> int:
-        chance = random.Random(number)
-        settled = 0
+    def work(place: int) -> None:
+        chance = random.Random(place)
         with connect(database) as own:
             mine = pgqueue.Queue(own, name)
-            while not done.is_set():
-                if number < SENDERS // 2:
-                    keys = [chance.randrange(20) for _ in range(chance.choice([1, 5, 20]))]
-                    if chance.random() < 0.2:
+            for _ in range(number):
+                keys = [chance.randrange(20) for _ in range(chance.choice([1, 5, 20]))]
+                match chance.randrange(10):
+                    case 0:
                         mine.cancel_by_key(str(keys[0]))
-                    elif len(keys) == 1:
+                    case 1 | 2:
                         mine.enqueue(keys[0], dedup_key=str(keys[0]))
-                    else:
+                    case 3 | 4:
                         mine.enqueue_batch(keys, dedup_keys=map(str, keys), on_duplicate=chance.choice(["keep", None]))
-                else:
-                    for message in mine.claim(chance.choice([1, 5])):
-                        if chance.random() < 0.3:
-                            mine.nack(message.id, message.claim_token)
-                        else:
-                            settled += mine.ack(message.id, message.claim_token)
-        return settled
+                    case _:
+                        for message in mine.claim(chance.choice([1, 5])):
+                            assert message.claim_token is not None
+                            settle = mine.nack if chance.random() < 0.3 else mine.ack
+                            settle(message.id, message.claim_token)
+                assert own.execute(look, {"name": name}).fetchall() == []
 
-    def look() -> None:
-        try:
-            looks = 0
-            while looks < 300 or queue.stats().acknowledged_total <= 100:
-                looks += 1
-                twice = connection.execute(
-                    """
-                    select m.payload, array_agg(m.id)
-                    from (
-                        select payload, id from pgqueue.messages where queue_name = %(name)s
-                        union all
-                        select payload, id from pgqueue.scheduled_messages where queue_name = %(name)s
-                    ) m
-                    group by m.payload having count(*) > 1
-                    """,
-                    {"name": name},
-                ).fetchall()
-                assert twice == []
-        finally:
-            done.set()
-
-    with ThreadPoolExecutor(SENDERS) as pool:
-        workers = [pool.submit(work, number) for number in range(SENDERS)]
-        look()
-        assert sum(each.result() for each in workers) > 100
+    in_parallel(senders, work)
 
 
 def test_parallel_replacements_leave_one_message(database: str, connection: psycopg.Connection[Any], name: str) -> None:
@@ -174,7 +155,7 @@ def test_replacements_and_cancellations_of_one_key_do_not_deadlock(
         with connect(database) as own:
             mine = pgqueue.Queue(own, name)
             cancelled = 0
-            for n in range(150):
+            for n in range(100):
                 if number % 2:
                     cancelled += mine.cancel_by_key("only")
                 else:

@@ -1,40 +1,50 @@
-"""Eight concurrent processes: every message leaves exactly once, and queues can be created and dropped meanwhile."""
+"""Concurrent processes: every message leaves exactly once, and queues can be created and dropped meanwhile."""
 
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from clients import administer, connect, disturbed, drain, misuse, processes, produce, wait_for
 
 
-def test_eight_processes_acknowledge_each_of_30_000_messages_exactly_once(
-    database: str, connection: psycopg.Connection[Any], name: str
+@pytest.mark.parametrize(
+    ("clients", "number"),
+    [((1, 50, 50), 1500), pytest.param((1, 1, *[50] * 6), 30_000, marks=pytest.mark.long(part="soak"))],
+    ids=["short", "at length"],
+)
+def test_processes_acknowledge_each_message_exactly_once(
+    database: str, connection: psycopg.Connection[Any], name: str, clients: tuple[int, ...], number: int
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h')", (name,))
-    rows = connection.execute(
-        "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30000]))", (name,)
-    ).fetchall()
+    send = "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))"
+    rows = connection.execute(send, (name, number)).fetchall()
     sent = [row[0] for row in rows]
     assert sent == sorted(set(sent))
 
-    with processes(8) as pool:
-        work = [pool.submit(drain, database, name, number) for number in (1, 1, 50, 50, 50, 50, 50, 50)]
+    with processes(len(clients)) as pool:
+        work = [pool.submit(drain, database, name, most) for most in clients]
         acked = list(chain.from_iterable(client.result() for client in work))
 
     assert sorted(acked) == sent
 
 
+@pytest.mark.parametrize(
+    ("number", "clients"),
+    [(300, (2, 1)), pytest.param(3000, (5, 3), marks=pytest.mark.long(part="soak"))],
+    ids=["short", "at length"],
+)
 def test_messages_sent_and_settled_in_every_way_leave_exactly_once(
-    database: str, connection: psycopg.Connection[Any], name: str, tmp_path: Path
+    database: str, connection: psycopg.Connection[Any], name: str, tmp_path: Path, number: int, clients: tuple[int, int]
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s, visibility_timeout => '1 h', max_attempts => 100)", (name,))
     stop = tmp_path / "stop"
-    with processes(8) as pool:
-        consumers = [pool.submit(misuse, database, name, str(stop), seed) for seed in range(5)]
-        producers = [pool.submit(produce, database, name, 3000, seed) for seed in range(3)]
+    with processes(sum(clients)) as pool:
+        consumers = [pool.submit(misuse, database, name, str(stop), seed) for seed in range(clients[0])]
+        producers = [pool.submit(produce, database, name, number, seed) for seed in range(clients[1])]
         sent = list(chain.from_iterable(client.result() for client in producers))
         stop.touch()
         gone = list(chain.from_iterable(client.result() for client in consumers))
@@ -48,26 +58,19 @@ def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
 ) -> None:
     connection.execute("select pgqueue.create_queue(%s)", (name,))
     connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
-    waiting = """
-        select clock_timestamp() - query_start > '6.5 s' from pg_stat_activity
-        where wait_event_type = 'Lock' and query like '%%pgqueue.claim%%' and datname = current_database()
-    """
-    with connect(database) as blocker, ThreadPoolExecutor() as pool:
+    with connect(database) as blocker, connect(database) as consumer, ThreadPoolExecutor() as pool:
         with blocker.transaction():
             blocker.execute("lock table pgqueue.messages in access exclusive mode")
-
-            def claim() -> Any:
-                with connect(database) as consumer:
-                    return consumer.execute(
-                        "select visible_at > clock_timestamp() from pgqueue.claim(%s, visibility_timeout => '6 s')",
-                        (name,),
-                    ).fetchone()
-
-            claimed = pool.submit(claim)
-            while connection.execute(waiting).fetchone() != (True,):
-                assert not claimed.done()
-                time.sleep(0.02)
-        assert claimed.result() == (True,)
+            claimed = pool.submit(
+                consumer.execute, "select visible_at - interval '1 h' from pgqueue.claim(%s, 1, '1 h')", (name,)
+            )
+            blocked = "select cardinality(pg_blocking_pids(%s)) > 0"
+            wait_for(lambda: connection.execute(blocked, (consumer.info.backend_pid,)).fetchone() == (True,))
+            released_at = connection.execute("select clock_timestamp()").fetchone()
+        began_at = claimed.result().fetchone()
+    assert released_at is not None
+    assert began_at is not None
+    assert began_at > released_at
 
 
 def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
@@ -95,8 +98,11 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
         wait_for(has_claimed_the_others)
 
 
+@pytest.mark.parametrize(
+    "clients", [2, pytest.param(6, marks=pytest.mark.long(part="soak"))], ids=["short", "at length"]
+)
 def test_purging_dropping_and_creating_queues_under_traffic_leaves_no_orphans(
-    empty_database: Any, tmp_path: Path
+    empty_database: Callable[[], str], tmp_path: Path, clients: int
 ) -> None:
     dsn = empty_database()
     with connect(dsn) as connection:
@@ -105,12 +111,12 @@ def test_purging_dropping_and_creating_queues_under_traffic_leaves_no_orphans(
         for queue, dedicated in queues.items():
             connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (queue, dedicated))
         stop = tmp_path / "stop"
-        with processes(8) as pool:
-            clients = [pool.submit(disturbed, dsn, list(queues), str(stop), seed) for seed in range(6)]
+        with processes(clients + 2) as pool:
+            users = [pool.submit(disturbed, dsn, list(queues), str(stop), seed) for seed in range(clients)]
             admins = [pool.submit(administer, dsn, queues, str(stop), seed) for seed in range(2)]
-            wait_for(lambda: len(list(tmp_path.glob("stop-*"))) == len(clients))
+            wait_for(lambda: len(list(tmp_path.glob("stop-*"))) == clients)
             stop.touch()
-            errors = set(chain.from_iterable(client.result() for client in clients))
+            errors = set(chain.from_iterable(user.result() for user in users))
             refusals = set(chain.from_iterable(admin.result() for admin in admins))
 
         assert errors == {"PQ001"}
