@@ -267,10 +267,11 @@ def test_the_command_line_works_on_the_private_server(
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings."""
+    """The anchors that GitHub gives to the headings, and those of promises."""
     text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    of_headings = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return of_headings | set(re.findall(r'<a id="([^"]+)"></a>', text))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
