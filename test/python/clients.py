@@ -72,6 +72,13 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
     return psycopg.connect(dsn, autocommit=True)
 
 
+def value(connection: psycopg.Connection[Any], statement: str, *values: Any) -> Any:
+    """The first column of the first row that a statement returns."""
+    row = connection.execute(statement.encode(), values).fetchone()
+    assert row is not None
+    return row[0]
+
+
 def drop(connection: psycopg.Connection[Any], name: str) -> None:
     """Drop a queue if there is one, although other sessions use it for a moment."""
 
@@ -325,30 +332,24 @@ def flood(dsn: str, queue: str, number: int, seconds: float) -> int:
     return number
 
 
-def watch(dsn: str, queue: str, stop: str) -> tuple[int, list[float]]:
-    """Claim and acknowledge batches of 50 until told to stop; a message that is not 0 is kept, and the moment noted.
+def watch(dsn: str, queue: str, stop: str) -> int:
+    """Claim and acknowledge batches of 50 until told to stop; returns how many were acknowledged.
 
-    Returns how many were acknowledged, and the moments of the claims that returned none of these.
+    A message that is not 0 is kept, and noted in a table.
     """
     acked = 0
-    others: list[float] = []
     with connect(dsn) as connection:
         while not Path(stop).exists():
-            claimed_at = time.monotonic()
             rows = claim(connection, queue, 50)
-            if all(row[2] == 0 for row in rows):
-                others.append(claimed_at)
             for row in rows:
                 if row[2] != 0:
-                    connection.execute("insert into sightings values (%s, %s, %s)", (queue, row[0], claimed_at))
+                    connection.execute("insert into sightings values (%s, %s)", (queue, row[0]))
             ids = [row[0] for row in rows if row[2] == 0]
             if ids:
-                acked += connection.execute(
-                    "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
-                ).fetchone()[0]
+                acked += value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1])
             if len(rows) < 50:
                 time.sleep(0.01)  # short, and other processes get the processor meanwhile
-    return acked, others
+    return acked
 
 
 def send_until_down(dsn: str, queue: str, log: str) -> list[int]:
