@@ -8,8 +8,6 @@ import asyncio
 import copy
 import gc
 import inspect
-import os
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -27,10 +25,11 @@ from clients import PATIENCE, connect, wait_for
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
-from pgqueue.consumer import handlers
+from pgqueue.consumer.claims import Claims
+from pgqueue.consumer.timings import timings
 
 # A busy machine can need longer than the usual time to connect, and would keep the claims.
-handlers._RELEASE_SECONDS = PATIENCE
+timings.release = PATIENCE
 
 MODES: dict[str, dict[str, Any]] = {
     "lease": {},
@@ -247,7 +246,7 @@ class Run:
         self.ask("stop", seconds, **options)
 
     def read_settings(self) -> None:
-        """Wait until the consumer has read the settings of its queues again; `_INFO_SECONDS` is 0 in such a test."""
+        """Wait until the consumer has read the settings of its queues again; `settings_read` is 0 in such a test."""
         # A look peeks once or twice after the reading. So the third peek from now comes after a later reading.
         peeks = self.consumer.stats.peeks
         wait_for(lambda: self.consumer.stats.peeks > peeks + 2)
@@ -394,6 +393,19 @@ RECEIVING = [form for form in FORMS if form.mode == "receive"]
 PLAIN = [form for form in FORMS if form.mode == "lease"]
 THREADS = [form for form in FORMS if not form.is_async]
 
+# Threads and the event loop share their coroutines. So one form of each mode is enough if the kind of consumer makes no
+# difference, and two forms are enough where the mode makes none. Tests take turns with these lists.
+MIXED = [Form(False, "lease"), Form(True, "transactional"), Form(False, "receive")]
+CROSSED = [Form(True, "lease"), Form(False, "transactional"), Form(True, "receive")]
+PAIR = [Form(False, "lease"), Form(True, "receive")]
+OTHER_PAIR = [Form(True, "lease"), Form(False, "receive")]
+
+
+def each_of(forms: list[Form]) -> pytest.MarkDecorator:
+    """Runs a test in several forms, one after the other."""
+    return pytest.mark.parametrize("form", forms, ids=str)
+
+
 each = pytest.mark.parametrize("form", FORMS, ids=str)
 each_transactional = pytest.mark.parametrize("form", TRANSACTIONAL, ids=str)
 each_lease = pytest.mark.parametrize("form", LEASES, ids=str)
@@ -459,6 +471,19 @@ def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
     return wait_for(stolen)
 
 
+def extend_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let consumers extend their claims again and again, however long these last."""
+
+    async def heartbeats(claims: Claims) -> None:
+        while True:
+            for message in claims._held:
+                message.renew_at = 0.0
+            await claims._heartbeat()
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(Claims, "heartbeats", heartbeats)
+
+
 def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
     """No connection of the consumers of a queue is at work."""
     (found,) = rows(
@@ -484,44 +509,31 @@ def cut(connection: psycopg.Connection[Any], name: str) -> int:
     return len(found)
 
 
-# Consumers in processes of their own.
+# Consumers in a process of their own.
 
 
-def victim(form: Form, dsn: str, queue: str, other: str, where: str, note: str) -> None:
-    """Consume; send to another queue in the transaction of the handler, or of the policy, and be killed there."""
+def victims(dsn: str, queues: dict[str, tuple[Form, str]], home: str) -> None:
+    """Consume queues, each in its form; send in the transaction of the handler, or of the policy, and never return."""
 
-    async def die(step: Step) -> None:
-        if step.connection is not None:
-            await step.send(other)
-        Path(note).write_text(str(step.attempt))  # noqa: ASYNC240
-        os.kill(os.getpid(), signal.SIGKILL)
+    def consumer(queue: str, form: Form, where: str) -> Any:
+        async def wait(step: Step) -> None:
+            if step.connection is not None:
+                await step.send(f"{queue}-other")
+            Path(home, queue).write_text(str(step.attempt))  # noqa: ASYNC240
+            await step.until(lambda: False)
 
-    async def work(step: Step) -> None:
-        if where == "policy":
-            raise ValueError("the policy decides")
-        await die(step)
+        async def work(step: Step) -> None:
+            if where == "policy":
+                raise ValueError("the policy decides")
+            await wait(step)
 
-    options = {"on_failure": form.adapted(die)} if where == "policy" else {}
-    serve(form, form.consumer(dsn, queue, work, **options))
+        options = {"on_failure": form.adapted(wait)} if where == "policy" else {}
+        return form.consumer(dsn, queue, work, **options)
 
+    async def run() -> None:
+        consumers = [consumer(queue, *rest) for queue, rest in queues.items()]
+        for one in consumers:
+            await one.start() if isinstance(one, pgqueue.AsyncConsumer) else one.start()
+        await asyncio.Event().wait()
 
-def patient(form: Form, dsn: str, queue: str, note: str) -> None:
-    """Consume until SIGTERM; a message that is not 0 keeps its handler busy until the file `note` is there."""
-    directory = Path(note).parent
-
-    async def work(step: Step) -> None:
-        (directory / f"begun-{step.message.payload}").touch()
-        await step.until(lambda: step.message.payload == 0 or Path(note).exists())
-        (directory / f"done-{step.message.payload}").touch()
-
-    consumer = form.consumer(dsn, queue, work)
-    signal.signal(signal.SIGTERM, lambda *_: consumer.request_stop())
-    serve(form, consumer)
-
-
-def serve(form: Form, consumer: Any) -> None:
-    """Run a consumer in the main thread until it is told to stop."""
-    if form.is_async:
-        asyncio.run(consumer.run())
-    else:
-        consumer.run()
+    asyncio.run(run())

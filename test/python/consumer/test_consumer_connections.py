@@ -15,8 +15,8 @@ from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer
-from pgqueue.consumer import handlers
 from pgqueue.consumer.connections import ConnectionFactory
+from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
 
@@ -203,7 +203,7 @@ async def idle(_: Step) -> None:
 def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     form: Form, freely: int, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "_RELEASE_SECONDS", 0.5)  # There is no connection for it.
+    monkeypatch.setattr(timings, "release", 0.5)  # There is no connection for it.
     prepare(connection, name).enqueue(1)
     gate = Gate(database, freely)
     consumer = form.consumer(gate, name, idle)

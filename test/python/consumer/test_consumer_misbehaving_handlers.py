@@ -29,7 +29,8 @@ from consumers import (
 )
 
 import pgqueue
-from pgqueue.consumer import handlers, polling
+from pgqueue.consumer import handlers
+from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
 
@@ -600,7 +601,7 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
 def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_INFO_SECONDS", 0.0)
+    monkeypatch.setattr(timings, "settings_read", 0.0)
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
     queue.enqueue("long")
     go_on = threading.Event()

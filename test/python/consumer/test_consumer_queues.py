@@ -7,12 +7,12 @@ from typing import Any
 import psycopg
 import pytest
 from clients import drop, is_empty, wait_for
-from consumers import LEASES, LONG, PLAIN, SECOND, Form, Step, prepare, together, waits
+from consumers import CROSSED, LONG, MIXED, PLAIN, Form, Step, extend_often, prepare, together, waits
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
-from pgqueue.consumer import polling
+from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
 
@@ -50,7 +50,7 @@ def test_invalid_further_queues_are_refused(options: dict[str, Any], error: str)
     assert pgqueue.Consumer("", "a", lambda _: None, also=("c", "b")).queue_names == ["a", "c", "b"]
 
 
-@together(LEASES)
+@together(MIXED[:2])
 def test_earlier_queues_are_preferred_and_each_message_is_settled_in_its_own_queue(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -86,7 +86,7 @@ def test_earlier_queues_are_preferred_and_each_message_is_settled_in_its_own_que
     assert (stats.received, stats.succeeded, stats.retried, stats.dead) == (15, 13, 1, 1)
 
 
-@together(LEASES)
+@together(CROSSED[:2])
 def test_a_batch_may_have_messages_of_several_queues(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -101,13 +101,13 @@ def test_a_batch_may_have_messages_of_several_queues(
     assert told(run, "succeeded") == {"a": 2, "b": 2, "c": 2}
 
 
-@together(LEASES)
+@together(MIXED[:2])
 def test_claims_are_extended_and_released_in_their_own_queues(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The shortest timeout counts: with that of the first queue, none would be extended in time.
-    names, queues = prepared(connection, name, visibility_timeout=LONG)
-    queues[2].alter_queue(visibility_timeout=SECOND)
+    extend_often(monkeypatch)
+    names, queues = prepared(connection, name, visibility_timeout=timedelta(hours=9))
+    queues[2].alter_queue(visibility_timeout=LONG)
     for queue in queues:
         queue.enqueue(1)
 
@@ -116,17 +116,21 @@ def test_claims_are_extended_and_released_in_their_own_queues(
 
     with form.consuming(database, names[0], work, concurrency=3, also=names[1:]) as run:
         wait_for(lambda: set(told(run, "extended")) == {"a", "b", "c"})
+        # The shortest timeout counts: with that of the first queue, none would be extended in time.
+        ends = [message.visible_at - message.enqueued_at for queue in queues for message in queue.browse("inflight")]
+        assert len(ends) == 3
+        assert all(end < 2 * LONG for end in ends)
         drop(connection, names[1])
         run.stop(force=True)
     assert told(run, "released") == {"a": 1, "c": 1}
     assert [[message.attempt_count for message in queue.browse()] for queue in (queues[0], queues[2])] == [[0], [0]]
 
 
-@together(LEASES)
+@together(CROSSED[:2])
 def test_a_consumer_that_waits_is_woken_for_each_queue(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_WAIT_SECONDS", LONG.total_seconds())
+    monkeypatch.setattr(timings, "registration", LONG.total_seconds())
     names, queues = prepared(connection, name)
     with form.consuming(database, names[0], peek_delay=LONG, also=names[1:]) as run:
         for number, queue in enumerate(reversed(queues)):
@@ -138,12 +142,13 @@ def test_a_consumer_that_waits_is_woken_for_each_queue(
     assert run.consumer.stats.circuit == "closed"
 
 
-@together(LEASES)
+@together(MIXED[:2])
 def test_a_queue_that_is_paused_or_dropped_does_not_stop_the_others(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_MISSING_SECONDS", 0.2)
-    names, queues = prepared(connection, name, visibility_timeout=15 * SECOND)
+    extend_often(monkeypatch)
+    monkeypatch.setattr(timings, "settings_read_missing", 0.2)
+    names, queues = prepared(connection, name)
     gate = threading.Event()
 
     async def work(step: Step) -> None:
@@ -176,11 +181,11 @@ def test_a_queue_that_is_paused_or_dropped_does_not_stop_the_others(
     assert run.circuits == ["armed", "closed"]
 
 
-@together(LEASES)
+@together(CROSSED[:2])
 def test_a_queue_whose_right_is_revoked_does_not_stop_the_others(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_MISSING_SECONDS", 0.2)
+    monkeypatch.setattr(timings, "settings_read_missing", 0.2)
     names, queues = prepared(connection, name)
     role = f"{name}-consumer"
     connection.execute(sql.SQL("create role {0}; grant {0} to current_user").format(sql.Identifier(role)))
@@ -205,7 +210,7 @@ def test_a_queue_whose_right_is_revoked_does_not_stop_the_others(
         connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 
 
-@together(LEASES)
+@together(MIXED[:2])
 def test_acknowledgements_in_a_dropped_queue_do_not_keep_those_of_others(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:

@@ -36,7 +36,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
-from pgqueue.consumer import claims, polling
+from pgqueue.consumer.timings import timings
 from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
@@ -409,7 +409,7 @@ def test_a_locked_message_keeps_no_other_from_being_settled(
 def test_a_locked_message_keeps_no_other_from_being_given_back(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_SEARCH_SECONDS", 60.0)  # a second can be too short to find it
+    monkeypatch.setattr(timings, "lock_search", 60.0)  # a second can be too short to find it
     queue = prepare(connection, name, visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2, 3, 4])
     go_on = threading.Event()
@@ -433,7 +433,7 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
 def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_LONGEST_LOCK_TIMEOUT", 5.0)  # A canceled statement can keep its lock for a moment.
+    monkeypatch.setattr(timings, "longest_lock_timeout", 5.0)  # A canceled statement can keep its lock for a moment.
     queue = prepare(connection, name, visibility_timeout=LONG)
     queue.enqueue_batch(["own", "other"])
 
@@ -462,7 +462,7 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
 def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
     form: Form, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_LEAST_DEADLINE", 0.1)
+    monkeypatch.setattr(timings, "least_deadline", 0.1)
     go_on = threading.Event()
 
     async def work(step: Step) -> None:

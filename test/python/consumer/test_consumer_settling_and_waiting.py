@@ -25,6 +25,7 @@ from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
 from pgqueue.consumer.runtime import Runtime
+from pgqueue.consumer.timings import timings
 from pgqueue.consumer.transactions import Transactions
 from pgqueue.consumer.workers import Workers
 
@@ -397,7 +398,7 @@ async def test_a_failure_in_receive_mode_is_recorded_once_and_occupies_its_call_
 async def test_a_failure_whose_message_is_still_locked_is_recorded_once_more(
     monkeypatch: pytest.MonkeyPatch, is_recorded: bool
 ) -> None:
-    monkeypatch.setattr(claims, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(timings, "settle_locked_again", 0.0)
     desk = Desk(record=lambda number: [number > 1 and is_recorded])
     desk.claims.record_failure(*desk.hold(1), asked(b"record"), HandlerCall(cancels_task=False))
     await desk.claims.flush()
@@ -510,7 +511,7 @@ async def test_a_check_in_parts_covers_every_message_although_the_connection_bre
 
 
 async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(timings, "settle_locked_again", 0.01)
     desk = Desk(
         ack_batch=lambda number: LOCKED if number < 3 else [(TOKEN, 1)],
         nack=lambda number: LOCKED if number < 3 else [True],
@@ -531,7 +532,7 @@ async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.Monkey
 async def test_the_lock_timeout_is_not_left_on_the_connection(
     proxied: bool, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_SEARCH_SECONDS", 60.0)  # a second can be too short to find the locked message
+    monkeypatch.setattr(timings, "lock_search", 60.0)  # a second can be too short to find the locked message
     queue = prepare(connection, name)
     ids = queue.enqueue_batch([1, 2, 3])
     held = [ClaimedMessage(message) for message in queue.claim(3)]
@@ -693,7 +694,7 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
 def test_a_changed_visibility_timeout_is_noticed(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_INFO_SECONDS", 0.0)
+    monkeypatch.setattr(timings, "settings_read", 0.0)
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
     held: list[timedelta] = []
 
@@ -734,8 +735,8 @@ def test_preparing_to_wait_again_counts_as_a_look(
 def test_each_of_several_successive_messages_costs_one_look(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    for pause in ("_QUIET", "_TRUST", "_WAIT_SECONDS"):
-        monkeypatch.setattr(polling, pause, LONG.total_seconds())  # Only a notification ends it.
+    for pause in ("quiet", "trust", "registration"):
+        monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only a notification ends it.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -798,7 +799,7 @@ def test_a_consumer_uses_a_place_that_it_has_freed(
 def test_acknowledgements_are_delayed_to_form_batches(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    monkeypatch.setattr(claims, "_BATCH_SECONDS", 60.0)  # Only a stop ends it.
+    monkeypatch.setattr(timings, "ack_batch", 60.0)  # Only a stop ends it.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -847,8 +848,8 @@ def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
     """As behind a pooler that the consumer does not recognize."""
     asked: list[str] = []
     monkeypatch.setattr(polling._calls, "listen", lambda channel: asked.append(channel) or "select 1")
-    monkeypatch.setattr(polling, "_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(polling, "_LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(timings, "probe", 0.1)
+    monkeypatch.setattr(timings, "longest_listen_pause", 0.1)
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -886,8 +887,8 @@ def test_a_message_without_a_notification_is_found_by_polling(
 def test_a_look_that_may_have_missed_messages_is_repeated(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
 ) -> None:
-    for pause in ("_QUIET", "_TRUST"):
-        monkeypatch.setattr(polling, pause, 60.0)  # Only a notification ends it, and there is one for all.
+    for pause in ("quiet", "trust"):
+        monkeypatch.setattr(timings, pause, 60.0)  # Only a notification ends it, and there is one for all.
     queue = prepare(connection, name)
 
     async def work(step: Step) -> None:
@@ -1065,8 +1066,9 @@ async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
 
     deaf = Deaf()
     consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
-    monkeypatch.setattr(handlers, "_RELEASE_SECONDS", 0.2)
-    monkeypatch.setattr(polling, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(timings, "release", 0.2)
+    monkeypatch.setattr(timings, "poll_end", 0.2)
+    monkeypatch.setattr(timings, "last_settlements", 0.2)
     if statement == "find":
         monkeypatch.setattr(polling.Poller, "_look_at_queues", deaf)
     else:

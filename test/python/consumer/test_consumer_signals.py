@@ -20,8 +20,8 @@ both = pytest.mark.parametrize("flavour", ["sync", "async"])
 # Handlers wait for the file "open". The last line shows whether the handlers of signals are as they were before.
 PROGRAM = """
 import asyncio, os, signal, sys, threading, time, pgqueue
-import pgqueue.consumer.handlers as limits
-limits._RELEASE_SECONDS = 120.0  # A busy machine can need longer than the usual time to connect.
+from pgqueue.consumer.timings import timings
+timings.release = 120.0  # A busy machine can need longer than the usual time to connect.
 flavour, conninfo, queue, home = sys.argv[1:]
 
 def handle(delivery):

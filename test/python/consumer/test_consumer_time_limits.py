@@ -12,8 +12,8 @@ from clients import PATIENCE, is_empty, wait_for
 from consumers import FORMS, LEASES, PLAIN, RECEIVING, SECOND, Form, Step, prepare, rows, together
 
 from pgqueue._calls import Bound
-from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims
+from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
 LIMIT = 4 * SECOND  # far more than a handler needs that does not hang, also on a busy machine
@@ -21,7 +21,7 @@ LIMIT = 4 * SECOND  # far more than a handler needs that does not hang, also on 
 
 def let_rollbacks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record failures again after a time in which a server has ended the transaction of a call that was given up."""
-    monkeypatch.setattr(claims, "_RETRY_SECONDS", 10.0)
+    monkeypatch.setattr(timings, "settle_locked_again", 10.0)
 
 
 async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
@@ -37,7 +37,7 @@ async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
 def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_message(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handlers, "_CANCEL_SECONDS", 30.0)  # None of these handlers is given up.
+    monkeypatch.setattr(timings, "cancel", 30.0)  # None of these handlers is given up.
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue_batch(["hangs", "good", "good"])
     connection.execute(f'create table "{name}" (n int)')
@@ -232,7 +232,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(handlers, "_LATE", 0.01)
+    monkeypatch.setattr(timings, "late_after", 0.01)
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
     go_on = threading.Event()

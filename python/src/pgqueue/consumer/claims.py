@@ -28,15 +28,10 @@ from ..errors import QueueNotFound, is_trouble
 from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue, claims_of
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
+from .timings import timings
 
 _MOST_ACKS = 5_000
 _PAGE = 10_000
-# Seconds
-_BATCH_SECONDS = 0.01  # for which acknowledgements wait, to be sent together
-_LONGEST_LOCK_TIMEOUT = 0.5  # all other statements wait as well
-_SHORTEST_LOCK_TIMEOUT = 0.02  # if a message is known to be locked
-_SEARCH_SECONDS = 1.0  # for finding out which messages are locked
-_RETRY_SECONDS = 0.5  # until the settlement of a locked message is tried again
 
 
 class _Settlement(NamedTuple):
@@ -204,8 +199,8 @@ class Claims:
 
     async def _run(self, call: Bound[Any], is_locked: bool) -> list[Any] | None:
         """Execute a statement that locks messages; None, and nothing was done, if one is locked for too long."""
-        timeout = min(_LONGEST_LOCK_TIMEOUT, self.visibility_timeout.total_seconds() / 12)
-        milliseconds = round((_SHORTEST_LOCK_TIMEOUT if is_locked else timeout) * 1000)
+        timeout = min(timings.longest_lock_timeout, self.visibility_timeout.total_seconds() / 12)
+        milliseconds = round((timings.shortest_lock_timeout if is_locked else timeout) * 1000)
         try:
             return await self._runtime.run(_calls.with_lock_timeout(call, milliseconds), "settle")
         except LockNotAvailable:
@@ -223,7 +218,7 @@ class Claims:
             for is_locked in (True, False)
             for portion in by_queue(message for message in messages if message.is_locked is is_locked)
         ]
-        deadline = time.monotonic() + min(_SEARCH_SECONDS, self.visibility_timeout.total_seconds() / 6)
+        deadline = time.monotonic() + min(timings.lock_search, self.visibility_timeout.total_seconds() / 6)
         left: list[ClaimedMessage] = []
         while portions:
             portion, is_locked = portions.pop()
@@ -258,7 +253,7 @@ class Claims:
             self._runtime.signal()
 
         self._postponed += 1
-        asyncio.get_running_loop().call_later(_RETRY_SECONDS, resume)
+        asyncio.get_running_loop().call_later(timings.settle_locked_again, resume)
 
     # Settling
 
@@ -343,7 +338,9 @@ class Claims:
         while True:
             await self._runtime.wait_until(self._has_due)
             if self._acks:
-                await self._runtime.wait_until(lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + _BATCH_SECONDS)
+                await self._runtime.wait_until(
+                    lambda: len(self._acks) >= _MOST_ACKS, time.monotonic() + timings.ack_batch
+                )
             await self.flush()
 
     async def flush(self) -> None:

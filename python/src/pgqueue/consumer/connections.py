@@ -26,6 +26,7 @@ from .._connections import execute_command as execute_command
 from .._coroutines import done
 from .._tasks import in_thread, is_async
 from ..errors import MISSING, not_installed
+from .timings import timings
 
 T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
@@ -310,10 +311,10 @@ class SharedConnection(ConnectionPool):
     `deadline` is the time limit of a statement in seconds.
     """
 
-    def __init__(self, factory: ConnectionFactory, setting: bytes = b"", deadline: float = 30.0) -> None:
+    def __init__(self, factory: ConnectionFactory, setting: bytes = b"") -> None:
         super().__init__(factory, True, setting)
         self.lock = asyncio.Lock()
-        self.deadline = deadline
+        self.deadline = timings.deadline
         self._timed_out: AsyncConnection[Any] | None = None
 
     async def run(self, connection: AsyncConnection[Any], call: Bound[T]) -> list[T]:

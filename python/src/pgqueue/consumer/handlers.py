@@ -22,6 +22,7 @@ from .claims import Claims
 from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue
 from .policy import Reject, Retry
 from .runtime import Runtime
+from .timings import timings
 from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
 from .workers import Workers
 
@@ -29,12 +30,6 @@ T = TypeVar("T")
 Failed = tuple[BaseException | None, float | None]  # what the handler raised, and how long it ran in seconds
 
 _MOST_OPEN_RECEIVES = 2  # receives whose result is not known: as many may return nothing
-# Seconds
-_CANCEL_SECONDS = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
-_END_SECONDS = 2.5  # for all cancelled calls to end
-_RELEASE_SECONDS = 2.5  # to give back messages
-
-_LATE = 10  # visibility timeouts, after which a handler without a time limit is reported
 _MOST_FRAMES = 10  # of the stack of a handler that has exceeded its time limit
 
 
@@ -201,7 +196,7 @@ class HandlerCalls:
         """Find handlers that exceed the time limit, endlessly. Without a limit, report those that run for long."""
         while True:
             limit = self._settings.handler_timeout
-            seconds = (limit or _LATE * self.claims.visibility_timeout).total_seconds()
+            seconds = (limit or timings.late_after * self.claims.visibility_timeout).total_seconds()
             now = time.monotonic()
             for call in [call for call in self.running if call.began_at + seconds <= now and not call.is_late]:
                 call.is_late = True
@@ -236,7 +231,7 @@ class HandlerCalls:
         abort = asyncio.create_task(in_thread(call.abort_connection))
         self._aborts.add(abort)
         abort.add_done_callback(self._aborts.discard)
-        asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._give_up, call, call.timeout)
+        asyncio.get_running_loop().call_later(timings.cancel, self._give_up, call, call.timeout)
 
     def _give_up(self, call: HandlerCall, error: TimeoutError) -> None:
         if call not in self.running or self._runtime.is_forced:
@@ -244,7 +239,7 @@ class HandlerCalls:
         # In receive mode, the messages that the handler has got before these also wait for the commit.
         if any(message.state is State.COMMITTING for message in call.in_hand):
             # The handler has returned just in time.
-            asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._give_up, call, error)
+            asyncio.get_running_loop().call_later(timings.cancel, self._give_up, call, error)
             return
         self.running.discard(call)
         self._abandoned.add(call)
@@ -445,11 +440,11 @@ class HandlerCalls:
         return not self.running or self._runtime.is_forced or self._runtime.grace != grace
 
     async def _cancel(self) -> None:
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + timings.end_calls
         calls = list(self.running)
         for call in calls:
             call.cancel()
-        await self._runtime.wait_until(lambda: not self.running, time.monotonic() + _CANCEL_SECONDS)
+        await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
         locked: list[ClaimedMessage] = []
         if self._settings.mode == "lease":
             locked = await self.release([message for call in calls for message in call.messages], once_more=True)
@@ -478,13 +473,15 @@ class HandlerCalls:
         """
         held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
         messages = [message for message in messages if message.state in held]
-        deadline = time.monotonic() + _RELEASE_SECONDS
+        deadline = time.monotonic() + timings.release
         while messages:
             try:
-                locked = await within(max(0.1, deadline - time.monotonic()), self.claims.release(messages))
+                locked = await within(
+                    max(timings.end_retry, deadline - time.monotonic()), self.claims.release(messages)
+                )
             except (psycopg.Error, OSError) as error:
                 if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(timings.end_retry)
                     continue
                 self._warn_not_released(messages, str(error).strip() or "no answer from the server")
                 return []

@@ -22,19 +22,8 @@ from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
+from .timings import timings
 from .workers import Workers
-
-# Seconds
-_WAIT_SECONDS = 20.0  # for which senders notify after a consumer has begun to wait
-_SHORTEST_WAIT = 0.1
-_QUIET = 0.02  # without a notification, after which a consumer asks when the next message is due
-_TRUST = 0.1  # after an empty look, in which notifications suffice; then the consumer looks again
-_PROBE_SECONDS = 5.0
-_LONGEST_PAUSE = 30.0
-_INFO_SECONDS = 60.0  # between two readings of the settings of the queues
-_MISSING_SECONDS = 5.0  # the same while one of them does not exist
-_END_SECONDS = 5.0  # for the last statements
-_LEAST_DEADLINE = 10.0  # for any statement
 
 _CLAIM_EVERY = {"lease": 10, "receive": 30}  # empty looks; a receive is three statements
 
@@ -92,7 +81,7 @@ class PollSchedule:
         self._retry()
 
     def _retry(self) -> None:
-        self._due_at = self._looked_at + min(_SHORTEST_WAIT * 2.0 ** min(self._misses, 20), self._delay)
+        self._due_at = self._looked_at + min(timings.shortest_wait * 2.0 ** min(self._misses, 20), self._delay)
         self._misses += 1
 
     def due(self, at: float) -> None:
@@ -103,12 +92,12 @@ class PollSchedule:
     def notifications_on(self, seconds: float, is_empty: bool) -> None:
         """Note that senders notify, that a message is due in `seconds`, and whether none is ready."""
         now = self._clock()
-        if seconds > _SHORTEST_WAIT:
+        if seconds > timings.shortest_wait:
             self._misses = 0  # The missed message is not due any more.
         if is_empty:
             self._emptied_at = now
         # Before senders stop to notify, and before that moment is due.
-        self._notified_until = now + 0.95 * _WAIT_SECONDS
+        self._notified_until = now + 0.95 * timings.registration
         self._knows_due = True
         self.due(now + max(seconds, 0.0))
 
@@ -135,12 +124,12 @@ class PollSchedule:
     @property
     def trusts_notifications(self) -> bool:
         """Whether an empty look is so recent that all messages sent since are notified."""
-        return self.are_notifications_on and not self._knows_due and self._clock() < self._emptied_at + _TRUST
+        return self.are_notifications_on and not self._knows_due and self._clock() < self._emptied_at + timings.trust
 
     @property
     def quiet_at(self) -> float:
         """The moment of the clock at which to ask for the next due time, without a notification until then."""
-        return self._clock() + (_QUIET if self.are_notifications_on else 0.0)
+        return self._clock() + (timings.quiet if self.are_notifications_on else 0.0)
 
     @property
     def claims(self) -> bool:
@@ -185,7 +174,7 @@ class NotificationListener:
             except (psycopg.Error, OSError) as error:
                 self._warn(f"{failed}: {str(error).strip()}")
             self._notified()
-            pause = min(_SHORTEST_WAIT * 2.0 ** min(failures, 20), _LONGEST_PAUSE)
+            pause = min(timings.shortest_wait * 2.0 ** min(failures, 20), timings.longest_listen_pause)
             failures += 1
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
 
@@ -196,7 +185,7 @@ class NotificationListener:
             await connection.execute(_calls.listen(channel))
         await self._runtime.run(_calls.notify(probe), "peek")
         has_arrived = False
-        async with aclosing(connection.notifies(timeout=_PROBE_SECONDS, stop_after=1)) as notifications:
+        async with aclosing(connection.notifies(timeout=timings.probe, stop_after=1)) as notifications:
             async for notification in notifications:
                 has_arrived = has_arrived or notification.channel == probe
         await connection.execute(_calls.unlisten(probe))
@@ -294,18 +283,18 @@ class Poller:
     async def _end(self, polling: asyncio.Task[None]) -> None:
         runtime, claims = self._runtime, self._claims
         # The polling ends by itself, unless it waits for a server that does not answer.
-        await asyncio.wait([polling], timeout=0.5 if runtime.is_forced else _END_SECONDS)
+        await asyncio.wait([polling], timeout=timings.forced_poll_end if runtime.is_forced else timings.poll_end)
         await end_tasks([polling])
         messages = list(self._calls.waiting)
         self._calls.waiting.clear()
         await self._calls.release(messages)
         await self._calls.finish()
-        deadline = time.monotonic() + _END_SECONDS
+        deadline = time.monotonic() + timings.last_settlements
         while not claims.is_settled and time.monotonic() < deadline:
             with suppress(psycopg.Error, OSError):
                 await within(deadline - time.monotonic(), claims.flush())
             if not claims.is_settled:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(timings.end_retry)
         if not claims.is_settled:
             runtime.log(logging.WARNING, "stopped without having settled all messages: they will be delivered again")
         runtime.stats.prefetched = 0
@@ -376,12 +365,14 @@ class Poller:
                 f"invalid mode: 'receive'; must be 'lease' for queue {names[0]!r}, which has max_in_flight"
             )
         self._misses_queue = len(names) < len(settings.queue_names)
-        self._info_due_at = time.monotonic() + (_MISSING_SECONDS if self._misses_queue else _INFO_SECONDS)
+        self._info_due_at = time.monotonic() + (
+            timings.settings_read_missing if self._misses_queue else timings.settings_read
+        )
         claims.has_limit = any(info.group_limit is not None or info.max_in_flight is not None for info in found)
         visibility_timeout = settings.visibility_timeout or min(info.visibility_timeout for info in found)
         claims.visibility_timeout = visibility_timeout
         # A broken connection must be noticed while there is time to extend the claims on another one.
-        deadline = max(visibility_timeout.total_seconds() / 3, _LEAST_DEADLINE)
+        deadline = max(visibility_timeout.total_seconds() / 3, timings.least_deadline)
         runtime.settling.deadline = min(deadline, runtime.claiming.deadline)
         if is_first and settings.peek_delay.total_seconds() > 10:
             text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
@@ -427,7 +418,7 @@ class Poller:
             stats.waits += 1
             stats.peeks += 1
             limit = self._peek_limit(free_slots)
-            wait = timedelta(seconds=_WAIT_SECONDS)
+            wait = timedelta(seconds=timings.registration)
             call = _calls.prepare_wait_and_look(self._claims.queue_names, limit, wait)
             [(seconds, count)] = await self._runtime.run(call, "peek")
             self._saw_all = count < limit

@@ -19,16 +19,12 @@ from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .policy import cause_of, text_of
 from .settings import Settings
+from .timings import timings
 
 T = TypeVar("T")
 CircuitState = Literal["closed", "armed", "open"]
 logger = logging.getLogger("pgqueue.consumer")
 
-# Seconds
-_FIRST_PAUSE = 0.05
-_ARMED_PAUSE = 1.0
-_OPEN_PAUSE = 10.0
-_SHORTEST_PAUSE = 0.01
 
 _COUNTED = ("succeeded", "retried", "dead", "lost", "extended", "released")  # events that are counters, too
 
@@ -62,7 +58,11 @@ class CircuitBreaker:
         if self.state == "closed":
             self._become("armed")
         self.check()
-        longest = _OPEN_PAUSE if self.state == "open" else min(_ARMED_PAUSE, _FIRST_PAUSE * 2.0 ** min(failures, 10))
+        longest = (
+            timings.open_pause
+            if self.state == "open"
+            else min(timings.armed_pause, timings.first_pause * 2.0 ** min(failures, 10))
+        )
         return longest * (0.75 + self._chance() / 2)
 
     def succeeded(self, kind: str = "") -> None:
@@ -144,7 +144,7 @@ class Runtime:
 
     async def pause_after_failure(self) -> None:
         """Pause after a failure."""
-        await self.wait_until(lambda: self.is_forced, max(self._not_before, time.monotonic() + _SHORTEST_PAUSE))
+        await self.wait_until(lambda: self.is_forced, max(self._not_before, time.monotonic() + timings.shortest_pause))
 
     # Statements
 

@@ -23,6 +23,7 @@ from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, St
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
 from .settings import Settings
+from .timings import timings
 from .workers import Session, Workers
 
 Worked = tuple[list[Result], BaseException | None, float]  # the results, or an error or neither; seconds of the handler
@@ -379,4 +380,5 @@ async def _roll_back(session: Session) -> None:
 
 async def _pause_after_conflict(number: int, session: Session) -> None:
     # For a random time, so that two transactions do not conflict again.
-    await session.sleep(random.uniform(0, min(0.005 * number, 0.1)))  # noqa: S311
+    longest = min(timings.conflict_pause * number, timings.longest_conflict_pause)
+    await session.sleep(random.uniform(0, longest))  # noqa: S311

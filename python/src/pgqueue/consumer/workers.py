@@ -37,11 +37,10 @@ from .connections import (
 )
 from .delivery import HandlerCall
 from .settings import Settings
+from .timings import timings
 
 T = TypeVar("T")
 UserFunction = Callable[[Any], Any]
-
-_ABORT_SECONDS = 0.05  # for the server and for other threads to notice that a connection was aborted
 
 
 class Answer(NamedTuple):
@@ -110,7 +109,7 @@ class Session:
     async def abort_connection(self, call: HandlerCall) -> None:
         """Make the statement that runs on the connection fail, and close the connection."""
         await in_thread(call.abort_connection) if self._is_async else call.abort_connection()
-        await self.sleep(_ABORT_SECONDS)
+        await self.sleep(timings.abort)
         self.connection.pgconn.finish()
 
 
