@@ -24,7 +24,7 @@ from pgqueue.embedded import EmbeddedServer
 sys.path.append(str(Path(__file__).parents[2]))
 
 from harness import TOOLS, Server
-from soak import FORCED_COMPACTION
+from soak.running import FORCED_COMPACTION
 
 numbers = count(1)
 

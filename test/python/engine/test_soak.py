@@ -1,7 +1,5 @@
-"""Short runs of the soak (test/soak.py), and its checker on correct and incorrect histories."""
+"""Short runs of the soak (test/soak), and its checker on correct and incorrect histories."""
 
-import os
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,16 +8,18 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import new_seed, wait_for
 
 from pgqueue import Queue
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 import soak
-from soak import Dead, Effect, History, Plan, Send, Start, check
+from soak.children import Child
+from soak.history import FINAL_HEADERS, Dead, Effect, History, Log, Send, Start, check
+from soak.plan import Plan, everything, for_minutes
 
-FINAL = {f"pgqueue.{name}": "something" for name in soak.FINAL_HEADERS}
+FINAL = {f"pgqueue.{name}": "something" for name in FINAL_HEADERS}
 
 
 def failures(key: int, *attempts: int) -> dict[str, Any]:
@@ -311,11 +311,11 @@ def test_the_checker_reports_each_kind_of_violation(
 
 def test_an_incomplete_last_line_of_a_history_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = soak.Log(str(path))
+    log = Log(str(path))
     log.write("start", 1)
     with path.open("a") as file:
         file.write('["start", 2, 3.1')
-    assert list(soak.Log.read(path)) == [["start", 1]]
+    assert list(Log.read(path)) == [["start", 1]]
 
 
 @pytest.mark.parametrize("flavour", ["sync", "async"])
@@ -329,7 +329,7 @@ def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks
     history = tmp_path / "history.jsonl"
     consumers = [{"queue": name, "options": {"grace_period": 60}}]
     settings = {"dsn": database, "history": str(history), "flavour": flavour, "consumers": consumers}
-    child = soak._Child("consume", settings, tmp_path / "log")
+    child = Child("consume", settings, tmp_path / "log")
     try:
         wait_for(lambda: history.exists() and history.read_text().count("start"))
         child.tell("stop")
@@ -343,48 +343,11 @@ def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks
     assert ("in __call__" if flavour == "sync" else " call\n") in said  # the handler
 
 
-@pytest.fixture
-def seed() -> int:
-    """The seed of the failures; printed if the test fails."""
-    seed = int(os.environ.get("PGQUEUE_TEST_SEED") or random.SystemRandom().randrange(1_000_000))
-    print(f"PGQUEUE_TEST_SEED={seed}")
-    return seed
-
-
-def proven(plan: Plan, home: Path) -> dict[str, Any]:
-    """Run a soak that must find no violations; returns its figures."""
-    outcome = soak.run(plan, home)
-    assert not outcome.violations, f"PGQUEUE_TEST_SEED={plan.seed}\n{outcome}"
-    figures = outcome.figures
-    print(outcome)
-    for trouble in ("kills", "backends terminated", "started again"):
-        assert figures.get(trouble), f"no {trouble}:\n{outcome}"
-    assert figures["messages"] > 100, str(outcome)
-    return figures
-
-
-def test_every_message_is_processed_or_becomes_a_dead_letter(seed: int, tmp_path: Path) -> None:
-    figures = proven(soak.everything(seed, seconds=10), tmp_path)
-    assert figures["restarts"] == 1
-    assert figures["pins"] >= 1
-    assert figures["pauses"] >= 1
-    assert figures["compactions"] >= 1
-    assert figures["late commits"] >= 1
-    assert figures["dead"] > 0
-    assert figures["unexpected dead"] == 0
-
-
-def test_dumps_beside_failures_and_compactions_contain_every_message(seed: int, tmp_path: Path) -> None:
-    figures = proven(soak.everything(seed, seconds=6, dump_every=0.5, restart_at=None), tmp_path)
-    assert figures["dumps"] >= 1
-    assert figures["messages checked in dumps"] >= 100
-
-
 @pytest.mark.parametrize(("minutes", "seconds", "late"), [(0.5, 30, 12), (2, 60, 24), (2.5, 150, 60), (10, 150, 60)])
 def test_in_each_cycle_of_a_soak_a_late_commit_comes_before_the_crash(
     minutes: float, seconds: float, late: float
 ) -> None:
-    plan = soak.for_minutes(1, minutes, 64)
+    plan = for_minutes(1, minutes, 64)
     assert (plan.seconds, plan.cycles * plan.seconds) == (seconds, minutes * 60)
     assert plan.late_seconds == late
     assert plan.late_every == seconds
@@ -393,12 +356,34 @@ def test_in_each_cycle_of_a_soak_a_late_commit_comes_before_the_crash(
     assert ("patient" in plan.exactly_once) == (minutes >= 2.5)
 
 
+def proven(plan: Plan, home: Path) -> dict[str, Any]:
+    """Run a soak that must find no violations; returns its figures."""
+    outcome = soak.run(plan, home)
+    print(outcome)
+    assert not outcome.violations, f"PGQUEUE_TEST_SEED={plan.seed}\n{outcome}"
+    return outcome.figures
+
+
+@pytest.mark.long(part="soak")
+def test_every_message_is_processed_or_becomes_a_dead_letter(tmp_path: Path) -> None:
+    needed = ("kills", "backends terminated", "restarts", "pins", "pauses", "late commits")
+    figures = proven(everything(new_seed(), seconds=10, needed=needed), tmp_path)
+    assert figures["unexpected dead"] == 0
+
+
+@pytest.mark.long(part="soak")
+def test_dumps_beside_failures_and_compactions_contain_every_message(tmp_path: Path) -> None:
+    figures = proven(everything(new_seed(), seconds=6, dump_every=0.5, restart_at=None), tmp_path)
+    assert figures["messages checked in dumps"] >= 100  # no consumer claims them
+
+
+@pytest.mark.long(part="soak")
 @pytest.mark.parametrize("mode", ["transactional", "receive"])
-def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, seed: int, tmp_path: Path) -> None:
+def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"mode": "receive"} if mode == "receive" else {"transactional": True}
     options |= {"concurrency": 4, "peek_delay": 0.2}
     plan = Plan(
-        seed,
+        new_seed(),
         seconds=5,
         rate=140,
         processes=[(flavour, [("orders", options)]) for flavour in ("sync", "async", "sync", "async")],
@@ -412,30 +397,26 @@ def test_effects_happen_exactly_once_although_processes_are_killed(mode: str, se
         pause=(0.3, 1),
         pause_seconds=(1.1, 1.6),
         kill_every=0.8,
+        needed=("kills", "backends terminated", "pauses"),
     )
     figures = proven(plan, tmp_path)
     assert figures["dead"] == 0
     assert figures["counted"] == figures["effects"] >= figures["messages"]
 
 
-def test_the_soak_detects_a_consumer_that_commits_before_the_acknowledgement(seed: int, tmp_path: Path) -> None:
-    # A disconnection between commit and acknowledgement is random, so several runs are made.
-    for attempt in range(5):
-        plan = Plan(
-            seed + attempt,
-            seconds=5,
-            rate=100,
-            processes=[("naive", [("orders", {"careless": True})])] * 4,
-            exactly_once={"orders": True},
-            kinds={"good": 1},
-            pin=(0, 0),
-            restart_at=None,
-            kill_every=2,
-            terminate=(0, 1),
-            pause=(0, 0),
-        )
-        home = tmp_path / str(attempt)
-        home.mkdir()
-        if "double effect" in {violation.kind for _, violation in soak.run(plan, home).violations}:
-            return
-    pytest.fail("five soaks of a careless consumer found no double effect")
+@pytest.mark.long(part="soak")
+def test_the_soak_detects_a_consumer_that_commits_before_the_acknowledgement(tmp_path: Path) -> None:
+    plan = Plan(
+        new_seed(),
+        seconds=3,
+        rate=100,
+        processes=[("careless", [("orders", {})])] * 2,
+        exactly_once={"orders": True},
+        kinds={"good": 1},
+        terminate=(0, 0),
+        pin=(0, 0),
+        pause=(0, 0),
+        restart_at=None,
+        kill_every=2,
+    )
+    assert "double effect" in {violation.kind for _, violation in soak.run(plan, tmp_path).violations}
