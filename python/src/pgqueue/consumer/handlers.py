@@ -432,6 +432,8 @@ class HandlerCalls:
         grace = -1.0
         while runtime.grace != grace:  # A later stop can change it.
             grace = runtime.grace
+            if self.running:
+                runtime.log(logging.DEBUG, f"stopping: {counted(len(self.running), 'handler')} may run for {grace:g} s")
             await runtime.wait_until(partial(self._is_over, grace), time.monotonic() + grace)
         if self.running:
             await self._cancel()
@@ -442,6 +444,7 @@ class HandlerCalls:
     async def _cancel(self) -> None:
         deadline = time.monotonic() + timings.end_calls
         calls = list(self.running)
+        self._runtime.log(logging.DEBUG, f"stopping: {counted(len(calls), 'handler')} cancelled")
         for call in calls:
             call.cancel()
         await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
