@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(263);
+select plan(265);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -332,6 +332,11 @@ create role pgqueue_test_noinherit noinherit;
 grant pgqueue_test_a to pgqueue_test_member, pgqueue_test_noinherit;
 select is(pg_temp.outcome('pgqueue_test_member', $$ select pgqueue.peek('access-own') $$), '1 rows', 'a member that inherits has the access of the role');
 select is(pg_temp.outcome('pgqueue_test_noinherit', $$ select pgqueue.peek('access-own') $$), '42501', 'a member that does not inherit has not');
+create role pgqueue_test_all_data;
+grant pg_read_all_data, pg_write_all_data to pgqueue_test_all_data;
+select is(pg_temp.outcome('pgqueue_test_all_data', $$ select pgqueue.peek('access-foreign') $$), '42501', 'a member of pg_write_all_data needs the right to execute a function');
+select pgqueue.grant_access('pgqueue_test_all_data', 'consumer', 'access-own');
+select is(pg_temp.outcome('pgqueue_test_all_data', $$ select pgqueue.peek('access-foreign') $$), '1 rows', 'a member of pg_write_all_data counts as having access to all queues');
 
 -- Granting and revoking.
 select throws_ok($$ select pgqueue.grant_access('pgqueue_test_a', 'producer', 'access-missing') $$, 'PQ001', null, 'access to a queue that does not exist is refused');
