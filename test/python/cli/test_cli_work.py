@@ -1,15 +1,16 @@
-"""`pgqueue work` in processes of its own: its handlers, its output, and how it stops."""
+"""`pgqueue work`: its handlers and its output in this process, and how a process of its own stops."""
 
 import errno
 import io
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from commands import ANSI, COMMAND, Done, environment, in_process, run, running, terminal
+from commands import ANSI, COMMAND, Done, Running, environment, in_process, running, terminal
+from psycopg.conninfo import make_conninfo
 
 import pgqueue
 import pgqueue.cli
+import pgqueue.consumer
+from pgqueue.cli.work_monitor import WorkMonitor
+
+pytestmark = pytest.mark.usefixtures("no_other_database")
 
 HANDLERS = '''
 import asyncio, functools, logging, threading, time
@@ -111,8 +117,8 @@ number = 1
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Path:
-    """A directory with a package of handlers."""
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a package of handlers, in which commands run. What they load and set is undone."""
     directory = tmp_path / "shop"
     (directory / "orders").mkdir(parents=True)
     (directory / "orders/__init__.py").touch()
@@ -121,7 +127,15 @@ def shop(tmp_path: Path) -> Path:
     (directory / "missing.py").write_text("import no_such_library\n")
     (directory / "unfinished.py").write_text("def handle(:\n")
     (directory / "script.py").write_text("import sys\n\nsys.exit(0)\n")
-    return directory
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(logging.root, "handlers", [])
+    level, before = logging.root.level, set(sys.modules)
+    yield directory
+    logging.root.setLevel(level)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("orders", "broken", "missing", "unfinished", "script"):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -138,16 +152,32 @@ def left(queue: pgqueue.Queue) -> tuple[int, int, int, int]:
     return found.ready_messages, found.inflight_messages, found.scheduled_messages, found.dead_messages
 
 
-def work(queue: pgqueue.Queue, handler: str, *options: str, dsn: str, cwd: Path) -> Done:
-    return run("work", queue.name, f"orders.tasks:{handler}", *options, cwd=cwd, PGQUEUE_DSN=dsn)
+@pytest.fixture
+def work(cli: Callable[..., Done], orders: pgqueue.Queue, shop: Path) -> Callable[..., Done]:  # noqa: ARG001
+    """Runs the command in this process, until the queue is empty."""
+
+    def invoke(handler: str, *options: str) -> Done:
+        return cli("work", orders.name, f"orders.tasks:{handler}", "--until-empty", *options)
+
+    return invoke
+
+
+@contextmanager
+def working(orders: pgqueue.Queue, handler: str, *options: str, shop: Path, begun: str = "begun") -> Iterator[Running]:
+    """Runs the command in a process of its own, in which a handler has begun."""
+    words = ("work", orders.name, f"orders.tasks:{handler}", *options)
+    dsn = make_conninfo(orders.connection.info.dsn, password=orders.connection.info.password)
+    with running(*words, directory=shop.parent, cwd=shop, PGQUEUE_DSN=dsn) as command:
+        command.wait_for(lambda: begun in command.out)
+        yield command
 
 
 @pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method", "part", "part_async"])
 def test_sync_and_async_handlers_run_until_the_queue_is_empty(
-    database: str, orders: pgqueue.Queue, shop: Path, handler: str
+    work: Callable[..., Done], orders: pgqueue.Queue, handler: str
 ) -> None:
     orders.enqueue_batch(list(range(20)))
-    done = work(orders, handler, "--until-empty", dsn=database, cwd=shop)
+    done = work(handler)
     assert done.status == 0, done.err
     assert sorted(done.out.splitlines()) == sorted(f"got {n}" for n in range(20))
     assert re.search(r"^pgqueue: stopped after [\dms.]+: 20 messages done$", done.err, re.MULTILINE)
@@ -155,21 +185,21 @@ def test_sync_and_async_handlers_run_until_the_queue_is_empty(
 
 
 def test_until_empty_ends_on_an_empty_queue_and_fails_on_a_missing_one(
-    database: str, orders: pgqueue.Queue, shop: Path
+    cli: Callable[..., Done], work: Callable[..., Done]
 ) -> None:
-    assert work(orders, "note", "--until-empty", dsn=database, cwd=shop).status == 0
-    done = run("work", "no-such-queue", "orders.tasks:note", cwd=shop, PGQUEUE_DSN=database)
+    assert work("note").status == 0
+    done = cli("work", "no-such-queue", "orders.tasks:note")
     assert done.status == 1
     assert done.err.startswith("pgqueue: queue 'no-such-queue' does not exist\n")
 
 
 def test_until_empty_waits_for_retries_and_not_for_long_delays(
-    database: str, orders: pgqueue.Queue, shop: Path
+    work: Callable[..., Done], orders: pgqueue.Queue
 ) -> None:
     orders.alter_queue(backoff_base=timedelta(milliseconds=700), backoff_jitter=0)
     orders.enqueue("retried")
     orders.enqueue("later", delay=timedelta(hours=1))
-    done = work(orders, "fail_once", "--until-empty", "--json", dsn=database, cwd=shop)
+    done = work("fail_once", "--json")
     assert done.status == 0
     assert done.out.startswith("got retried\n")
     (summary,) = [json.loads(line) for line in done.out.splitlines()[1:]]
@@ -180,16 +210,16 @@ def test_until_empty_waits_for_retries_and_not_for_long_delays(
 
 
 def test_further_queues_are_consumed_in_order_and_until_all_are_empty(
-    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue, shop: Path
+    work: Callable[..., Done], orders: pgqueue.Queue
 ) -> None:
-    others = [pgqueue.Queue(connection, f"{orders.name}-{one}") for one in "bc"]
+    others = [pgqueue.Queue(orders.connection, f"{orders.name}-{one}") for one in "bc"]
     for queue in others:
         queue.create_queue()
         queue.enqueue(queue.name)
     others[1].enqueue("later", delay=timedelta(hours=1))
     orders.enqueue(orders.name)
     also = [option for queue in others for option in ("--also", queue.name)]
-    done = work(orders, "note", "--until-empty", "--json", "--concurrency", "1", *also, dsn=database, cwd=shop)
+    done = work("note", "--json", "--concurrency", "1", *also)
     lines = done.out.splitlines()
     assert lines[:-1] == [f"got {queue.name}" for queue in (orders, *others)]
     summary = json.loads(lines[-1])
@@ -198,100 +228,119 @@ def test_further_queues_are_consumed_in_order_and_until_all_are_empty(
     assert f"pgqueue: left for later: queue {others[1].name}: 1 scheduled\n" in done.err
 
 
-def test_until_empty_ends_on_a_paused_queue(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_until_empty_ends_on_a_paused_queue(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.enqueue("kept")
     orders.pause_queue()
-    done = work(orders, "note", "--until-empty", dsn=database, cwd=shop)
+    done = work("note")
     assert (done.status, done.out, left(orders)) == (0, "", (1, 0, 0, 0))
     assert "pgqueue: left for later: 1 ready, as the queue is paused\n" in done.err
 
 
-def test_until_empty_waits_for_the_look_ahead(database: str, orders: pgqueue.Queue, shop: Path) -> None:
-    orders.enqueue("later", delay=timedelta(seconds=50))
-    none = work(orders, "note", "--until-empty", "--look-ahead", "0", dsn=database, cwd=shop)
+def test_until_empty_waits_for_the_look_ahead(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
+    orders.enqueue("later", delay=timedelta(hours=1))
+    none = work("note", "--look-ahead", "0")
     assert (none.status, none.out, left(orders)) == (0, "", (0, 0, 1, 0))
     orders.purge_queue()
-    orders.enqueue("soon", delay=timedelta(seconds=1.5))
-    done = work(orders, "note", "--until-empty", "--look-ahead", "50s", dsn=database, cwd=shop)
+    orders.enqueue("soon", delay=timedelta(seconds=1))
+    done = work("note", "--look-ahead", "1h")
     assert (done.status, done.out) == (0, "got soon\n")
 
 
-def test_until_empty_waits_for_claims_of_other_consumers(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
+def test_until_empty_waits_for_claims_of_other_consumers_and_ends_when_the_queue_is_dropped(
+    work: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks: list[bool] = []
+    is_drained = WorkMonitor._is_drained
+
+    def look(monitor: WorkMonitor) -> bool:
+        looks.append(is_drained(monitor))
+        if len(looks) == 3:
+            orders.nack(held.id, held.claim_token, timedelta(0))
+        elif dropped_at and len(looks) == dropped_at:
+            orders.drop_queue()
+        return looks[-1]
+
+    monkeypatch.setattr(WorkMonitor, "_is_drained", look)
     orders.enqueue("held")
-    (held,) = orders.claim(visibility_timeout=timedelta(minutes=10))
-    words = ("work", orders.name, "orders.tasks:note", "--until-empty", "--log-level", "debug")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        with pytest.raises(AssertionError, match="not seen"):
-            command.wait_for(lambda: "stopped" in command.err, seconds=2)
-        orders.nack(held.id, held.claim_token, timedelta(0))
-        done = command.end()
-    assert (done.status, done.out) == (0, "got held\n")
-
-
-def test_until_empty_ends_when_the_queue_is_dropped(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
-) -> None:
-    orders.enqueue("later", delay=timedelta(seconds=30))
-    words = ("work", orders.name, "orders.tasks:note", "--until-empty", "--log-level", "error")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        listens = "select from pg_stat_activity where application_name = %s and query ilike 'unlisten%%'"
-        command.wait_for(lambda: orders.connection.execute(listens, [f"pgqueue {orders.name}"]).fetchall())
-        orders.drop_queue()
-        done = command.end()
-    assert (done.status, done.out) == (0, "")
-    orders.purge_dead_messages()
+    (held,) = orders.claim(visibility_timeout=timedelta(hours=1))
+    dropped_at = 0
+    done = work("note")
+    assert (done.status, done.out, looks[:3]) == (0, "got held\n", [False] * 3)
+    orders.enqueue("later", delay=timedelta(seconds=59))
+    dropped_at = len(looks) + 2
+    done = work("note", "--look-ahead", "1h", "--log-level", "error")
+    assert (done.status, done.out, looks[dropped_at - 1]) == (0, "", False)
 
 
 def test_modes_reach_the_consumer(
-    database: str, connection: psycopg.Connection[Any], orders: pgqueue.Queue, shop: Path
+    work: Callable[..., Done], connection: psycopg.Connection[Any], orders: pgqueue.Queue
 ) -> None:
     connection.execute("create table if not exists effects (id bigint)")
     for options in (["--transactional"], ["--mode", "receive"]):
         ids = orders.enqueue_batch([1, 2, 3])
-        done = work(orders, "insert", *options, "--until-empty", dsn=database, cwd=shop)
+        done = work("insert", *options)
         assert done.status == 0, done.err
         effects = connection.execute("select id from effects where id = any (%s) order by id", [ids]).fetchall()
         assert [effect for (effect,) in effects] == ids
     orders.enqueue_batch([1, 2, 3])
-    batches = work(
-        orders, "note_batch", "--batch-size", "5", "--concurrency", "1", "--until-empty", dsn=database, cwd=shop
-    )
-    assert batches.out == "got [1, 2, 3]\n"
+    assert work("note_batch", "--batch-size", "5", "--concurrency", "1").out == "got [1, 2, 3]\n"
 
 
-def test_work_passes_every_option(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_work_passes_every_option(
+    work: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Noting(pgqueue.Consumer):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.append(options)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(pgqueue.consumer, "Consumer", Noting)
     orders.enqueue(1)
     options = (
         *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
         *("--grace-period", "5s", "--handler-timeout", "1m", "--claimed-by", "me"),
         *("--peek-delay", "100ms", "--peek-batch-size", "7"),
         *("--circuit-breaker-after", "10s", "--immediate-retries", "1", "--delayed-retries", "1"),
-        *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet", "--until-empty"),
+        *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet"),
     )
-    assert work(orders, "note", *options, dsn=database, cwd=shop) == (0, "got 1\n", "")
+    assert work("note", *options) == (0, "got 1\n", "")
+    assert given[-1] == {
+        "mode": "lease",
+        "transactional": False,
+        "concurrency": 3,
+        "prefetch": 5,
+        "visibility_timeout": timedelta(minutes=1),
+        "grace_period": timedelta(seconds=5),
+        "handler_timeout": timedelta(minutes=1),
+        "claimed_by": "me",
+        "peek_delay": timedelta(milliseconds=100),
+        "peek_batch_size": 7,
+        "listen": False,
+        "circuit_breaker_after": timedelta(seconds=10),
+        "retries": pgqueue.Retries(immediate=1, delayed=1, delays=[timedelta(seconds=1), timedelta(seconds=2)]),
+    }
 
 
-def test_work_uses_the_given_retries(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_work_uses_the_given_retries(
+    cli: Callable[..., Done], work: Callable[..., Done], orders: pgqueue.Queue
+) -> None:
     orders.enqueue(1)
-    options = ("--immediate-retries", "1", "--delayed-retries", "0", "--until-empty")
-    done = work(orders, "fail", *options, dsn=database, cwd=shop)
-    assert done.status == 0
-    assert [(letter.attempt_count, letter.reason) for letter in orders.browse_dead_messages()] == [
-        (2, "attempts_exhausted")
-    ]
-    shown = in_process(database, "dead", "show", orders.name, str(orders.browse_dead_messages()[0].id)).out
+    assert work("fail", "--immediate-retries", "1", "--delayed-retries", "0").status == 0
+    (letter,) = orders.browse_dead_messages()
+    assert (letter.attempt_count, letter.reason) == (2, "attempts_exhausted")
+    shown = cli("dead", "show", orders.name, str(letter.id)).out
     assert re.search(r"\n    1\. .* ValueError: attempt 1 \(by .*\)\n    2\. .* ValueError: attempt 2 \(by ", shown)
     assert "last error\n" in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--log-json"]])
 def test_failures_are_logged_with_message_and_attempt(
-    database: str, orders: pgqueue.Queue, shop: Path, options: list[str]
+    work: Callable[..., Done], orders: pgqueue.Queue, options: list[str]
 ) -> None:
     number = orders.enqueue(1)
-    done = work(orders, "fail", "--until-empty", "--quiet", *options, dsn=database, cwd=shop)
+    done = work("fail", "--quiet", *options)
     assert done.out == ""
     if options:
         records = [json.loads(line) for line in done.err.splitlines()]
@@ -306,24 +355,22 @@ def test_failures_are_logged_with_message_and_attempt(
         assert f" message_id={number} attempt=3" in done.err
 
 
-def test_json_log_lines_are_valid_json(database: str, orders: pgqueue.Queue, shop: Path) -> None:
+def test_json_log_lines_are_valid_json(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
-    done = work(orders, "measure", "--until-empty", "--quiet", "--log-json", dsn=database, cwd=shop)
+    done = work("measure", "--quiet", "--log-json")
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    (measured,) = [
-        record
-        for record in (json.loads(line, parse_constant=refuse) for line in done.err.splitlines())
-        if record["text"] == "measured"
-    ]
+    records = [json.loads(line, parse_constant=refuse) for line in done.err.splitlines()]
+    (measured,) = [record for record in records if record["text"] == "measured"]
     assert (measured["rate"], measured["share"]) == ("nan", 0.5)
 
 
 # Invalid handlers and values
 
 
+@pytest.mark.usefixtures("shop")
 @pytest.mark.parametrize(
     ("handler", "reason"),
     [
@@ -343,13 +390,14 @@ def test_json_log_lines_are_valid_json(database: str, orders: pgqueue.Queue, sho
         ("orders.:note", "is not MODULE:HANDLER"),
     ],
 )
-def test_an_invalid_handler_is_wrong_usage(shop: Path, handler: str, reason: str) -> None:
-    done = run("work", "orders", handler, cwd=shop, PGQUEUE_DSN="host=/nowhere")
+def test_an_invalid_handler_is_wrong_usage(handler: str, reason: str) -> None:
+    done = in_process("host=/nowhere", "work", "orders", handler)
     assert done.status == 2
     assert reason in " ".join(done.err.split())
     assert "Traceback" not in done.err
 
 
+@pytest.mark.usefixtures("shop")
 @pytest.mark.parametrize(
     ("module", "reason", "place"),
     [
@@ -359,18 +407,16 @@ def test_an_invalid_handler_is_wrong_usage(shop: Path, handler: str, reason: str
         ("script", "SystemExit: 0", "script.py:3"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_reported_with_the_line(
-    shop: Path, module: str, reason: str, place: str
-) -> None:
-    done = run("work", "orders", f"{module}:handle", cwd=shop, PGQUEUE_DSN="host=/nowhere")
+def test_a_module_that_cannot_be_imported_is_reported_with_the_line(module: str, reason: str, place: str) -> None:
+    done = in_process("host=/nowhere", "work", "orders", f"{module}:handle")
     assert done.status == 1
     assert done.err.startswith(f"pgqueue: module {module} cannot be imported: {reason}")
     assert place in done.err
     assert "Traceback" not in done.err
-    debug = run("work", "orders", f"{module}:handle", "--debug", cwd=shop, PGQUEUE_DSN="host=/nowhere")
-    assert "Traceback" in debug.err
+    assert "Traceback" in in_process("host=/nowhere", "work", "orders", f"{module}:handle", "--debug").err
 
 
+@pytest.mark.usefixtures("shop")
 @pytest.mark.parametrize(
     "options",
     [
@@ -379,37 +425,31 @@ def test_a_module_that_cannot_be_imported_is_reported_with_the_line(
         ["--visibility-timeout", "13h"],
         ["--retry-delay", "25h"],
         ["--concurrency", "0"],
+        ["--prefetch", "x"],
         ["--mode", "steal"],
         ["--grace-period", "long"],
         ["--log-level", "loud"],
     ],
     ids=" ".join,
 )
-def test_invalid_values_are_refused_before_anything_runs(shop: Path, options: list[str]) -> None:
-    done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
+def test_invalid_values_are_refused_before_anything_runs(options: list[str]) -> None:
+    done = in_process("host=/nowhere", "work", "orders", "orders.tasks:note", *options)
     assert (done.status, done.out) == (2, "")
     assert "Invalid value" in done.err
     assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize("options", [["--concurrency", "0"], ["--prefetch", "x"], ["--mode", "steal"]], ids=" ".join)
-def test_an_invalid_value_is_in_the_error(shop: Path, options: list[str]) -> None:
-    done = run("work", "orders", "orders.tasks:note", *options, cwd=shop, PGQUEUE_DSN="host=/nowhere")
-    assert f"Error: Invalid value for '{options[0]}': '{options[1]}'" in done.err
+    if options in (["--concurrency", "0"], ["--prefetch", "x"], ["--mode", "steal"]):
+        assert f"Error: Invalid value for '{options[0]}': '{options[1]}'" in done.err
 
 
 # Stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("handler", ["gate", "gate_async"])
+@pytest.mark.parametrize(("handler", "number"), [("gate", signal.SIGTERM), ("gate_async", signal.SIGINT)])
 def test_after_a_signal_handlers_finish(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, number: signal.Signals
+    orders: pgqueue.Queue, shop: Path, handler: str, number: signal.Signals
 ) -> None:
     orders.enqueue_batch([1, 2])
-    words = ("work", orders.name, f"orders.tasks:{handler}", "--concurrency", "1")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: "begun" in command.out)
+    with working(orders, handler, "--concurrency", "1", shop=shop) as command:
         command.signal(number)
         command.wait_for(lambda: "pgqueue: stopping, with 1 still running" in command.err)
         (shop / "open").touch()
@@ -419,28 +459,43 @@ def test_after_a_signal_handlers_finish(
     assert left(orders) == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("handler", ["never", "stubborn_async"])
+@pytest.mark.parametrize("handler", ["never", pytest.param("stubborn_async", marks=pytest.mark.long(part="consumer"))])
 def test_the_process_ends_with_an_error_if_more_handlers_hang_than_may_run(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str
+    orders: pgqueue.Queue, shop: Path, handler: str
 ) -> None:
     orders.enqueue_batch([1, 2])
-    words = ("work", orders.name, f"orders.tasks:{handler}", "--concurrency", "1", "--handler-timeout", "200ms")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+    options = ("--concurrency", "1", "--handler-timeout", "200ms")
+    with working(orders, handler, *options, shop=shop, begun="") as command:
         done = command.end()
     assert done.status == 1, done.err
     assert "pgqueue: 2 handlers exceeded the handler_timeout and did not end" in done.err
     assert "unexpected" not in done.err
 
 
-@pytest.mark.parametrize("options", [[], ["--transactional"], ["--mode", "receive"]], ids=" ".join)
-@pytest.mark.parametrize("handler", ["gate_async", "never", "never_async"])
+@pytest.mark.parametrize(
+    ("handler", "options"),
+    [
+        ("never", []),
+        ("never_async", ["--mode", "receive"]),
+        ("gate_async", ["--transactional"]),
+        *(
+            pytest.param(handler, options, marks=pytest.mark.long(part="consumer"))
+            for handler, options in (
+                ("never", ["--transactional"]),
+                ("never", ["--mode", "receive"]),
+                ("never_async", []),
+                ("never_async", ["--transactional"]),
+                ("gate_async", []),
+                ("gate_async", ["--mode", "receive"]),
+            )
+        ),
+    ],
+)
 def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path, handler: str, options: list[str]
+    orders: pgqueue.Queue, shop: Path, handler: str, options: list[str]
 ) -> None:
     orders.enqueue(1)
-    words = ("work", orders.name, f"orders.tasks:{handler}", "--visibility-timeout", "1h", *options)
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: "begun" in command.out)
+    with working(orders, handler, "--visibility-timeout", "1h", *options, shop=shop) as command:
         command.signal(signal.SIGINT)
         command.wait_for(lambda: "pgqueue: stopping" in command.err)
         command.signal(signal.SIGTERM)
@@ -505,39 +560,31 @@ def test_a_forced_end_works_with_closed_streams(monkeypatch: pytest.MonkeyPatch)
     assert ended == [128 + signal.SIGTERM]
 
 
-def test_a_third_signal_ends_the_process_at_once(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
-) -> None:
+def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
-    words = ("work", orders.name, "orders.tasks:never")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: "begun" in command.out)
-        # A process that does not run gets pending signals of one kind only once, so they come at intervals. The handler
-        # would delay the end after the second signal for longer.
-        for _ in range(3):
-            command.signal(signal.SIGINT)
-            time.sleep(0.5)
-        assert command.end().status == 128 + signal.SIGINT
+    with working(orders, "never", shop=shop) as command:
+        command.signal(signal.SIGINT)
+        command.wait_for(lambda: "pgqueue: stopping" in command.err)
+        # The process gets the next two together, so that it cannot end after the second.
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            command.signal(number)
+        done = command.end()
+    assert done.status == 128 + signal.SIGTERM
+    assert "stopped by force" not in done.err
 
 
-def test_the_grace_period_bounds_a_graceful_stop(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
-) -> None:
+def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path) -> None:
     orders.enqueue(1)
-    words = ("work", orders.name, "orders.tasks:never", "--grace-period", "200ms", "--visibility-timeout", "1h")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: "begun" in command.out)
+    options = ("--grace-period", "200ms", "--visibility-timeout", "1h")
+    with working(orders, "never", *options, shop=shop) as command:
         command.signal(signal.SIGTERM)
         assert command.end().status == 0
     (message,) = wait_for(orders.claim)
     assert message.attempt_count == 1
 
 
-def test_a_signal_before_the_first_message_stops_work(
-    database: str, orders: pgqueue.Queue, shop: Path, tmp_path: Path
-) -> None:
-    words = ("work", orders.name, "orders.tasks:note", "--log-level", "debug")
-    with running(*words, directory=tmp_path, cwd=shop, PGQUEUE_DSN=database) as command:
+def test_a_signal_before_the_first_message_stops_work(orders: pgqueue.Queue, shop: Path) -> None:
+    with working(orders, "note", shop=shop, begun="") as command:
         # The consumer runs when it has looked at the queue.
         looking = "select exists (select from pg_stat_activity where application_name = %s and query like '%%peek%%')"
         command.wait_for(lambda: orders.connection.execute(looking, [f"pgqueue {orders.name}"]).fetchone() == (True,))
