@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,38 @@ from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     FORMS,
     LONG,
-    PLAIN,
+    OTHER_PAIR,
+    PAIR,
     SECOND,
     Form,
+    Run,
     Step,
     are_idle,
     attempts,
     cut,
-    each,
-    each_lease,
-    each_plain,
-    each_transactional,
+    each_of,
+    extend_often,
     prepare,
     rows,
-    together,
     waits,
 )
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue import Queue
+from pgqueue.consumer.delivery import HandlerCall
+from pgqueue.consumer.polling import PollSchedule
 from pgqueue.consumer.timings import timings
 from pgqueue.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
-LEASES = [Form(is_async, "transactional") for is_async in (False, True)]
-RECEIVES = [Form(is_async, "receive") for is_async in (False, True)]
-in_leases = pytest.mark.parametrize("form", LEASES, ids=str)
-in_receives = pytest.mark.parametrize("form", RECEIVES, ids=str)
+SYNC_LEASE, ASYNC_LEASE = Form(False, "transactional"), Form(True, "transactional")  # with a transaction
+SYNC_RECEIVE, ASYNC_RECEIVE = Form(False, "receive"), Form(True, "receive")
+
+
+def only(form: Form) -> pytest.MarkDecorator:
+    """Runs a test in one form: what it shows is the same in the others, which other tests use."""
+    return each_of([form])
 
 
 def kill(step: Step) -> None:
@@ -55,8 +60,7 @@ def kill(step: Step) -> None:
 # Connections that die
 
 
-@in_leases
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(("form", "size"), [(SYNC_LEASE, None), (ASYNC_LEASE, 2)], ids=str)
 def test_a_lost_connection_costs_a_claimed_message_no_attempt(
     form: Form, size: int | None, database: str, connection: Connection, name: str
 ) -> None:
@@ -81,7 +85,7 @@ def test_a_lost_connection_costs_a_claimed_message_no_attempt(
     assert (stats.succeeded, stats.failed, stats.lost) == (2, 0, 0)
 
 
-@each_transactional
+@each_of([ASYNC_LEASE, SYNC_RECEIVE])
 def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -98,7 +102,7 @@ def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(
     assert run.circuits == []
 
 
-@in_leases
+@only(SYNC_LEASE)
 def test_a_message_that_kills_every_connection_spends_its_attempts(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -116,7 +120,7 @@ def test_a_message_that_kills_every_connection_spends_its_attempts(
     assert run.consumer.stats.failed == 2
 
 
-@in_leases
+@only(ASYNC_LEASE)
 def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -140,7 +144,7 @@ def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
     assert rows(connection, f'select n from "{name}"') == [(1,)]
 
 
-@each_transactional
+@each_of([SYNC_LEASE, ASYNC_RECEIVE])
 def test_a_division_by_zero_in_a_handler_is_a_failed_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -171,7 +175,7 @@ def kill_process(process: int, how: signal.Signals) -> None:
         os.kill(process, how)
 
 
-@together(PLAIN)
+@only(PAIR[0])
 def test_a_claim_that_a_server_crash_undid_is_lost_and_not_acknowledged(form: Form, name: str) -> None:
     with EmbeddedServer(settings={"autovacuum": "off"}) as server, ExitStack() as stack:
         with connect(server.dsn) as connection:
@@ -204,6 +208,7 @@ def test_a_claim_that_a_server_crash_undid_is_lost_and_not_acknowledged(form: Fo
 # Servers that do not write
 
 
+@pytest.mark.long(part="consumer")
 def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with ExitStack() as stack:
@@ -225,17 +230,17 @@ def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, 
         with connect(second.dsn) as standby:
             peeks = "select from pg_stat_activity where application_name = %s and query like '%%peek%%'"
             for form in FORMS:
-                wait_for(lambda form=form: rows(standby, peeks, f"{name}-{form}"))
+                wait_for(partial(rows, standby, peeks, f"{name}-{form}"))
         first.start()
         with connect(first.dsn) as connection:
             for form in FORMS:
                 pgqueue.Queue(connection, f"{name}-{form}").enqueue(1)
         for run in runs:
-            wait_for(lambda run=run: run.consumer.stats.succeeded)
+            wait_for(partial(lambda run: run.consumer.stats.succeeded, run))
         assert [run.attempts for run in runs] == [[1]] * len(FORMS)
 
 
-@pytest.mark.parametrize("form", PLAIN, ids=str)
+@only(OTHER_PAIR[0])
 def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -268,32 +273,17 @@ def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
 # Prepared claims
 
 
-@in_receives
-def test_a_handler_may_deallocate_prepared_statements(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue_batch(list(range(5)))
-    backends: set[int] = set()
-
-    async def work(step: Step) -> None:
-        backends.add(step.connection.info.backend_pid)
-        await step.execute("deallocate all")
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
-    assert run.attempts == [1] * 5
-    assert run.circuits == []
-    assert len(backends) == 1
-
-
-@in_receives
-@pytest.mark.parametrize("threshold", [None, 5])
-def test_the_claim_is_prepared_once_and_only_where_that_is_allowed(
-    form: Form, threshold: int | None, database: str, connection: Connection, name: str
+@pytest.mark.parametrize(
+    ("form", "threshold", "deallocates"),
+    [(SYNC_RECEIVE, None, False), (ASYNC_RECEIVE, 5, False), (ASYNC_RECEIVE, 5, True)],
+    ids=str,
+)
+def test_the_claim_is_prepared_once_where_that_is_allowed_and_may_be_deallocated(
+    form: Form, threshold: int | None, deallocates: bool, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name).enqueue_batch(list(range(5)))
     prepared: list[int] = []
+    backends: set[int] = set()
 
     def connected() -> Any:
         return psycopg.connect(database, prepare_threshold=threshold)
@@ -301,25 +291,43 @@ def test_the_claim_is_prepared_once_and_only_where_that_is_allowed(
     async def work(step: Step) -> None:
         statement = "select count(*) from pg_prepared_statements where statement like '%%pgqueue.claim%%' and from_sql"
         prepared.append((await step.execute(statement))[0][0])
+        backends.add(step.connection.info.backend_pid)
+        if deallocates:
+            await step.execute("deallocate all")
 
     with form.consuming(connected, name, work, concurrency=1) as run:
         wait_for(lambda: is_empty(connection, name))
     assert prepared == [0 if threshold is None else 1] * 5
     assert run.attempts == [1] * 5
+    assert (len(backends), run.circuits) == (1, [])
 
 
 # Rows that are locked
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers extend their claims again and again, however long these last."""
+    extend_often(monkeypatch)
 
 
 def lock(session: Connection, message: int) -> None:
     session.execute("select from pgqueue.messages where id = %s for update", (message,))
 
 
-@in_leases
+def extend_beside_a_lock(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Wait until a message was found to be locked, and claims of others were extended again and again."""
+    wait_for(lambda: "is locked by a transaction" in caplog.text)
+    before = run.consumer.stats.extended
+    wait_for(lambda: run.consumer.stats.extended > before + 2)
+
+
+@only(SYNC_LEASE)
+@pytest.mark.usefixtures("often")
 def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=9 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=LONG)
     _, other = queue.enqueue_batch(["own", "other"])
     go_on = threading.Event()
 
@@ -332,25 +340,33 @@ def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
 
     with form.consuming(database, name, work, concurrency=2) as run:
         wait_for(lambda: run.running == 2)
-        wait_for(lambda: run.consumer.stats.extended >= 6)  # Longer than a claim lasts by itself.
-        taken = queue.claim(2)
+        extend_beside_a_lock(run, caplog)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
-    assert taken == []
     assert sorted(run.attempts) == [1, 1, 2]
     assert other not in [event.message_id for event in run.events if event.kind == "lost"]
     assert run.circuits == []
 
 
-@each_lease
-@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize(
+    ("form", "is_taken"),
+    [(PAIR[0], True), (ASYNC_LEASE, False), (OTHER_PAIR[0], False), (SYNC_LEASE, True)],
+    ids=str,
+)
+@pytest.mark.usefixtures("often")
 def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
-    form: Form, is_taken: bool, database: str, connection: Connection, name: str
+    form: Form,
+    is_taken: bool,
+    database: str,
+    connection: Connection,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=3 * SECOND)
+    queue = prepare(connection, name, visibility_timeout=LONG)
     locked, _ = queue.enqueue_batch(["locked", "other"])
     go_on = threading.Event()
     lost: list[tuple[Any, bool]] = []
+    claim_end = "select visible_at from pgqueue.messages where id = %s"
 
     async def work(step: Step) -> None:
         try:
@@ -362,16 +378,17 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
         wait_for(lambda: run.running == 2)
         with session.transaction():
             lock(session, locked)
-            wait_for(lambda: run.consumer.stats.extended >= 6)
+            ended = rows(session, claim_end, locked)
+            extend_beside_a_lock(run, caplog)
+            assert rows(connection, claim_end, locked) == ended
             assert run.consumer.stats.lost == 0
             if is_taken:
-                claim = "select id from pgqueue.claim(%s, 2, '1 h')"
-                assert wait_for(lambda: rows(session, claim, name)) == [(locked,)]
+                session.execute("update pgqueue.messages set visible_at = enqueued_at where id = %s", (locked,))
+                assert rows(session, "select id from pgqueue.claim(%s, 2, '1 h')", name) == [(locked,)]
         if is_taken:
             wait_for(lambda: run.consumer.stats.lost == 1)
         else:
-            kept = "select visible_at > clock_timestamp() from pgqueue.messages where id = %s"
-            wait_for(lambda: rows(connection, kept, locked) == [(True,)])
+            wait_for(lambda: rows(connection, claim_end, locked) > ended)
         go_on.set()
         wait_for(lambda: run.consumer.stats.succeeded == (1 if is_taken else 2))
     assert sorted(lost) == [("locked", is_taken), ("other", False)]
@@ -379,8 +396,7 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
     assert (run.consumer.stats.lost, run.circuits) == (int(is_taken), [])
 
 
-@each_plain
-@pytest.mark.parametrize("end", ["succeeded", "retried"])
+@pytest.mark.parametrize(("form", "end"), [(PAIR[0], "retried"), (OTHER_PAIR[0], "succeeded")], ids=str)
 def test_a_locked_message_keeps_no_other_from_being_settled(
     form: Form, end: str, database: str, connection: Connection, name: str
 ) -> None:
@@ -405,11 +421,11 @@ def test_a_locked_message_keeps_no_other_from_being_settled(
     assert (stats.succeeded, stats.lost, run.criticals, run.circuits) == (4, 0, [], [])
 
 
-@each_plain
+@only(OTHER_PAIR[0])
 def test_a_locked_message_keeps_no_other_from_being_given_back(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timings, "lock_search", 60.0)  # a second can be too short to find it
+    monkeypatch.setattr(timings, "lock_search", PATIENCE)  # a second can be too short to find it
     queue = prepare(connection, name, visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2, 3, 4])
     go_on = threading.Event()
@@ -429,12 +445,19 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
     assert attempts(connection, name) == [0, 1, 0, 0]
 
 
-@in_leases
+@only(ASYNC_LEASE)
 def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timings, "longest_lock_timeout", 5.0)  # A canceled statement can keep its lock for a moment.
-    queue = prepare(connection, name, visibility_timeout=LONG)
+    abort = HandlerCall.abort_connection
+
+    def aborted(call: HandlerCall) -> None:
+        monkeypatch.setattr(timings, "longest_lock_timeout", PATIENCE)  # The server may keep its lock for a moment.
+        abort(call)
+
+    monkeypatch.setattr(HandlerCall, "abort_connection", aborted)
+    monkeypatch.setattr(timings, "end_calls", PATIENCE)
+    queue = prepare(connection, name, visibility_timeout=12 * LONG)
     queue.enqueue_batch(["own", "other"])
 
     async def work(step: Step) -> None:
@@ -458,11 +481,9 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     assert run.consumer.stats.released == 2
 
 
-@pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
-def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
-    form: Form, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timings, "least_deadline", 0.1)
+@only(PAIR[0])
+@pytest.mark.usefixtures("often")
+def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(form: Form, name: str) -> None:
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
@@ -472,10 +493,11 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
         server = stack.enter_context(EmbeddedServer(durable=False))
         connection = stack.enter_context(connect(server.dsn))
         pgqueue.install(connection)
-        queue = prepare(connection, name, visibility_timeout=9 * SECOND)
+        queue = prepare(connection, name, visibility_timeout=60 * SECOND)
         queue.enqueue(1)
         run = stack.enter_context(form.consuming(server.dsn, name, work, concurrency=1))
         wait_for(lambda: run.consumer.stats.extended)
+        assert run.consumer._runtime.settling.deadline == 20  # seconds, a third of the visibility timeout
         ((silent,),) = rows(
             connection,
             "select pid from pg_stat_activity where application_name = %s and query like '%%extend_batch%%'",
@@ -483,18 +505,18 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(
         )
         stack.callback(kill_process, silent, signal.SIGCONT)
         os.kill(silent, signal.SIGSTOP)
-        wait_for(lambda: run.consumer.stats.extended >= 4)
-        assert queue.claim() == []
+        run.consumer._runtime.settling.deadline = 2.0
+        before = run.consumer.stats.extended
+        wait_for(lambda: run.consumer.stats.extended > before + 2)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
         kill_process(silent, signal.SIGCONT)
     assert run.attempts == [1]
-    assert run.consumer.stats.lost == 0
 
 
-@pytest.fixture
-def slow_line(empty_database: Callable[[], str]) -> str:
-    """A database where a claim of more than eight messages takes ten seconds."""
+@pytest.fixture(scope="module")
+def slow(empty_database: Callable[[], str]) -> str:
+    """A database where a claim of more than eight messages hangs, and a wait is prepared when nobody locks 1."""
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute(
@@ -507,49 +529,17 @@ def slow_line(empty_database: Callable[[], str]) -> str:
                 claimed_by text default null
             ) returns setof pgqueue.message language plpgsql security definer as $$
             begin
-                if max_messages > 8 then perform pg_sleep(10); end if;
+                if max_messages > 8 then perform pg_sleep(600); end if;
                 return query select * from honest.claim(queue_name, max_messages, visibility_timeout, claimed_by);
             end
             $$;
-            """
-        )
-    return dsn
-
-
-@pytest.mark.parametrize("form", [PLAIN[0]], ids=str)
-def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(form: Form, slow_line: str) -> None:
-    with connect(slow_line) as connection:
-        queue = prepare(connection, "q")
-        with form.consuming(slow_line, "q", concurrency=16, listen=False) as run:
-            run.consumer._runtime.claiming.deadline = 5.0
-            queue.enqueue_batch(list(range(16)))
-            wait_for(lambda: is_empty(connection, "q"))
-    assert set(run.attempts) == {1}
-    assert "open" not in run.circuits
-
-
-# Waiting
-
-
-@pytest.fixture
-def slow_to_wait(empty_database: Callable[[], str]) -> str:
-    """A database where it takes a second to say that one waits, the first time."""
-    dsn = empty_database()
-    with connect(dsn) as connection:
-        connection.execute(
-            """
-            create extension pgqueue;
-            create schema honest;
             alter function pgqueue.prepare_wait set schema honest;
-            create sequence waits;
             create function pgqueue.prepare_wait(queue_name text, timeout interval) returns timestamptz
             language plpgsql security definer as $$
             declare
                 answer timestamptz := honest.prepare_wait(queue_name, timeout);
             begin
-                if nextval('public.waits') = 1 then
-                    perform pg_sleep(1);
-                end if;
+                perform pg_advisory_lock_shared(1), pg_advisory_unlock_shared(1);
                 return answer;
             end
             $$;
@@ -558,21 +548,48 @@ def slow_to_wait(empty_database: Callable[[], str]) -> str:
     return dsn
 
 
-@each
-def test_a_message_sent_during_prepare_wait_is_not_missed(form: Form, slow_to_wait: str) -> None:
-    with connect(slow_to_wait) as connection:
-        queue = prepare(connection, "q")
-        with form.consuming(slow_to_wait, "q", peek_delay=LONG) as run:
-            wait_for(lambda: waits(connection, "q"))
+@only(PAIR[0])
+def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(
+    form: Form, slow: str, name: str
+) -> None:
+    with connect(slow) as connection:
+        queue = prepare(connection, name)
+        with form.consuming(slow, name, concurrency=16, listen=False) as run:
+            run.consumer._runtime.claiming.deadline = 2.0
+            queue.enqueue_batch(list(range(16)))
+            wait_for(lambda: is_empty(connection, name))
+    assert set(run.attempts) == {1}
+
+
+@each_of(PAIR)
+def test_a_message_sent_during_prepare_wait_is_not_missed(
+    form: Form, slow: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+    note = PollSchedule.notified
+
+    def notified(schedule: PollSchedule) -> None:
+        note(schedule)
+        heard.set()
+
+    monkeypatch.setattr(PollSchedule, "notified", notified)
+    with connect(slow) as connection:
+        queue = prepare(connection, name)
+        connection.execute("select pg_advisory_lock(1)")
+        with form.consuming(slow, name, peek_delay=LONG) as run:
+            wait_for(lambda: waits(connection, name) and run.consumer.stats.listening)
+            heard.clear()
             # It is told at once, but there is nothing to be had before the wait has been prepared.
-            queue.enqueue(1, delay=1.5 * SECOND)
+            queue.enqueue(1, delay=SECOND)
+            assert heard.wait(PATIENCE)
+            connection.execute("select pg_advisory_unlock(1)")
             wait_for(lambda: run.returned == [1])
 
 
 # Stops that come early
 
 
-@together(FORMS)
+@each_of(PAIR)
 def test_a_stop_requested_before_the_run_ends_the_run(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -595,7 +612,7 @@ def test_a_stop_requested_before_the_run_ends_the_run(
 # The transaction is the consumer's
 
 
-@each_transactional
+@each_of([SYNC_LEASE, ASYNC_RECEIVE])
 def test_a_handler_that_would_commit_part_of_its_work_is_refused(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:

@@ -5,24 +5,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
-    FORMS,
     LONG,
+    MIXED,
+    OTHER_PAIR,
+    PAIR,
     SECOND,
-    THREADS,
-    TRANSACTIONAL,
     Form,
     Step,
     beside,
-    each_transactional,
+    each_of,
     prepare,
     rows,
-    together,
     waits,
 )
 from psycopg import sql
@@ -32,6 +32,8 @@ from psycopg.types.string import StrDumper, TextLoader
 import pgqueue
 
 Connection = psycopg.Connection[Any]
+SYNC_LEASE, ASYNC_LEASE = Form(False, "transactional"), Form(True, "transactional")  # with a transaction
+SYNC_RECEIVE, ASYNC_RECEIVE = Form(False, "receive"), Form(True, "receive")
 EURO = {"price": "€ 5", "größe": "消息"}
 STYLES = [
     {"DateStyle": "German", "IntervalStyle": "iso_8601", "client_encoding": "LATIN1", "TimeZone": "Asia/Kathmandu"},
@@ -55,7 +57,7 @@ def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute("create extension pgqueue")
-        for form in FORMS:
+        for form in MIXED:
             prepare(connection, str(form), max_attempts=3)
         for name, value in styles.items():
             database = sql.Identifier(connection.info.dbname)
@@ -85,29 +87,28 @@ def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
         assert run.calls[0].message.enqueued_at.utcoffset() is not None
         assert (run.criticals, run.circuits, run.consumer.stats.dead) == ([], [], 1)
 
-    for end in [beside(lambda form=form: consume(form)) for form in FORMS]:
+    for end in [beside(partial(consume, form)) for form in MIXED]:
         end.result(PATIENCE)
 
 
-@pytest.mark.parametrize(
-    "setting", ["DateStyle = German", "IntervalStyle = iso_8601", "client_encoding = 'LATIN1'"], ids=str.split
-)
-@together(TRANSACTIONAL)
+@each_of([SYNC_LEASE, ASYNC_RECEIVE])
 def test_settings_of_a_handler_do_not_keep_other_messages_from_being_read(
-    form: Form, setting: str, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    prepare(connection, name, max_attempts=1).enqueue_batch([EURO] * 3)
+    settings = ["DateStyle = German", "IntervalStyle = iso_8601", "client_encoding = 'LATIN1'"]
+    prepare(connection, name, max_attempts=1).enqueue_batch([EURO] * 4)
 
     async def work(step: Step) -> None:
-        await step.execute(f"set {setting}")
+        for setting in settings[len(run.calls) - 1 :][:1]:
+            await step.execute(f"set {setting}")
 
     with form.consuming(database, name, work, concurrency=1) as run:
         wait_for(lambda: is_empty(connection, name))
-    assert run.returned == [EURO] * 3
-    assert (run.consumer.stats.succeeded, run.consumer.stats.dead, run.circuits) == (3, 0, [])
+    assert run.returned == [EURO] * 4
+    assert (run.consumer.stats.succeeded, run.consumer.stats.dead, run.circuits) == (4, 0, [])
 
 
-@together(FORMS)
+@each_of(PAIR)
 def test_a_message_with_an_infinite_expiry_is_handled(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -148,8 +149,7 @@ def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
             connection.execute(sql.SQL("drop owned by {}; drop role {}").format(role, role))
 
 
-@pytest.mark.parametrize("scope", ["", "local "], ids=["set", "set local"])
-@each_transactional
+@pytest.mark.parametrize(("form", "scope"), [(ASYNC_LEASE, ""), (SYNC_RECEIVE, "local ")], ids=str)
 def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(
     form: Form, scope: str, database: str, connection: Connection, name: str
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(
     assert (run.consumer.stats.succeeded, run.criticals, run.circuits) == (2, [], [])
 
 
-@pytest.mark.parametrize("form", [Form(is_async, "receive") for is_async in (False, True)], ids=str)
+@each_of([ASYNC_RECEIVE])
 def test_a_role_that_a_handler_sets_does_not_apply_to_the_next_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -204,14 +204,23 @@ create temp table notes (n int); declare later cursor with hold for select 1; se
 LOCK = 4711 << 32
 
 
-@pytest.mark.parametrize("ending", ["returns", "raises", "escapes"])
-@pytest.mark.parametrize("source", ["conninfo", "function"])
-@together(TRANSACTIONAL)
+@pytest.mark.parametrize(
+    ("form", "source", "ending"),
+    [
+        (SYNC_LEASE, "conninfo", "returns"),
+        (ASYNC_RECEIVE, "function", "returns"),
+        (SYNC_RECEIVE, "conninfo", "raises"),
+        (ASYNC_LEASE, "function", "raises"),
+        (ASYNC_RECEIVE, "conninfo", "escapes"),
+        (SYNC_LEASE, "function", "escapes"),
+    ],
+    ids=str,
+)
 def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
     form: Form, source: str, ending: str, database: str, connection: Connection, name: str
 ) -> None:
-    # In receive mode the commit of a handler that escapes leaves a claim.
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND)
+    # In receive mode the commit of a handler that escapes leaves a claim, which nobody extends.
+    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND if form.mode == "receive" else LONG)
     queue.enqueue_batch(["first", "changes", "last"])
     states: list[Any] = []
 
@@ -260,8 +269,7 @@ class BrokenLoader(TextLoader):
         raise ZeroDivisionError("the handler's own")
 
 
-@pytest.mark.parametrize("what", ["dumper", "loader"])
-@together(TRANSACTIONAL)
+@pytest.mark.parametrize(("form", "what"), [(SYNC_LEASE, "dumper"), (ASYNC_RECEIVE, "loader")], ids=str)
 def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
     form: Form, what: str, database: str, connection: Connection, name: str
 ) -> None:
@@ -288,7 +296,7 @@ def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
     assert (run.criticals, run.circuits) == ([], [])
 
 
-@together(FORMS)
+@each_of(OTHER_PAIR)
 def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -303,7 +311,7 @@ def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
         if step.message.payload == 1 and step.attempt == 1:
             raise ValueError("once")
 
-    with form.consuming(source, name, work, batch_size=3, visibility_timeout=15 * SECOND) as run:
+    with form.consuming(source, name, work, batch_size=3, visibility_timeout=LONG) as run:
         queue.enqueue_batch([0, 1, 2])
         wait_for(lambda: is_empty(connection, name))
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])
@@ -312,7 +320,7 @@ def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
 # Connections that are not needed any more
 
 
-@each_transactional
+@each_of([SYNC_LEASE, ASYNC_RECEIVE])
 def test_a_lower_limit_leaves_fewer_connections(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     backends = "select count(*) from pg_stat_activity where application_name = %s"
@@ -356,7 +364,7 @@ async def work_async(delivery):
 async def run():
     consumer = pgqueue.AsyncConsumer(dsn, name, work_async, concurrency=1, **options)
     async with consumer:
-        await asyncio.to_thread(done.wait, 20)
+        await asyncio.to_thread(done.wait, 120)
     return consumer
 
 if kind == "async":
@@ -369,8 +377,11 @@ print(stats.succeeded, stats.failed, stats.circuit, flush=True)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("returns", 0), ("raises", 1), ("exits", 7)])
-@pytest.mark.parametrize("form", [*THREADS, Form(True, "transactional")], ids=str)
+@pytest.mark.parametrize(
+    ("form", "how", "status"),
+    [(PAIR[0], "returns", 0), (SYNC_RECEIVE, "raises", 1), (ASYNC_LEASE, "exits", 7)],
+    ids=str,
+)
 def test_a_process_that_a_handler_forks_settles_nothing(
     form: Form, how: str, status: int, database: str, connection: Connection, name: str
 ) -> None:

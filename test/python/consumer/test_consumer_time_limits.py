@@ -3,25 +3,43 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import FORMS, LEASES, PLAIN, RECEIVING, SECOND, Form, Step, prepare, rows, together
+from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Form, Step, each_of, prepare, rows, together
 
 from pgqueue._calls import Bound
 from pgqueue.consumer.claims import Claims
+from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
-LIMIT = 4 * SECOND  # far more than a handler needs that does not hang, also on a busy machine
+Hang = Callable[[Step], None]
 
 
-def let_rollbacks_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Record failures again after a time in which a server has ended the transaction of a call that was given up."""
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Hang:
+    """A function by which a handler says that it hangs. No other call exceeds the time limit, however slow it is.
+
+    A server has ended the transaction of a call that was given up when its failure is recorded once more.
+    """
+    hanging: set[tuple[int, ...]] = set()
+
+    async def watch(calls: HandlerCalls) -> None:
+        while True:
+            for call in calls.running:
+                if not call.is_late and tuple(message.id for message in call.in_hand) in hanging:
+                    call.is_late = True
+                    calls._time_out(call, LONG)
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(HandlerCalls, "watch", watch)
     monkeypatch.setattr(timings, "settle_locked_again", 10.0)
+    return lambda step: hanging.add(tuple(delivery.message.id for delivery in step.deliveries))
 
 
 async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
@@ -33,11 +51,11 @@ async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
             await asyncio.sleep(0.005)
 
 
-@together(FORMS)
+@together(MIXED)
 def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_message(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timings, "cancel", 30.0)  # None of these handlers is given up.
+    monkeypatch.setattr(timings, "cancel", PATIENCE)  # None of these handlers is given up.
     queue = prepare(connection, name, max_attempts=2)
     queue.enqueue_batch(["hangs", "good", "good"])
     connection.execute(f'create table "{name}" (n int)')
@@ -48,7 +66,8 @@ def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_messag
         if step.message.payload == "hangs":
             await step.until(lambda: False)
 
-    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+    # Far more than a handler needs that does not hang, also on a busy machine.
+    with form.consuming(database, name, work, concurrency=1, handler_timeout=4 * SECOND) as run:
         [dead] = wait_for(queue.browse_dead_messages)
         wait_for(lambda: is_empty(connection, name))
         wait_for(lambda: not run.consumer.stats.running)
@@ -64,11 +83,10 @@ def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_messag
     assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
 
 
-@together(FORMS)
+@together(CROSSED)
 def test_a_handler_that_ignores_its_cancellation_is_given_up(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    form: Form, database: str, connection: Connection, name: str, hang: Hang
 ) -> None:
-    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["hangs", "good", "good"])
     connection.execute(f'create table "{name}" (n int)')
@@ -78,10 +96,11 @@ def test_a_handler_that_ignores_its_cancellation_is_given_up(
         if step.connection is not None:
             await step.execute(f'insert into "{name}" values (1)')
         if step.message.payload == "hangs":
+            hang(step)
             await ignore_cancellation(step, go_on)
             assert step.delivery.cancelled
 
-    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+    with form.consuming(database, name, work, concurrency=1) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
             wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
@@ -102,9 +121,9 @@ def test_a_handler_that_ignores_its_cancellation_is_given_up(
     assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
 
 
-@together(LEASES)
+@each_of(MIXED[:2])
 def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, hang: Hang
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["good", "hangs", "good"])
@@ -112,10 +131,10 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
 
     async def work(step: Step) -> None:
         if any(delivery.message.payload == "hangs" for delivery in step.deliveries):
+            hang(step)
             await ignore_cancellation(step, go_on)
 
-    options: dict[str, Any] = {"concurrency": 2, "batch_size": 3, "handler_timeout": LIMIT}
-    with form.consuming(database, name, work, **options) as run:
+    with form.consuming(database, name, work, concurrency=2, batch_size=3) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
             wait_for(lambda: is_empty(connection, name))
@@ -126,9 +145,9 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
     assert (dead.payload, stats.succeeded, stats.dead, stats.lost, stats.timed_out) == ("hangs", 2, 1, 0, 2)
 
 
-@together(RECEIVING)
+@pytest.mark.parametrize("form", [PAIR[1]], ids=str)
 def test_a_failure_is_recorded_before_its_call_is_free_to_receive_the_message_again(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    form: Form, database: str, connection: Connection, name: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = Claims._run
 
@@ -137,33 +156,30 @@ def test_a_failure_is_recorded_before_its_call_is_free_to_receive_the_message_ag
         return await settle(self, call, is_locked)
 
     monkeypatch.setattr(Claims, "_run", settle_late)
-    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["poison", "good", "good"])
-    attempts = []
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
-        if step.message.payload == "good":
-            return
-        attempts.append(step.message.attempt_count)
-        await ignore_cancellation(step, go_on)
+        if step.message.payload == "poison":
+            hang(step)
+            await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+    with form.consuming(database, name, work, concurrency=1) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
             wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
         finally:
             go_on.set()
+    attempts = [call.attempt for call in run.calls if call.message.payload == "poison"]
     assert (dead.attempt_count, attempts) == (1, [1])
 
 
-@together(RECEIVING)
+@pytest.mark.parametrize("form", [MIXED[2]], ids=str)
 def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_receive_mode(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    form: Form, database: str, connection: Connection, name: str, hang: Hang
 ) -> None:
     """The other message has failed by itself, and waits for the commit of the common transaction."""
-    let_rollbacks_end(monkeypatch)
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue_batch(["fails", "hangs"])
     go_on = threading.Event()
@@ -171,9 +187,10 @@ def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_
     async def work(step: Step) -> None:
         if any(delivery.message.payload == "fails" for delivery in step.deliveries):
             raise ValueError
+        hang(step)
         await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=1, batch_size=2, handler_timeout=LIMIT) as run:
+    with form.consuming(database, name, work, concurrency=1, batch_size=2) as run:
         try:
             wait_for(lambda: len(queue.browse_dead_messages()) == 2)
             wait_for(lambda: not run.consumer.stats.running)
@@ -185,17 +202,18 @@ def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_
     assert {dead.payload for dead in queue.browse_dead_messages()} == {"fails", "hangs"}
 
 
-@together(FORMS)
+@each_of(PAIR)
 def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, hang: Hang
 ) -> None:
     prepare(connection, name).enqueue_batch([1, 2])
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
+        hang(step)
         await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=1, handler_timeout=LIMIT) as run:
+    with form.consuming(database, name, work, concurrency=1) as run:
         try:
             wait_for(lambda: not run.consumer._busy)
         finally:
@@ -206,9 +224,9 @@ def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(
     assert run.consumer.stats.timed_out == 2
 
 
-@together(PLAIN)
+@pytest.mark.parametrize("form", [PAIR[0]], ids=str)
 def test_a_policy_that_exceeds_the_time_limit_does_not_decide(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, hang: Hang
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
     queue.enqueue("bad")
@@ -217,9 +235,10 @@ def test_a_policy_that_exceeds_the_time_limit_does_not_decide(
         raise ValueError
 
     async def policy(step: Step) -> None:
+        hang(step)
         await step.until(lambda: False)
 
-    with form.consuming(database, name, work, policy=policy, concurrency=1, handler_timeout=LIMIT) as run:
+    with form.consuming(database, name, work, policy=policy, concurrency=1) as run:
         [dead] = wait_for(queue.browse_dead_messages)
     assert (dead.last_error or "").startswith("TimeoutError: ")
     assert (run.consumer.stats.timed_out, run.consumer.stats.dead) == (1, 1)
@@ -232,7 +251,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(timings, "late_after", 0.01)
+    monkeypatch.setattr(timings, "late_after", 0.001)
     queue = prepare(connection, name)
     queue.enqueue_batch([1, 2])
     go_on = threading.Event()
@@ -240,7 +259,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     async def work(step: Step) -> None:
         await step.until(go_on.is_set)
 
-    with Form(False, "lease").consuming(database, name, work, concurrency=2, visibility_timeout=10 * SECOND) as run:
+    with PAIR[0].consuming(database, name, work, concurrency=2, visibility_timeout=100 * SECOND) as run:
         wait_for(lambda: run.consumer.stats.overdue == 2)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
