@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -15,11 +16,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import ROOT, TOOLS, Server, prepare_fresh
 
 OLD = "0.0.9"
-NEW = re.search(r"^default_version *= *'(.*)'", (ROOT / "pgqueue.control").read_text(), re.MULTILINE)[1]
 
-COMMENT = re.search(
-    r"^comment on table pgqueue.queues is\n'(.*)';", (ROOT / "sql/tables.sql").read_text(), re.MULTILINE
-)[1]
+
+def found(pattern: str, path: Path) -> str:
+    """The first group of a pattern in a file."""
+    match = re.search(pattern, path.read_text(), re.MULTILINE)
+    assert match is not None, pattern
+    return match[1]
+
+
+NEW = found(r"^default_version *= *'(.*)'", ROOT / "pgqueue.control")
+COMMENT = found(r"^comment on table pgqueue.queues is\n'(.*)';", ROOT / "sql/tables.sql")
+
+UPGRADE = f"pgqueue--{OLD}--{NEW}.sql"
 
 # No older version exists yet, so the tests generate one. It lacks a column with its constraint and a function, and has
 # another comment, an additional function and verbs with another result. The delta contains what `create or replace`
@@ -53,21 +62,28 @@ def old_script(current: str) -> str:
 
 
 def build_upgrade(delta: str) -> dict[str, str]:
-    """Let the Makefile build the upgrade script from a delta. Return the old and the upgrade script by file name."""
+    """The old script and the upgrade script with a delta, by file name."""
+    scripts = _build()
+    assert DELTA in scripts[UPGRADE]
+    return scripts | {UPGRADE: scripts[UPGRADE].replace(DELTA, delta)}
+
+
+@cache
+def _build() -> dict[str, str]:
+    """Let the Makefile build the upgrade script. It contains the delta as it is."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         for name in ("Makefile", "pgqueue.control"):
             shutil.copy(ROOT / name, tree)
         shutil.copytree(ROOT / "sql", tree / "sql")
         (tree / "sql/upgrade").mkdir(exist_ok=True)
-        (tree / f"sql/upgrade/{OLD}--{NEW}.sql").write_text(delta)
+        (tree / f"sql/upgrade/{OLD}--{NEW}.sql").write_text(DELTA)
         subprocess.run(["make", "-s", "-C", tree, "build"], check=True, capture_output=True)
         current = (tree / f"extension/pgqueue--{NEW}.sql").read_text()
-        upgrade = f"pgqueue--{OLD}--{NEW}.sql"
         old = old_script(current)
         assert "reason" not in old.split("create table pgqueue.dead_messages")[1].split(";")[0]
         assert "function pgqueue.reject(" not in old
-        return {f"pgqueue--{OLD}.sql": old, upgrade: (tree / "extension" / upgrade).read_text()}
+        return {f"pgqueue--{OLD}.sql": old, UPGRADE: (tree / "extension" / UPGRADE).read_text()}
 
 
 def offer(server: Server, scripts: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """Fresh, upgraded and restored installations have the same members, shape and data, and no message is lost."""
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -13,17 +14,22 @@ import pytest
 from doors import DELTA, NEW, OLD, build_upgrade, dump, install_old, members, old_script, restore, shape, upgrade
 from harness import Server, prepare_fresh, prepare_plain
 
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+
+from clients import PATIENCE, QUIET, value
+
 from pgqueue import _files
 from pgqueue.__main__ import main
 from pgqueue.embedded import EmbeddedServer
 
 numbers = count(1)
-LONG = "n" * 128
+LONGEST = "n" * 128
+LONG = pytest.mark.long(part="postgres")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with EmbeddedServer(durable=False) as embedded:
+    with EmbeddedServer(durable=False, settings=QUIET) as embedded:
         with psycopg.connect(embedded.dsn, autocommit=True) as connection:
             connection.execute("create role producer")
             connection.execute("create role raw")
@@ -43,7 +49,7 @@ def target(server: Server) -> Iterator[str]:
         yield name
 
 
-QUEUES = {"shared": False, "dedicated": True, "paused": False, LONG: False, f"{LONG[1:]}0": True}
+QUEUES = {"shared": False, "dedicated": True, "paused": False, LONGEST: False, f"{LONGEST[1:]}0": True}
 ARCHIVES = {"shared", "dedicated"}
 STATES = {"ready", "body", "inflight", "scheduled", "returned", "nacked", "dead"}
 
@@ -62,7 +68,8 @@ def fill(connection: psycopg.Connection[Any], older: bool = False) -> None:
             )
 
         def take() -> tuple[int, Any]:
-            return connection.execute("select id, claim_token from pgqueue.claim(%s)", (queue,)).fetchone()  # noqa: B023
+            ((number, token),) = connection.execute("select id, claim_token from pgqueue.claim(%s)", (queue,))  # noqa: B023
+            return number, token
 
         if not older:
             send("dead", payload='{"a": 1}')
@@ -149,15 +156,16 @@ def data(server: Server, database: str) -> dict[str, list[str]]:
 
 def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     """End every claim and delay, then check that each queue delivers all its messages and that every verb works."""
-    highest = connection.execute(
+    highest = value(
+        connection,
         "select greatest((select max(id) from pgqueue.messages), (select max(id) from pgqueue.scheduled_messages),"
-        " (select max(id) from pgqueue.dead_messages))"
-    ).fetchone()[0]
+        " (select max(id) from pgqueue.dead_messages))",
+    )
     for queue in QUEUES:
         # The reader of a stream continues after the upgrade or restore with the batch that it had before.
-        stream = connection.execute(
+        (stream,) = connection.execute(
             "select s.epoch, s.acked_seq + 1, s.claim_token from pgqueue.stream_open(%s, 'read') s", (queue,)
-        ).fetchone()
+        )
         read = connection.execute(
             "select headers from pgqueue.stream_read(%s, 'read', %s, %s, %s)", (queue, *stream)
         ).fetchall()
@@ -178,7 +186,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     for queue in QUEUES:
         assert connection.execute("select pgqueue.redrive(%s)", (queue,)).fetchone() == (1,)
         seen: dict[str, tuple[int, Any]] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while seen.keys() != STATES:
             for number, token, headers in connection.execute(
                 "select id, claim_token, headers from pgqueue.claim(%s, 10)", (queue,)
@@ -186,11 +194,11 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
                 assert headers["state"] not in seen
                 seen[headers["state"]] = (number, token)
             assert time.monotonic() < deadline, f"lost from {queue}: {STATES - seen.keys()}"
-        assert connection.execute("select pgqueue.enqueue(%s, '1')", (queue,)).fetchone()[0] > highest
+        assert value(connection, "select pgqueue.enqueue(%s, '1')", queue) > highest
 
         def call(verb: str, *values: Any) -> Any:
             marks = ", ".join(["%s"] * (1 + len(values)))
-            return connection.execute(f"select pgqueue.{verb}({marks})", (queue, *values)).fetchone()[0]  # noqa: B023
+            return value(connection, f"select pgqueue.{verb}({marks})", queue, *values)  # noqa: B023
 
         assert call("ack", *seen["ready"])
         assert call("ack_batch", [seen["body"][0]], seen["body"][1]) == 1
@@ -261,7 +269,7 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     assert connection.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
 
 
-@pytest.mark.parametrize("door", [prepare_fresh, prepare_plain, doors.prepare_upgraded])
+@pytest.mark.parametrize("door", [prepare_fresh, pytest.param(prepare_plain, marks=LONG), doors.prepare_upgraded])
 def test_a_restored_database_equals_the_dumped_one(server: Server, database: str, target: str, door: Any) -> None:
     door(server, database)
     with server.connect(database) as connection:
@@ -306,7 +314,7 @@ def test_a_dropped_extension_leaves_an_empty_schema_that_a_new_one_uses(server: 
         assert connection.execute("select to_regnamespace('mdb_queue')").fetchone() == (None,)
 
 
-@pytest.mark.parametrize("dedicated", [False, True])
+@pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=LONG)])
 def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
     server: Server, database: str, target: str, dedicated: bool
 ) -> None:
@@ -316,7 +324,7 @@ def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
         def consume() -> set[int]:
             ids: set[int] = set()
             while rows := consumer.execute("select id, claim_token from pgqueue.claim('q', 100)").fetchall():
-                numbers = [row[0] for row in rows]
+                numbers = [int(str(row[0])) for row in rows]
                 consumer.execute("select pgqueue.ack_batch('q', %s, %s)", (numbers, rows[0][1]))
                 ids |= set(numbers)
                 consumer.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01 00:00+00'")
@@ -324,14 +332,14 @@ def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
 
         def send(number: int, delay: str) -> set[int]:
             statement = "select pgqueue.enqueue_batch('q', array_fill('1'::jsonb, array[%s]), %s)"
-            return {row[0] for row in consumer.execute(statement, (number, delay))}
+            return {int(str(row[0])) for row in consumer.execute(statement, (number, delay))}
 
         consumer.execute("select pgqueue.create_queue('q', '1 h', dedicated => %s)", (dedicated,))
         send(100, "0")
         consume()
         kept = send(500, "0") | send(20, "1 microsecond")
         dumper.execute("set transaction isolation level repeatable read")
-        snapshot = dumper.execute("select pg_export_snapshot()").fetchone()[0]
+        snapshot = value(dumper, "select pg_export_snapshot()")
         assert consume() == kept
         later = send(300, "0")
         assert consume() == later
@@ -340,13 +348,14 @@ def test_a_dump_whose_registers_are_ahead_of_its_rows_loses_no_message(
 
     with server.connect(target) as connection:
         found: set[int] = set()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while found != kept:
             rows = connection.execute("select id from pgqueue.claim('q', 100)").fetchall()
-            assert not found & {row[0] for row in rows}
-            found |= {row[0] for row in rows}
+            ids = {int(str(row[0])) for row in rows}
+            assert not found & ids
+            found |= ids
             assert time.monotonic() < deadline, f"lost {len(kept - found)}: {sorted(kept - found)[:10]}"
-        assert connection.execute("select pgqueue.enqueue('q', '1')").fetchone()[0] > max(later)
+        assert value(connection, "select pgqueue.enqueue('q', '1')") > max(later)
 
 
 @pytest.fixture(scope="module")
@@ -459,26 +468,28 @@ def test_an_upgrade_grants_new_verbs_to_roles_with_access(server: Server, databa
         assert connection.execute("select has_schema_privilege('consumer', 'pgqueue', 'usage')").fetchone() == (True,)
 
 
+FORGOTTEN = [
+    ("a column", "comment on table pgqueue.queues is" + DELTA.split("comment on table pgqueue.queues is")[1]),
+    ("a default", DELTA.replace("alter table pgqueue.dead_messages alter column reason drop default;", "")),
+    ("a constraint", DELTA.replace("'attempts_exhausted', ", "")),
+    ("a comment", DELTA.replace("One row per queue", "A row per queue")),
+    ("a function to drop", DELTA.replace("drop function pgqueue.forgotten();", "")),
+    ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweep_state;"),
+    (
+        "a table to dump",
+        DELTA
+        + "alter extension pgqueue drop table pgqueue.requeued_messages;"
+        + "alter extension pgqueue add table pgqueue.requeued_messages;",
+    ),
+    ("a grant", DELTA + "grant select on pgqueue.queues to public;"),
+    ("a storage parameter", DELTA + "alter table pgqueue.messages_shared set (fillfactor = 90);"),
+    ("an index", DELTA + "drop index pgqueue.scheduled_messages_due_at;"),
+    ("a sequence's cache", DELTA + "alter sequence pgqueue.message_id cache 10;"),
+]
+
+
 @pytest.mark.parametrize(
-    ("forgotten", "delta"),
-    [
-        ("a column", "comment on table pgqueue.queues is" + DELTA.split("comment on table pgqueue.queues is")[1]),
-        ("a default", DELTA.replace("alter table pgqueue.dead_messages alter column reason drop default;", "")),
-        ("a constraint", DELTA.replace("'attempts_exhausted', ", "")),
-        ("a comment", DELTA.replace("One row per queue", "A row per queue")),
-        ("a function to drop", DELTA.replace("drop function pgqueue.forgotten();", "")),
-        ("a member", DELTA + "alter extension pgqueue drop table pgqueue.sweep_state;"),
-        (
-            "a table to dump",
-            DELTA
-            + "alter extension pgqueue drop table pgqueue.requeued_messages;"
-            + "alter extension pgqueue add table pgqueue.requeued_messages;",
-        ),
-        ("a grant", DELTA + "grant select on pgqueue.queues to public;"),
-        ("a storage parameter", DELTA + "alter table pgqueue.messages_shared set (fillfactor = 90);"),
-        ("an index", DELTA + "drop index pgqueue.scheduled_messages_due_at;"),
-        ("a sequence's cache", DELTA + "alter sequence pgqueue.message_id cache 10;"),
-    ],
+    ("forgotten", "delta"), [*FORGOTTEN[:2], *(pytest.param(*each, marks=LONG) for each in FORGOTTEN[2:])]
 )
 def test_the_comparison_detects_an_incomplete_upgrade(
     server: Server, database: str, fresh: tuple[list[str], str], forgotten: str, delta: str
