@@ -12,10 +12,8 @@ from clients import PATIENCE, connect, drop, is_empty, wait_for
 from consumers import (
     CROSSED,
     FORMS,
-    LONG,
     MIXED,
     NOW,
-    OTHER_PAIR,
     PAIR,
     SECOND,
     TRANSACTIONAL,
@@ -110,25 +108,6 @@ def test_the_circuit_is_armed_opens_and_closes_again(
             assert [event.kind for event in run.events].count("circuit") >= 3
             assert run.failures == []
             assert set(run.attempts) == {1}
-
-
-@together(OTHER_PAIR)
-def test_a_success_in_time_closes_the_circuit(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    line = Line(form, database, name)
-    with form.consuming(line.connect, name, circuit_breaker_after=LONG) as run:
-        queue.enqueue(1)
-        wait_for(lambda: run.returned == [1])
-        run.circuits.clear()
-        line.cut(connection)
-        wait_for(lambda: line.tries and run.circuits[-1:] == ["armed"])
-        line.down = False
-        queue.enqueue(2)
-        wait_for(lambda: 2 in run.returned)
-        wait_for(lambda: run.circuits[-1] == "closed")
-    # Each connection that was just being made when the line was cut may have been of use for a moment.
-    assert run.circuits == ["armed", "closed"] * (len(run.circuits) // 2)
-    assert run.criticals == []
 
 
 @each_of(CROSSED)
@@ -326,7 +305,7 @@ def test_peeks_hide_no_message_from_receivers(database: str, connection: Connect
 # H5: an error that the handler swallows
 
 
-@each_of(CROSSED[1:])
+@each_of(TRANSACTIONAL)
 def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -336,37 +315,20 @@ def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
 
     async def work(step: Step) -> None:
         await step.execute(f'insert into "{name}" values (%s)', (step.attempt,))
-        if step.attempt == 1:
-            with suppress(pgqueue.QueueNotFound):
+        with suppress(pgqueue.QueueNotFound):
+            if step.attempt == 1:
+                await step.send(f"{name}-nowhere")
+            async with step.savepoint():
                 await step.send(f"{name}-nowhere")
 
     with form.consuming(database, name, work) as run:
         wait_for(lambda: is_empty(connection, name))
-    # Reported, and tried again; an acknowledgement without the work would be worse.
+    # The first attempt is reported, and tried again; an acknowledgement without the work would be worse. The second is
+    # not harmed, because its error is within a savepoint.
     assert run.attempts == [1, 2]
     assert rows(connection, f'select n from "{name}"') == [(2,)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed) == (1, 1)
-
-
-@each_of(MIXED[1:])
-def test_an_error_within_a_savepoint_is_harmless(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
-
-    async def work(step: Step) -> None:
-        await step.execute(f'insert into "{name}" values (%s)', (step.attempt,))
-        try:
-            async with step.savepoint():
-                await step.send(f"{name}-nowhere")
-        except pgqueue.QueueNotFound:
-            pass
-
-    with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name))
-    assert run.attempts == [1]
-    assert rows(connection, f'select n from "{name}"') == [(1,)]
 
 
 @pytest.mark.parametrize("verb", ["commit", "rollback"])
@@ -374,7 +336,7 @@ def test_an_error_within_a_savepoint_is_harmless(form: Form, database: str, conn
 def test_a_handler_that_ends_the_transaction_fails_its_message(
     form: Form, verb: str, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+    queue = prepare(connection, name, max_attempts=2, visibility_timeout=SECOND)
     queue.enqueue_batch([1, 2])
     connection.execute(f'create table "{name}" (n int)')
 
@@ -615,29 +577,3 @@ def test_a_consumer_takes_nothing_from_a_paused_queue_until_it_is_resumed(
         assert run.calls == []
         queue.resume_queue()
         wait_for(lambda: run.returned == [1])
-
-
-@together(OTHER_PAIR)
-def test_a_lost_listener_is_replaced_or_polling_takes_over(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=SECOND) as run:
-        for number in range(3):
-            wait_for(lambda: waits(connection, name))
-            cut(connection, name)
-            queue.enqueue(number)
-            wait_for(lambda: number in run.returned)  # noqa: B023
-        wait_for(lambda: is_empty(connection, name))
-    assert set(run.returned) == {0, 1, 2}
-
-
-@together(PAIR)
-def test_a_consumer_that_does_not_listen_polls(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, listen=False) as run:
-        for number in range(3):
-            queue.enqueue(number)
-            wait_for(lambda: number in run.returned)  # noqa: B023
-        assert not waits(connection, name)
-    assert run.attempts == [1, 1, 1]

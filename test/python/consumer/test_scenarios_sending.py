@@ -309,6 +309,7 @@ def test_connections_come_from_the_function_that_the_user_passes(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
+    connection.execute(f'create table "{name}" (n int)')
     made: list[Any] = []
 
     class Mine(psycopg.Connection[Any]):
@@ -326,8 +327,10 @@ def test_connections_come_from_the_function_that_the_user_passes(
         return made[-1]
 
     async def work(step: Step) -> None:
+        assert (step.connection is not None) == form.is_transactional
         if step.connection is not None:
             assert step.connection in made
+            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
         if step.attempt == 1:
             raise ValueError
 
@@ -337,6 +340,9 @@ def test_connections_come_from_the_function_that_the_user_passes(
         backends = rows(connection, "select 1 from pg_stat_activity where application_name = %s", name)
         assert 1 <= len(backends) <= len(made)
     assert sorted(run.attempts) == [1, 1, 1, 2, 2, 2]
+    # The work of an attempt that failed is rolled back.
+    found = rows(connection, f'select n from "{name}" order by n')
+    assert found == ([(1,), (2,), (3,)] if form.is_transactional else [])
     assert all(own.closed for own in made)
     wait_for(lambda: not rows(connection, "select 1 from pg_stat_activity where application_name = %s", name))
 
@@ -428,6 +434,7 @@ def test_a_settled_message_makes_the_consumer_look_for_the_next_of_its_group(
     queue.enqueue_batch(list(range(12)), group_keys=["a"] * 12)
     with form.consuming(database, name, concurrency=4, peek_delay=LONG, listen=False) as run:
         wait_for(lambda: is_empty(connection, name))
+        assert not waits(connection, name)
     assert run.returned == list(range(12))
 
 
@@ -659,31 +666,6 @@ def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(
     while len(seen) < 2:
         seen += [message.payload for message in wait_for(lambda: queue.claim(10))]
     assert seen == [4, 5]
-
-
-@each_of(CROSSED)
-def test_the_connection_of_the_handler_also_acknowledges_its_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
-    queue.enqueue_batch([1, 2])
-    connection.execute(f'create table "{name}" (n int, transaction xid8)')
-
-    async def work(step: Step) -> None:
-        if not form.is_transactional:
-            assert step.connection is None
-            return
-        kind = psycopg.AsyncConnection if form.is_async else psycopg.Connection
-        assert isinstance(step.connection, kind)
-        assert not step.connection.autocommit or step.connection.info.transaction_status == 2
-        await step.execute(f'insert into "{name}" values (%s, pg_current_xact_id())', (step.message.payload,))
-        if step.message.payload == 2:
-            raise ValueError
-
-    with form.consuming(database, name, work) as run:
-        wait_for(lambda: len(run.calls) == 2 and is_empty(connection, name))
-    found = rows(connection, f'select n from "{name}"')
-    assert found == ([(1,)] if form.is_transactional else [])
 
 
 @together(FORMS)

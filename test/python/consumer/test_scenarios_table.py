@@ -2,18 +2,23 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 TEST = Path(__file__).resolve().parents[2]
 ROWS = re.findall(r"^\| (H?\d+) \| .+? \| (.+) \|$", (TEST / "README.md").read_text(), re.MULTILINE)
 
 
+@cache
+def functions(path: str) -> set[str]:
+    return {node.name for node in ast.parse((TEST / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
 def exists(reference: str) -> bool:
     """A file, a file and a function in it, or a file and a sentence in it."""
     path, colons, name = reference.partition("::")
     if colons:
-        tree = ast.parse((TEST / path).read_text())
-        return name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        return name in functions(path)
     path, _, sentence = reference.partition(": ")
     return (TEST / path).exists() and (not sentence or sentence in (TEST / path).read_text())
 
