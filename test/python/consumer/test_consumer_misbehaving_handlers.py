@@ -11,26 +11,32 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, is_empty, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
+    CROSSED,
+    FORMS,
+    LEASES,
     LONG,
+    MIXED,
+    OTHER_PAIR,
+    PLAIN,
     SECOND,
+    THREADS,
     Form,
     Step,
     attempts,
     beside,
-    each,
-    each_lease,
-    each_mode,
-    each_plain,
-    each_transactional,
+    each_of,
+    extend_often,
     prepare,
+    rows,
+    together,
     waits_for_handlers,
 )
 
 import pgqueue
-from pgqueue.consumer import handlers
 from pgqueue.consumer.timings import timings
+from pgqueue.consumer.transactions import settlement
 
 Connection = psycopg.Connection[Any]
 
@@ -49,104 +55,62 @@ async def asynchronous_generator(_: Any) -> Any:
     yield
 
 
-@pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
+@together(PLAIN)
 def test_a_handler_that_returns_an_awaitable_fails_its_message(
-    function: Callable[[Any], Any], database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
-    queue.enqueue(1)
-    with pgqueue.Consumer(database, name, lambda delivery: function(delivery)) as consumer:
-        [dead] = wait_for(queue.browse_dead_messages)
-    assert "which was not run" in (dead.last_error or "")
-    assert (consumer.stats.succeeded, consumer.stats.failed) == (0, 1)
+    functions: list[Callable[[Any], Any]] = [coroutine, generator, asynchronous_generator]
+    queue.enqueue_batch([0, 1, 2])
 
+    async def work(step: Step) -> Any:
+        return functions[step.message.payload](None)
 
-@pytest.mark.parametrize("function", [coroutine, generator, asynchronous_generator])
-def test_a_coroutine_handler_that_returns_an_awaitable_fails_its_message(
-    function: Callable[[Any], Any], database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
-    queue.enqueue(1)
-
-    async def work(_: Step) -> Any:
-        return function(None)
-
-    with Form(True, "lease").consuming(database, name, work) as run:
-        [dead] = wait_for(queue.browse_dead_messages)
-    assert "which was not run" in (dead.last_error or "")
-    assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 1)
-
-
-def test_a_callable_object_with_an_async_call_is_a_coroutine_handler(name: str) -> None:
-    class Handler:
-        async def __call__(self, _: Any) -> None: ...
-
-    with pytest.raises(TypeError, match="the handler is a coroutine function: use AsyncConsumer"):
-        pgqueue.Consumer("", name, Handler())
-
-
-# Batches that are taken apart
-
-
-@each
-@pytest.mark.parametrize("how", ["reversed", "emptied"])
-def test_a_handler_may_modify_its_list_of_messages(
-    form: Form, how: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue_batch(["good", "poor", "bad"])
-
-    async def work(step: Step) -> None:
-        given = step.deliveries
-        if step.attempt == 1:
-            {delivery.message.payload: delivery for delivery in given}["poor"].retry(timedelta(0))
-            {delivery.message.payload: delivery for delivery in given}["bad"].reject("bad")
-        given.reverse() if how == "reversed" else given.clear()
-
-    with form.consuming(database, name, work, batch_size=3, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
-    stats = run.consumer.stats
-    assert (stats.succeeded, stats.retried, stats.dead, stats.lost) == (2, 1, 1, 0)
-    assert [dead.payload for dead in queue.browse_dead_messages()] == ["bad"]
-    assert run.criticals == []
+    with form.consuming(database, name, work) as run:
+        dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 3 and found)
+    assert all("which was not run" in (letter.last_error or "") for letter in dead)
+    assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 3)
 
 
 # Connections that are left in a bad state
 
 
-@each_transactional
-@pytest.mark.parametrize("raises", [False, True])
+async def leave_open(step: Step) -> Any:
+    """Read the first row of many, and return the rest unread."""
+    kind: Any = psycopg.AsyncCursor if step.form.is_async else psycopg.Cursor
+    rest = kind(step.connection).stream("select generate_series(1, 100000)")
+    await anext(rest) if step.form.is_async else next(rest)
+    return rest
+
+
+@each_of(CROSSED[1:])
 def test_an_unfinished_result_stream_fails_its_message_and_delays_no_other(
-    form: Form, raises: bool, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue_batch(["left", "good"])
+    queue.enqueue_batch(["left", "raises", "good"])
     kept: list[Any] = []
 
     async def work(step: Step) -> None:
-        if step.message.payload == "good":
-            return
-        numbers = "select generate_series(1, 100000)"
-        if form.is_async:
-            kept.append(psycopg.AsyncCursor(step.connection).stream(numbers))
-            await anext(kept[-1])
-        else:
-            kept.append(psycopg.Cursor(step.connection).stream(numbers))
-            next(kept[-1])
-        if raises:
+        if step.message.payload != "good":
+            kept.append(await leave_open(step))
+        if step.message.payload == "raises":
             raise ValueError("in the middle")
 
     with form.consuming(database, name, work, concurrency=1) as run:
-        [dead] = wait_for(queue.browse_dead_messages)
         wait_for(lambda: is_empty(connection, name))
-    assert (dead.payload, dead.attempt_count) == ("left", 2)
-    said = "ValueError: in the middle" if raises else "RuntimeError: the handler has left a statement running"
-    assert (dead.last_error or "").startswith(said)
-    assert "good" in run.returned
+    dead = {letter.payload: letter for letter in queue.browse_dead_messages()}
+    for payload, said in (
+        ("left", "RuntimeError: the handler has left a statement running"),
+        ("raises", "ValueError: in the middle"),
+    ):
+        assert dead[payload].attempt_count == 2
+        assert (dead[payload].last_error or "").startswith(said)
+    assert (len(dead), run.returned.count("good")) == (2, 1)
     assert run.criticals == []
 
 
-@each_transactional
+@each_of(MIXED[1:])
 def test_an_open_pipeline_fails_its_message_and_no_other(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -168,7 +132,7 @@ def test_an_open_pipeline_fails_its_message_and_no_other(
     assert (run.consumer.stats.succeeded, run.criticals) == (3, [])
 
 
-@each_transactional
+@each_of(MIXED[1:])
 def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -183,12 +147,7 @@ def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
     async def leave(step: Step) -> None:
         if kept:
             return
-        kind: Any = psycopg.AsyncCursor if form.is_async else psycopg.Cursor
-        kept.append(kind(step.connection).stream("select generate_series(1, 100000)"))
-        if form.is_async:
-            await anext(kept[0])
-        else:
-            next(kept[0])
+        kept.append(await leave_open(step))
 
     with form.consuming(database, name, work, policy=leave, concurrency=1) as run:
         wait_for(queue.browse_dead_messages)
@@ -196,7 +155,7 @@ def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
     assert run.returned == ["good"]
 
 
-@each_transactional
+@each_of(CROSSED[1:])
 def test_a_connection_that_was_set_read_only_is_not_used_again(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -212,15 +171,16 @@ def test_a_connection_that_was_set_read_only_is_not_used_again(
     assert (run.consumer.stats.succeeded, run.circuits) == (3, [])
 
 
-@pytest.mark.parametrize("form", [Form(is_async, "transactional") for is_async in (False, True)], ids=str)
+@together([form for form in LEASES if form.is_transactional])
 def test_a_slow_commit_does_not_cost_other_messages_their_claims(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=10 * SECOND)
+    extend_often(monkeypatch)
+    queue = prepare(connection, name)
     connection.execute(f'create table "{name}" (n int)')
     connection.execute(
-        f'create function "{name}"() returns trigger language plpgsql'
-        " as $$ begin perform pg_sleep(12); return null; end $$"
+        f'create function "{name}"() returns trigger language plpgsql as $$'
+        f" begin perform pg_advisory_xact_lock(hashtext('{name}')); return null; end $$"
     )
     connection.execute(
         f'create constraint trigger slow after insert on "{name}" deferrable initially deferred'
@@ -234,8 +194,14 @@ def test_a_slow_commit_does_not_cost_other_messages_their_claims(
         else:
             await step.until(go_on.is_set)
 
-    with form.consuming(database, name, work, concurrency=3) as run:
+    waiting = "select from pg_stat_activity where application_name = %s and wait_event = 'advisory'"
+    with connect(database) as holder, form.consuming(database, name, work, concurrency=3) as run:
+        holder.execute("select pg_advisory_lock(hashtext(%s))", [name])
         queue.enqueue_batch(["slow", "beside"])
+        wait_for(lambda: rows(connection, waiting, name))
+        extended = run.consumer.stats.extended
+        wait_for(lambda: run.consumer.stats.extended > extended + 2)
+        holder.execute("select pg_advisory_unlock_all()")
         wait_for(lambda: run.consumer.stats.succeeded)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
@@ -243,7 +209,7 @@ def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (2, 0)
 
 
-@pytest.mark.parametrize("form", [Form(True, mode) for mode in ("lease", "transactional", "receive")], ids=str)
+@together([form for form in FORMS if form.is_async])
 def test_a_coroutine_that_cancels_its_own_task_counts_as_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -282,18 +248,17 @@ class Broken:
         return psycopg.connect(self.dsn)
 
 
-@each_transactional
+@each_of(CROSSED[1:])
 def test_a_failure_to_connect_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=15 * SECOND)
+    queue = prepare(connection, name, max_attempts=1)
     source = Broken(database)
     with form.consuming(source, name, concurrency=1, listen=False) as run:
         # What it looks with is open by now: only handlers will miss theirs.
         source.is_broken = True
         queue.enqueue_batch([1, 2])
         wait_for(lambda: source.refused > 3)
-        assert run.consumer.stats.received >= 0
         source.is_broken = False
         wait_for(lambda: is_empty(connection, name))
     assert sorted(run.returned) == [1, 2]
@@ -313,7 +278,7 @@ def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
         pass
 
 
-@each_plain
+@together(PLAIN)
 def test_a_stop_while_connecting_fails_waits_for_handlers(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -338,7 +303,7 @@ def test_a_stop_while_connecting_fails_waits_for_handlers(
     assert is_empty(connection, name)
 
 
-@pytest.mark.parametrize("form", [Form(False, "lease")], ids=str)
+@each_of(PLAIN[:1])
 def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,11 +339,11 @@ def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
     assert run.criticals == []
 
 
-@each_mode
+@each_of([form for form in THREADS if form.mode != "transactional"])
 def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=15 * SECOND)
+    queue = prepare(connection, name, max_attempts=1)
     begin = threading.Thread.start
     refused: list[str] = []
     may = threading.Event()
@@ -426,7 +391,7 @@ consumer = pgqueue.Consumer(dsn, name, lambda delivery: None)
 consumer.start()
 child = os.fork()
 if child == 0:
-    signal.alarm(30)
+    signal.alarm(120)
     consumer.stop()
     with consumer:
         os._exit(0)
@@ -446,7 +411,7 @@ def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, conn
 # What is said and sent
 
 
-@each
+@each_of(OTHER_PAIR)
 def test_an_exception_given_as_a_reason_is_recorded(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -498,7 +463,7 @@ def curious() -> Iterator[None]:
     logging.getLogger("pgqueue.consumer").removeHandler(handler)
 
 
-@each
+@each_of(MIXED)
 @pytest.mark.usefixtures("curious")
 def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
@@ -521,8 +486,7 @@ def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     assert run.criticals == []
 
 
-@each
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(("form", "size"), [*zip(CROSSED, [None, 2, None], strict=True)], ids=str)
 def test_a_payload_nested_too_deeply_for_copying_is_delivered(
     form: Form, size: int | None, database: str, connection: Connection, name: str
 ) -> None:
@@ -533,43 +497,54 @@ def test_a_payload_nested_too_deeply_for_copying_is_delivered(
     assert run.consumer.stats.succeeded == 1
 
 
-@each
-@pytest.mark.parametrize("column", ["payload", "headers"])
+@each_of(MIXED)
 def test_a_message_that_cannot_be_read_is_rejected_without_a_call(
-    form: Form, column: str, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
-    values = {"payload": "1", "headers": "{}", column: '{"a": ' + "[" * 5000 + "]" * 5000 + "}"}
-    connection.execute(
-        "select pgqueue.enqueue(%s, %s::jsonb, headers => %s::jsonb)", (name, values["payload"], values["headers"])
-    )
+    deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
+    for payload, headers in ((deep, "{}"), ("1", deep)):
+        connection.execute("select pgqueue.enqueue(%s, %s::jsonb, headers => %s::jsonb)", (name, payload, headers))
     with form.consuming(database, name) as run:
         wait_for(lambda: is_empty(connection, name))
-    [dead] = queue.browse_dead_messages()
-    assert (run.calls, dead.reason, (dead.last_error or "")[:14]) == ([], "rejected", "RecursionError")
+    dead = queue.browse_dead_messages()
+    assert [(one.reason, (one.last_error or "")[:14]) for one in dead] == [("rejected", "RecursionError")] * 2
+    assert run.calls == []
 
 
-@each_lease
+@each_of(CROSSED[:2])
 def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(connection, name, visibility_timeout=5 * SECOND).enqueue(1)
-    settle = handlers.settlement
+    extend_often(monkeypatch)
+    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue.enqueue_batch(["bad", "runs"])
+    go_on = threading.Event()
 
     def mistaken(settings: Any, held: Any, error: BaseException) -> Any:
         if held.message.attempt_count == 1:
             raise ZeroDivisionError("a mistake of ours")
-        return settle(settings, held, error)
+        return settlement(settings, held, error)
 
-    monkeypatch.setattr(handlers, "settlement", mistaken)
+    monkeypatch.setattr("pgqueue.consumer.handlers.settlement", mistaken)
 
     async def work(step: Step) -> None:
-        if step.attempt < 3:
+        if step.message.payload == "runs":
+            await step.until(go_on.is_set)
+        elif step.attempt < 3:
             raise ValueError("broken")
 
-    with form.consuming(database, name, work) as run:
+    with form.consuming(database, name, work, concurrency=2) as run:
+        wait_for(lambda: run.criticals)
+        before = queue.browse("inflight")
+        wait_for(lambda: queue.browse("inflight")[1].visible_at > before[1].visible_at)
+        assert queue.browse("inflight")[0].visible_at == before[0].visible_at
+        # Its time is over.
+        connection.execute("update pgqueue.messages set visible_at = now() where id = %s", (before[0].id,))
+        wait_for(lambda: len(queue.browse("inflight")) == 1 and queue.peek() == 0)
+        go_on.set()
         wait_for(lambda: is_empty(connection, name))
-    assert run.attempts == [1, 2, 3]
+    assert [call.attempt for call in run.calls if call.message.payload == "bad"] == [1, 2, 3]
     [(error, text)] = run.criticals
     assert (str(error), "left to be delivered again" in text) == ("a mistake of ours", True)
 
@@ -577,7 +552,7 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
 # Limits that change
 
 
-@each_plain
+@together(PLAIN)
 def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -597,7 +572,7 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
     assert run.most == 4
 
 
-@each_plain
+@each_of(PLAIN[1:])
 def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,23 +587,23 @@ def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended
     with form.consuming(database, name, work, concurrency=2) as run:
         wait_for(lambda: run.running == 1)
         # A third of it passes before each extension. The rest is for the delays of a busy machine.
-        queue.alter_queue(visibility_timeout=12 * SECOND)
+        queue.alter_queue(visibility_timeout=15 * SECOND)
         run.read_settings()
         queue.enqueue("short")
         wait_for(lambda: run.running == 2)
-        wait_for(lambda: run.consumer.stats.extended >= 2 or run.consumer.stats.lost)
+        wait_for(lambda: run.consumer.stats.extended or run.consumer.stats.lost)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
     assert sorted(run.returned) == ["long", "short"]
     assert run.consumer.stats.lost == 0
 
 
-@each
+@each_of(MIXED)
 def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue(1)
 
     async def work(step: Step) -> None:
-        await step.until(lambda: False, 300)
+        await step.until(lambda: False)
 
     with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
         wait_for(lambda: run.running)
@@ -639,23 +614,6 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
         run.stop(30, timeout=timedelta(0))
         first.result(PATIENCE)
     assert run.consumer.stats.released == (1 if form.mode != "receive" else 0)
-    assert attempts(connection, name) == [0]
-
-
-@each
-def test_a_handler_may_stop_its_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-
-    async def work(_: Step) -> None:
-        answer = run.consumer.stop()
-        if form.is_async:
-            await answer
-
-    with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
-        queue.enqueue_batch([1, 2])
-        wait_for(lambda: not run.consumer._busy)
-    assert run.returned == [1]
-    assert (run.consumer.stats.succeeded, run.consumer.stats.released) == (1, 0)
     assert attempts(connection, name) == [0]
 
 
