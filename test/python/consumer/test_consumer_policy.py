@@ -1,12 +1,9 @@
 """What the consumer decides without a database: retries, evidence, circuit breaker, when to look again."""
 
-import asyncio
 import json
 import re
-import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -93,11 +90,8 @@ def test_a_consumer_refuses_retries_that_are_a_number() -> None:
     ],
 )
 def test_invalid_retries_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="invalid"):
+    with pytest.raises(ValueError, match=f"invalid {next(iter(arguments)).removesuffix('s')}"):
         Retries(**arguments)
-
-
-def test_a_day_between_retries_is_allowed() -> None:
     assert Retries(delays=[timedelta(hours=24)]).delays == [timedelta(hours=24)]
 
 
@@ -311,16 +305,9 @@ def breaker(after: float = 30.0) -> tuple[CircuitBreaker, Clock, list[Any]]:
     return circuit, clock, circuit.changes
 
 
-def test_the_first_failure_arms_the_circuit() -> None:
-    circuit, _, states = breaker()
-    assert circuit.state == "closed"
-    circuit.failed()
-    circuit.failed()
-    assert (circuit.state, states) == ("armed", ["armed"])
-
-
 def test_the_circuit_opens_if_nothing_has_succeeded_for_long_enough() -> None:
     circuit, clock, states = breaker()
+    assert circuit.state == "closed"
     circuit.failed()
     clock.now += 29.9
     circuit.failed()
@@ -370,9 +357,9 @@ def test_a_success_of_one_operation_does_not_disarm_the_circuit_of_another() -> 
     assert states == ["armed", "open"]
     circuit.failed("peek")
     circuit.succeeded("claim")
-    assert circuit.state == "open"
+    assert states == ["armed", "open"]
     circuit.succeeded("peek")
-    assert circuit.state == "closed"
+    assert states == ["armed", "open", "closed"]
 
 
 def test_pauses_double_up_to_one_second_and_last_ten_while_the_circuit_is_open() -> None:
@@ -404,19 +391,7 @@ def test_the_pauses_of_failures_add_up() -> None:
 
 def test_a_thousand_concurrent_failures_arm_the_circuit_once() -> None:
     circuit, _, states = breaker()
-
-    async def fail(gate: asyncio.Event) -> float:
-        await gate.wait()
-        return circuit.failed()
-
-    async def run() -> list[float]:
-        gate = asyncio.Event()
-        tasks = [asyncio.create_task(fail(gate)) for _ in range(1000)]
-        await asyncio.sleep(0)
-        gate.set()
-        return await asyncio.gather(*tasks)
-
-    assert max(asyncio.run(run())) <= 1.25
+    assert max(circuit.failed() for _ in range(1000)) <= 1.25
     assert states == ["armed"]
     circuit.succeeded()
     assert states == ["armed", "closed"]
@@ -498,24 +473,26 @@ def test_the_next_due_time_is_queried_after_a_time_without_notifications() -> No
 
 def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look() -> None:
     looks, clock = pace()
+
+    def trusts() -> bool:
+        return looks.trusts_notifications
+
     looks.empty()
     looks.found()
-    assert not looks.trusts_notifications  # Nobody notifies.
+    assert not trusts()  # Nobody notifies.
     looks.notifications_on(20, is_empty=True)
-    assert (
-        not looks.trusts_notifications
-    )  # It may sleep for as long as it knows, and what comes due then has to be looked for.
+    assert not trusts()  # It may sleep for as long as it knows, and what comes due then has to be looked for.
     for _ in range(9):
         looks.found()
-        assert looks.trusts_notifications
+        assert trusts()
         clock.now += 0.0112
     looks.notifications_on(20, is_empty=False)
     looks.found()
-    assert not looks.trusts_notifications
+    assert not trusts()
     looks.empty()
-    assert looks.trusts_notifications
+    assert trusts()
     clock.now += 0.1
-    assert not looks.trusts_notifications
+    assert not trusts()
 
 
 def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
@@ -554,16 +531,9 @@ def test_every_tenth_look_is_a_claim() -> None:
 def test_a_thousand_due_times_at_once_keep_the_earliest() -> None:
     looks, clock = pace()
     looks.empty()
-    gate = threading.Barrier(8)
-
-    def tell(part: int) -> None:
-        gate.wait()
-        for number in range(125):
-            looks.due(clock.now + 1 + (number * 8 + part) / 1000)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(tell, range(8)))
-    assert looks.next_look_at == pytest.approx(clock.now + 1, abs=0.009)
+    for number in range(1000):
+        looks.due(clock.now + 1 + (number * 7 + 500) % 1000 / 1000)
+    assert looks.next_look_at == clock.now + 1
 
 
 # Arguments
@@ -578,9 +548,12 @@ async def nothing_async(_: Any) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"peek_delay": timedelta(milliseconds=99)}, "at least 100 ms"),
+    ({"peek_delay": timedelta(milliseconds=99.999)}, "peek_delay.*at least 100 ms.*10 s"),
+    ({"peek_delay": -SECONDS}, "peek_delay"),
     ({"peek_batch_size": 0}, "peek_batch_size"),
+    ({"peek_batch_size": -1}, "peek_batch_size"),
     ({"concurrency": 0}, "concurrency"),
+    ({"concurrency": -1}, "concurrency"),
     ({"concurrency": True}, "concurrency"),
     ({"batch_size": 0}, "batch_size"),
     ({"batch_size": 10_001}, "batch_size"),
