@@ -24,9 +24,10 @@ CONTEXT = multiprocessing.get_context("spawn")
 # Seconds to wait for conditions that are normally fast. The limit ends only a test that hangs: a machine under load can
 # be fifty times slower.
 PATIENCE = 120
-# Settings of a private server that keep autovacuum, checkpoints and JIT out of a test.
+# Settings of a private server that keep autovacuum, checkpoints and JIT out of a test. The launcher of autovacuum
+# divides its pause by the number of databases. With autovacuum off, doctor() would report an error.
 QUIET = {
-    "autovacuum": "off",
+    "autovacuum_naptime": "2147483s",
     "checkpoint_timeout": "1h",
     "max_wal_size": "8GB",
     "jit": "off",
@@ -74,7 +75,7 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
 
 def value(connection: psycopg.Connection[Any], statement: str, *values: Any) -> Any:
     """The first column of the first row that a statement returns."""
-    row = connection.execute(statement.encode(), values).fetchone()
+    row = connection.execute(statement.encode(), values or None).fetchone()
     assert row is not None
     return row[0]
 
@@ -109,23 +110,28 @@ def synchronous_standby(
 
 def is_empty(connection: psycopg.Connection[Any], queue: str) -> bool:
     """Nothing is left in a queue, not even in flight."""
-    return not connection.execute(
-        "select exists (select from pgqueue.messages where queue_name = %(queue)s)"
-        " or exists (select from pgqueue.scheduled_messages where queue_name = %(queue)s)",
-        {"queue": queue},
-    ).fetchone()[0]
+    return not value(
+        connection,
+        "select exists (select from pgqueue.messages where queue_name = %s)"
+        " or exists (select from pgqueue.scheduled_messages where queue_name = %s)",
+        queue,
+        queue,
+    )
+
+
+def buffers(connection: psycopg.Connection[Any], statement: str, *values: Any) -> int:
+    """The buffers that a statement reads or hits, including its nested statements."""
+    (plan,) = value(
+        connection, f"explain (analyze, buffers, timing off, summary off, format json) {statement}", *values
+    )
+    return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
 
 
 def buffers_of_claims(connection: psycopg.Connection[Any], name: str) -> int:
     """The median of the buffers that a claim of one message touches, each followed by an acknowledgement."""
     touched = []
     for _ in range(40):
-        explained = connection.execute(
-            "explain (analyze, buffers, format json) select * from pgqueue.claim(%s)", [name]
-        ).fetchone()
-        assert explained is not None
-        plan = explained[0][0]["Plan"]
-        touched.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+        touched.append(buffers(connection, "select * from pgqueue.claim(%s)", name))
         connection.execute(
             "select pgqueue.ack(m.queue_name, m.id, m.claim_token) from pgqueue.messages m"
             " where m.queue_name = %s and m.claim_token is not null",
@@ -145,14 +151,11 @@ def drain(dsn: str, queue: str, number: int) -> list[int]:
         while True:
             rows = claim(connection, queue, number)
             if number == 1 and rows:
-                if connection.execute("select pgqueue.ack(%s, %s, %s)", (queue, *rows[0][:2])).fetchone()[0]:
+                if value(connection, "select pgqueue.ack(%s, %s, %s)", queue, *rows[0][:2]):
                     acked.append(rows[0][0])
             elif rows:
                 ids = [row[0] for row in rows]
-                done = connection.execute("select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])).fetchone()[
-                    0
-                ]
-                assert done == len(ids)
+                assert value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1]) == len(ids)
                 acked += ids
             elif is_empty(connection, queue):
                 return acked
@@ -169,7 +172,7 @@ def produce(dsn: str, queue: str, number: int, seed: int) -> list[int]:
             with connection.transaction(force_rollback=fails):
                 for _ in range(chance.choice([1, 1, 2])):
                     if chance.random() < 0.5:
-                        new.append(connection.execute("select pgqueue.enqueue(%s, '1')", (queue,)).fetchone()[0])
+                        new.append(value(connection, "select pgqueue.enqueue(%s, '1')", queue))
                     else:
                         payloads = [json.dumps(n) for n in range(chance.randint(1, 50))]
                         delay = chance.choice(["0", "0", "1 ms"])
@@ -211,9 +214,7 @@ def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
                     assert not any(row[2] for row in answer)
                     rows = answer
                 else:
-                    assert connection.execute(
-                        "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, token)
-                    ).fetchone() == (len(ids),)
+                    assert value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, token) == len(ids)
                     rows = []
                 gone.extend(ids)
             return True
@@ -222,11 +223,9 @@ def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
             rows = claim(connection, queue, chance.randint(1, 20))
             for number, token, _ in rows:
                 if chance.random() < 0.2:
-                    assert connection.execute(
-                        "select pgqueue.nack(%s, %s, %s, '0')", (queue, number, token)
-                    ).fetchone()[0]
+                    assert value(connection, "select pgqueue.nack(%s, %s, %s, '0')", queue, number, token)
                 else:
-                    assert connection.execute("select pgqueue.ack(%s, %s, %s)", (queue, number, token)).fetchone()[0]
+                    assert value(connection, "select pgqueue.ack(%s, %s, %s)", queue, number, token)
                     gone.append(number)
             return bool(rows)
 
@@ -359,7 +358,7 @@ def send_until_down(dsn: str, queue: str, log: str) -> list[int]:
         try:
             with connect(dsn) as connection:
                 while True:
-                    sent.append(connection.execute("select pgqueue.enqueue(%s, '0')", (queue,)).fetchone()[0])
+                    sent.append(value(connection, "select pgqueue.enqueue(%s, '0')", queue))
                     notes.write(".")
                     notes.flush()
         except psycopg.OperationalError:
@@ -377,9 +376,8 @@ def settle_until_down(dsn: str, queue: str, number: int, log: str) -> tuple[list
                     rows = claim(connection, queue, number)
                     ids = [row[0] for row in rows]
                     if ids:
-                        assert connection.execute(
-                            "select pgqueue.ack_batch(%s, %s, %s)", (queue, ids, rows[0][1])
-                        ).fetchone() == (len(ids),)
+                        done = value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1])
+                        assert done == len(ids)
                         acked += ids
                         ids = []
                         notes.write(".")
