@@ -132,7 +132,8 @@ class Step:
 
     async def send(self, queue: str, payload: str = "1", delay: str = "0") -> int:
         """Send a message on the connection of the call."""
-        return (await self.execute("select pgqueue.enqueue(%s, %s, %s::interval)", (queue, payload, delay)))[0][0]
+        found = await self.execute("select pgqueue.enqueue(%s, %s, %s::interval)", (queue, payload, delay))
+        return int(found[0][0])
 
     @asynccontextmanager
     async def savepoint(self) -> AsyncIterator[None]:
@@ -376,7 +377,7 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
                 raise errors[0] if len(errors) == 1 else BaseExceptionGroup("in several forms", errors)
 
         update_wrapper(run, test)
-        del run.__wrapped__  # type: ignore[attr-defined] - pytest would look at its arguments
+        vars(run).pop("__wrapped__")  # pytest would look at its arguments
         fixtures = sorted(arguments - {"form", "connection"} | {"database", "name"})
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY) for fixture in fixtures]
@@ -468,7 +469,8 @@ def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
                 raise psycopg.Rollback
         return found
 
-    return wait_for(stolen)
+    ids: list[Any] = wait_for(stolen)
+    return ids
 
 
 def extend_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +494,7 @@ def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
         " where application_name = %s and datname = current_database()",
         name[:63],
     )
-    return found == (True,)
+    return bool(found == (True,))
 
 
 def cut(connection: psycopg.Connection[Any], name: str) -> int:
