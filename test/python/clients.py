@@ -99,7 +99,7 @@ def synchronous_standby(
 ) -> Iterator[EmbeddedServer]:
     """A standby, with its data in this directory, that has all that new sessions of the primary know as committed."""
     basebackup = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", home, "-R", "-X", "stream", "-c", "fast"]
-    subprocess.run(basebackup, check=True)
+    subprocess.run([*map(str, basebackup)], check=True)
     with EmbeddedServer(data_dir=home) as standby:
         owner.execute("alter system set synchronous_standby_names = '*'")
         owner.execute("alter database postgres set synchronous_commit = 'on'")
@@ -243,6 +243,11 @@ def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
                 return gone
 
 
+def code_of(error: psycopg.Error) -> str:
+    """The code of an error of pgqueue, and the message of any other."""
+    return str(error.sqlstate) if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}"
+
+
 def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
     """Use queues that come and go, alone and two in one transaction; returns the SQLSTATEs of the errors met.
 
@@ -291,7 +296,7 @@ def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
                         for queue in chance.sample(queues, 2):
                             use(queue)
             except psycopg.Error as error:
-                errors[error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}"] += 1
+                errors[code_of(error)] += 1
                 if errors.total() == 5:
                     Path(f"{stop}-{seed}").touch()
     return sorted(errors)
@@ -308,13 +313,13 @@ def administer(dsn: str, queues: dict[str, bool], stop: str, seed: int) -> list[
                 verb = chance.choice(["purge_queue", "drop_queue", "purge_dead_messages", "redrive"])
                 connection.execute(f"select pgqueue.{verb}(%s)", (queue,))
             except psycopg.Error as error:
-                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
+                errors.add(code_of(error))
             try:
                 connection.execute(
                     "select pgqueue.create_queue(%s, dedicated => %s, if_not_exists => true)", (queue, dedicated)
                 )
             except psycopg.Error as error:
-                errors.add(error.sqlstate if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}")
+                errors.add(code_of(error))
             time.sleep(chance.random() / 20)
     return sorted(errors)
 

@@ -59,8 +59,8 @@ class Table:
 
     def execute(self, statement: str, *values: Any, **names: str) -> psycopg.Cursor[Any]:
         """Execute a statement, with the address in place of {q}."""
-        parts = {key: sql.SQL(value) for key, value in {"q": self.address, **names}.items()}  # type: ignore[arg-type]
-        return self.connection.execute(sql.SQL(statement).format(**parts), values)  # type: ignore[arg-type]
+        parts = {key: sql.SQL(value) for key, value in {"q": self.address, **names}.items()}
+        return self.connection.execute(sql.SQL(statement).format(**parts), values)
 
 
 class Transport(Table):
@@ -69,17 +69,6 @@ class Transport(Table):
     def create(self) -> None:
         """Create the table if it does not exist."""
         self.execute(QUEUE_TABLE)
-
-    def add_body_string(self) -> None:
-        """Add the column of readable bodies if the table lacks it."""
-        schema, table = self.address.strip('"').split('"."')
-        ((exists,),) = self.connection.execute(
-            "select exists (select from information_schema.columns"
-            " where table_schema = %s and table_name = %s and column_name = 'bodystring')",
-            (schema, table),
-        ).fetchall()
-        if not exists:
-            self.execute("alter table {q} add BodyString text generated always as (encode(Body, 'escape')) stored")
 
     def send(
         self, headers: str | None, body: bytes | None, ttbr: int | None = None, given: uuid.UUID | None = None
@@ -108,39 +97,28 @@ class Transport(Table):
 
     def peek(self) -> int:
         """The estimate: the highest minus the lowest number that no transaction has locked, plus one."""
-        return self.execute(
+        ((estimate,),) = self.execute(
             "select coalesce(cast("
             "(select Seq from {q} order by Seq desc limit 1 for update skip locked)"
             " - (select Seq from {q} order by Seq limit 1 for update skip locked) + 1 as int), 0)"
-        ).fetchall()[0][0]
+        )
+        return int(estimate)
 
     def length(self) -> int:
         """The length that ServiceControl shows."""
         schema, table = self.address.strip('"').split('"."')
-        return self.execute(
+        ((length,),) = self.execute(
             "select case when exists (select table_name from information_schema.tables"
             " where table_schema = %s and table_name = %s)"
             " then coalesce(cast(max(seq) - min(seq) + 1 as int), 0) else -1 end as Id from {q}",
             schema,
             table,
-        ).fetchall()[0][0]
+        )
+        return int(length)
 
     def purge(self) -> int:
         """Delete everything."""
         return self.execute("delete from {q}").rowcount
-
-    def purge_expired(self, batch: int) -> int:
-        """Delete what expired, batch by batch."""
-        total = 0
-        while True:
-            done = self.execute(
-                "delete from {q} where Seq in (select Seq from {q} where Expires < now() at time zone 'UTC'"
-                " order by Seq limit %s for update skip locked)",
-                batch,
-            ).rowcount
-            total += done
-            if done < batch:
-                return total
 
 
 class DelayedMessages(Table):
@@ -186,14 +164,6 @@ class Subscriptions(Table):
         rows = self.execute(f"select distinct QueueAddress from {{q}} where Topic in ({places})", *topics)
         return sorted(address for (address,) in rows)
 
-    def publish(self, headers: str, body: bytes, *topics: str) -> int:
-        """Send an event to the subscribers of its topics, all or none; returns the number of copies."""
-        with self.connection.transaction():
-            addresses = self.addresses(*topics)
-            for address in addresses:
-                Transport(self.connection, address).send(headers, body)
-        return len(addresses)
-
 
 def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:
     """Send messages that contain their sender and their number."""
@@ -203,9 +173,9 @@ def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:
             transport.send(f'{{"sender":"{sender}","n":"{n}"}}', b"\x00%d" % n)
 
 
-def pump(dsn: str, address: str, stop: str, roll_back_every: int, work: float = 0) -> list[tuple[str, float]]:
+def pump(dsn: str, address: str, stop: str, roll_back_every: int) -> list[str]:
     """Peek and receive as the transport does until told to stop and nothing is left; returns what was committed."""
-    done: list[tuple[str, float]] = []
+    done: list[str] = []
     count = 0
     with psycopg.connect(dsn, autocommit=True) as connection:
         transport = Transport(connection, address)
@@ -221,11 +191,10 @@ def pump(dsn: str, address: str, stop: str, roll_back_every: int, work: float = 
                     received = transport.receive()
                     if received is None:
                         break
-                    time.sleep(work)
                     count += 1
                     if roll_back_every and count % roll_back_every == 0:
                         raise psycopg.Rollback
-                    done.append((received.headers, time.time()))
+                    done.append(received.headers)
 
 
 def hold_a_receive(dsn: str, address: str, log: str) -> None:

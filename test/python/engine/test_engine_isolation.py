@@ -9,55 +9,6 @@ from clients import connect
 LEVELS = ["repeatable read", "serializable"]
 
 
-def orphans(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
-    """The tables that still have rows of a dropped queue."""
-    return connection.execute(
-        """
-        select o.table_name from (
-            select 'messages', m.queue_name from pgqueue.messages m
-            union select 'scheduled_messages', s.queue_name from pgqueue.scheduled_messages s
-            union select 'dead_messages', d.queue_name from pgqueue.dead_messages d
-            union select 'sweep_state', w.queue_name from pgqueue.sweep_state w
-            union select 'streams', r.queue_name from pgqueue.streams r
-            union select 'subscriptions', b.queue_name from pgqueue.subscriptions b
-        ) as o (table_name, queue_name)
-        where o.queue_name = %s
-        """,
-        (queue,),
-    ).fetchall()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dedicated", [False, True])
-def test_a_drop_with_an_old_snapshot_fails_and_can_be_retried(
-    database: str, connection: psycopg.Connection[Any], name: str, level: str, dedicated: bool
-) -> None:
-    connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", (name, dedicated))
-    connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
-    with connect(database) as admin:
-        admin.execute(f"set default_transaction_isolation = '{level}'")
-        admin.execute("begin")
-        admin.execute("select pgqueue.get_queue(%s)", (name,))
-        connection.execute("select pgqueue.enqueue(%s, '2'), pgqueue.enqueue(%s, '3', '1 h')", (name, name))
-        connection.execute("select pgqueue.subscribe('topic', %s), pgqueue.stream_open(%s, 'late')", (name, name))
-        with pytest.raises(psycopg.errors.SerializationFailure) as caught:
-            admin.execute("select pgqueue.drop_queue(%s)", (name,))
-        admin.execute("rollback")
-        assert name in str(caught.value)
-        assert caught.value.diag.message_hint
-        assert connection.execute("select pgqueue.peek(%s)", (name,)).fetchone() == (2,)
-        dropped = None
-        while dropped is None:
-            # Any commit between the snapshot of the statement and its check requires another retry.
-            try:
-                dropped = admin.execute("select pgqueue.drop_queue(%s)", (name,)).fetchone()
-            except psycopg.errors.SerializationFailure:
-                continue
-    assert dropped == (2,)
-    assert orphans(connection, name) == [("dead_messages",)]
-    connection.execute("select pgqueue.purge_dead_messages(%s)", (name,))
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_verbs_work_at_higher_isolation_levels(database: str, name: str, level: str) -> None:
     with connect(database) as client:

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import claim, connect, wait_for
+from clients import QUIET, claim, connect, value, wait_for
 from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
@@ -15,7 +15,7 @@ from pgqueue.embedded import EmbeddedServer
 
 @pytest.fixture(scope="module")
 def logical() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(durable=False, settings={"wal_level": "logical"}) as server:
+    with EmbeddedServer(durable=False, settings=QUIET | {"wal_level": "logical"}) as server:
         yield server
 
 
@@ -58,6 +58,7 @@ def left(connection: psycopg.Connection[Any]) -> set[Any]:
     )
 
 
+@pytest.mark.long(part="engine")
 def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> None:
     publisher, subscriber = (make_conninfo(logical.dsn, dbname=name) for name in ("publisher", "subscriber"))
     with connect(logical.dsn) as maintenance:
@@ -99,9 +100,7 @@ def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> No
         standby.execute("alter subscription all_tables set (slot_name = none)")
         standby.execute("drop subscription all_tables")
         wait_for(
-            lambda: connection.execute(
-                "select not active from pg_replication_slots where slot_name = 'all_tables'"
-            ).fetchone()[0]
+            lambda: value(connection, "select not active from pg_replication_slots where slot_name = 'all_tables'")
         )
         connection.execute("select pg_drop_replication_slot('all_tables')")
 
@@ -114,7 +113,7 @@ def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> No
         assert standby.execute("select finding from pgqueue.doctor() where severity = 'error'").fetchall() == []
         for queue in ("shared", "dedicated", "exposed"):
             highest = max(number for name, number in there if name == queue)
-            assert standby.execute("select pgqueue.enqueue(%s, '2')", (queue,)).fetchone()[0] > highest
+            assert value(standby, "select pgqueue.enqueue(%s, '2')", queue) > highest
             got: list[int] = []
 
             def all_of_it() -> bool:
@@ -125,36 +124,43 @@ def test_a_subscriber_of_all_tables_can_take_over(logical: EmbeddedServer) -> No
             assert len(got) == len(set(got)) == sum(name == queue for name, _ in there) + 1
 
 
-def test_peek_on_a_standby_omits_messages_claimed_on_the_primary(logical: EmbeddedServer, tmp_path: Path) -> None:
-    standby = tmp_path / "standby"
-    source = make_conninfo(logical.dsn, dbname="peeked")
+def test_a_standby_can_read_queues_but_not_claim_and_omits_what_is_claimed_on_the_primary(
+    logical: EmbeddedServer, tmp_path: Path
+) -> None:
     with connect(logical.dsn) as maintenance:
-        maintenance.execute("create database peeked")
+        maintenance.execute("create database shown")
+    source = make_conninfo(logical.dsn, dbname="shown")
     with connect(source) as connection, connect(source) as consumer:
         connection.execute("create extension pgqueue")
-        connection.execute("select pgqueue.create_queue('peeked')")
-        connection.execute("select pgqueue.enqueue_batch('peeked', '{1,2,3}')")
-        subprocess.run(
-            [logical.bindir / "pg_basebackup", "-d", logical.dsn, "-D", standby, "-R", "-X", "stream", "-c", "fast"],
-            check=True,
-        )
+        connection.execute("select pgqueue.create_queue('shown'), pgqueue.create_queue('exposed')")
+        connection.execute("select pgqueue.expose_transport('exposed')")
+        connection.execute("select pgqueue.enqueue('exposed', '1')")
+        connection.execute("select pgqueue.enqueue_batch('shown', '{1,2,3}')")
+        standby = tmp_path / "standby"
+        copying = [logical.bindir / "pg_basebackup", "-d", logical.dsn, "-D", standby, "-R", "-X", "stream"]
+        subprocess.run([*map(str, copying), "-c", "fast"], check=True)
         with (
             EmbeddedServer(durable=False, data_dir=standby) as server,
-            connect(make_conninfo(server.dsn, dbname="peeked")) as looker,
+            connect(make_conninfo(server.dsn, dbname="shown")) as looker,
         ):
 
-            def peeked() -> Any:
+            def peeked() -> int:
                 """The result of peek on the standby, after it has replayed all commits."""
                 connection.execute("create table if not exists peeks ()")
                 connection.execute("insert into peeks default values")
-                here = connection.execute("select pg_current_wal_lsn()").fetchone()
-                wait_for(
-                    lambda: looker.execute("select pg_last_wal_replay_lsn() >= %s::pg_lsn", here).fetchone() == (True,)
-                )
-                return looker.execute("select pgqueue.peek('peeked')").fetchone()
+                here = value(connection, "select pg_current_wal_lsn()")
+                wait_for(lambda: value(looker, "select pg_last_wal_replay_lsn() >= %s::pg_lsn", here))
+                return int(value(looker, "select pgqueue.peek('shown')"))
 
-            assert peeked() == (3,)
+            assert peeked() == 3
             with consumer.transaction(force_rollback=True):
-                consumer.execute("select pgqueue.receive('peeked', 2)")
-                assert peeked() == (1,)
-            assert peeked() == (3,)
+                consumer.execute("select pgqueue.receive('shown', 2)")
+                assert peeked() == 1
+            assert peeked() == 3
+            for looks in ("stats()", "browse('shown')", "next_due_at('shown')", "list_streams()"):
+                looker.execute(f"select * from pgqueue.{looks}".encode())
+            assert looker.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
+            assert value(looker, "select count(*) from public.exposed") == 1
+            for takes in ("claim('shown')", "receive('shown')", "enqueue('shown', '1')"):
+                with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                    looker.execute(f"select * from pgqueue.{takes}".encode())

@@ -1,11 +1,8 @@
 """Streams through the clients: reads, replays, fencing, errors, and sessions killed during each call."""
 
-from collections.abc import Callable
 from typing import Any
 
-import psycopg
 import pytest
-from conftest import Client
 
 import pgqueue
 
@@ -66,49 +63,3 @@ def test_errors_name_lost_and_poisoned_batches(queue: Any) -> None:
     with pytest.raises(pgqueue.StreamDataLost, match=f"2 of 2 messages of batch 1: {ids[0]}, {ids[1]}"):
         queue.stream_begin("s", stream.epoch, 1, batch.claim_token)
     assert queue.stream_begin("s", stream.epoch, 1, batch.claim_token, fail_on_data_loss=False).lost == ids
-
-
-def rows(connection: psycopg.Connection[Any], name: str) -> list[Any]:
-    """All rows that streams write."""
-    return [
-        connection.execute(f"select * from pgqueue.{table} where queue_name = %s order by 1, 2", [name]).fetchall()
-        for table in ("streams", "messages", "dead_messages", "scheduled_messages")
-    ]
-
-
-CALLS: dict[str, Callable[[Any, Any], Any]] = {
-    "open": lambda queue, _: queue.stream_open("s"),
-    "adopt": lambda queue, stream: queue.stream_claim("s", stream.epoch, 0, None),
-    "acknowledge and claim": lambda queue, stream: queue.stream_claim("s", stream.epoch, 1, stream.claim_token),
-    "begin": lambda queue, stream: queue.stream_begin("s", stream.epoch, 1, stream.claim_token),
-    "extend": lambda queue, stream: queue.stream_extend("s", stream.epoch),
-    "acknowledge": lambda queue, stream: queue.stream_ack("s", stream.epoch, 1, stream.claim_token),
-    "skip": lambda queue, _: queue.stream_skip("s", 1),
-    "drop": lambda queue, _: queue.drop_stream("s"),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_killed_call_has_no_effect_and_can_be_repeated(
-    client: Client,
-    database: str,
-    connection: psycopg.Connection[Any],
-    name: str,
-    call: str,
-) -> None:
-    queue = client.queue(name)
-    queue.create_queue()
-    queue.enqueue_batch([1, 2, 3, 4])
-    stream = queue.stream_open("s")
-    queue.stream_claim("s", stream.epoch, 0, None, max_messages=2)
-    stream = queue.stream_open("s")
-    before = rows(connection, name)
-    with psycopg.connect(database) as victim:
-        CALLS[call](pgqueue.Queue(victim, name), stream)
-        assert rows(victim, name) != before
-        connection.execute("select pg_terminate_backend(%s, 5000)", [victim.info.backend_pid])
-        assert rows(connection, name) == before
-        with pytest.raises(psycopg.OperationalError):
-            victim.execute("select 1")
-    CALLS[call](queue, stream)
-    assert rows(connection, name) != before

@@ -8,12 +8,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, buffers, value
 from commands import in_process
 
 import pgqueue
 
-SUBSCRIPTIONS = 100_000
 BUFFERS = 400  # read and hit by a publish to one subscriber; about twice what was measured on PostgreSQL 18: 176
 
 
@@ -55,28 +54,6 @@ def test_consumers_of_one_queue_share_one_copy(client: Any, subscribers: list[An
         assert sorted(len(instance.claim(10)) for instance in instances) == [0, 1]
 
 
-def test_a_rollback_removes_every_copy(client: Any, subscribers: list[Any], name: str) -> None:
-    for queue in subscribers:
-        queue.subscribe(name)
-    client.connection.execute("begin")
-    assert client.queues.publish(name, 1) == 2
-    client.connection.execute("rollback")
-    assert [queue.claim() for queue in subscribers] == [[], []]
-
-
-def test_invalid_topics_and_patterns_are_refused(client: Any, subscribers: list[Any], name: str) -> None:
-    with pytest.raises(pgqueue.InvalidArgument, match="topic"):
-        client.queues.publish("a.*", 1)
-    with pytest.raises(pgqueue.InvalidArgument, match="topic"):
-        subscribers[0].subscribe("a..b")
-    with pytest.raises(pgqueue.QueueNotFound):
-        client.queue(f"{name}-missing").subscribe("a")
-    subscribers[0].alter_queue(max_payload_bytes=10)
-    subscribers[0].subscribe(name)
-    with pytest.raises(pgqueue.PayloadTooLarge, match=subscribers[0].name):
-        client.queues.publish(name, "x" * 10)
-
-
 def test_a_waiting_subscriber_is_notified(client: Any, database: str, subscribers: list[Any], name: str) -> None:
     queue = subscribers[0]
     queue.subscribe(name)
@@ -93,7 +70,7 @@ def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> Non
     def publish(seed: int) -> None:
         random.seed(seed)
         with psycopg.connect(database, autocommit=True) as connection:
-            for _ in range(150):
+            for _ in range(50):
                 with connection.transaction():
                     pgqueue.Queues(connection).publish(name, 1)
                     pgqueue.Queues(connection).publish(name, 2)
@@ -101,7 +78,7 @@ def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> Non
     def come_and_go(seed: int) -> None:
         own = random.Random(seed)
         with psycopg.connect(database, autocommit=True) as connection:
-            for _ in range(150):
+            for _ in range(50):
                 queue = pgqueue.Queue(connection, own.choice(names))
                 try:
                     if own.random() < 0.5:
@@ -126,7 +103,7 @@ def test_publish_and_drop_queue_do_not_deadlock(database: str, name: str) -> Non
 
 
 @pytest.fixture
-def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
+def crowd(empty_database: Callable[[], str], request: pytest.FixtureRequest) -> psycopg.Connection[Any]:
     """A database with one matching subscription among many of all kinds that do not match."""
     connection = psycopg.connect(empty_database(), autocommit=True)
     pgqueue.install(connection)
@@ -135,25 +112,19 @@ def crowd(empty_database: Callable[[], str]) -> psycopg.Connection[Any]:
         "insert into pgqueue.subscriptions (topic, queue_name, endpoint, queue_address)"
         " select format(k, i), 'q', 'other' || i, 'q' from generate_series(1, %s) i cross join lateral (select (array["
         "'orders.*.k%%s', '*.x%%s.y', '#.z%%s', 'orders.paid.x%%s', 'a%%s.#', 'orders.#.m%%s'])[1 + i %% 6]) f (k)",
-        (SUBSCRIPTIONS,),
+        (request.param,),
     )
     return connection
 
 
-@pytest.mark.parametrize("analysed", [False, True])
-def test_publish_uses_an_index_with_100_000_subscriptions(crowd: psycopg.Connection[Any], analysed: bool) -> None:
+@pytest.mark.parametrize("crowd", [30_000, pytest.param(100_000, marks=pytest.mark.long(part="engine"))], indirect=True)
+def test_publish_uses_an_index_with_many_subscriptions(crowd: psycopg.Connection[Any]) -> None:
     with crowd:
-        crowd.execute("vacuum analyze pgqueue.subscriptions" if analysed else "vacuum pgqueue.subscriptions")
-        cost = []
-        for _ in range(5):
-            explained = crowd.execute(
-                "explain (analyze, buffers, format json) select pgqueue.publish('orders.paid.late', '1')"
-            ).fetchone()
-            assert explained is not None
-            plan = explained[0][0]["Plan"]
-            cost.append(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
-        assert crowd.execute("select count(*) from pgqueue.messages").fetchone() == (5,)
-    assert min(cost) <= BUFFERS, cost
+        for vacuum in ("vacuum", "vacuum analyze"):
+            crowd.execute(f"{vacuum} pgqueue.subscriptions".encode())
+            cost = [buffers(crowd, "select pgqueue.publish('orders.paid.late', '1')") for _ in range(5)]
+            assert min(cost) <= BUFFERS, (vacuum, cost)
+        assert value(crowd, "select count(*) from pgqueue.messages") == 10
 
 
 def test_the_topic_commands_work(database: str, connection: psycopg.Connection[Any], name: str) -> None:
@@ -166,7 +137,7 @@ def test_the_topic_commands_work(database: str, connection: psycopg.Connection[A
     assert json.loads(done.out) == {"queues": 1}
     assert in_process(database, "publish", f"{name}.paid", "plain", "--body").out == "sent to 1 queue\n"
     first, second = queue.claim(2)
-    assert (first.payload, first.headers["tenant"], second.body) == ({"n": 1}, "a", b"plain")
+    assert (first.payload, (first.headers or {})["tenant"], second.body) == ({"n": 1}, "a", b"plain")
     done = in_process(database, "publish", f"{name}.paid", "plain")
     assert (done.status, "not JSON" in done.err) == (2, True)
     assert in_process(database, "unsubscribe", f"{name}.*", name).status == 0
