@@ -32,6 +32,8 @@ import protocol
 from charts import draw
 from report import tables
 
+pytestmark = pytest.mark.long(part="soak")
+
 BENCH = Path(__file__).parents[2] / "bench"
 MANIFEST = json.loads((BENCH / "harness/adapter.json").read_text())
 EVERY = 0.2
@@ -66,11 +68,14 @@ class Adapter:
     def values(self, metric: str, since: int = 0) -> list[float]:
         return [record["value"] for record in self.records[since:] if record.get("metric") == metric]
 
+    def has_counted(self, metric: str, since: int) -> bool:
+        return sum(value > 0 for value in self.values(metric, since)) > 2
+
     def wait_for_completions(self) -> None:
         """Wait until messages are sent and completed from now on."""
         since = len(self.records)
         for metric in ("enqueue_rate", "completion_rate"):
-            wait_for(lambda metric=metric: sum(value > 0 for value in self.values(metric, since)) > 2)
+            wait_for(partial(self.has_counted, metric, since))
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -130,15 +135,10 @@ def test_the_adapter_describes_itself_before_its_first_sample(start: Callable[..
             connection.execute("select relkind::text from pg_class where oid = to_regclass(%s)", [name]).fetchone()
             for name in MANIFEST["event_tables"] + MANIFEST["event_indexes"]
         ]
+        assert connection.execute("select pgqueue._is_compaction_on()").fetchone() == (True,)
     # A partitioned table has neither rows nor statistics of its own.
     assert kinds == [("r",)] * len(MANIFEST["event_tables"]) + [("i",)] * len(MANIFEST["event_indexes"])
     assert adapter.terminate() == 0
-
-
-def test_the_sessions_of_an_adapter_request_compactions(start: Callable[..., Adapter]) -> None:
-    adapter = start()
-    with psycopg.connect(adapter.dsn) as connection:
-        assert connection.execute("select pgqueue._is_compaction_on()").fetchone() == (True,)
 
 
 def test_every_tick_has_all_required_metrics(start: Callable[..., Adapter]) -> None:
@@ -214,7 +214,7 @@ def test_the_adapter_goes_on_after_killed_backends_and_a_restart_of_the_server(
 
 def test_an_adapter_without_a_server_exits_with_1(own_server: EmbeddedServer) -> None:
     adapter = Adapter(own_server, "missing")
-    assert adapter.process.wait(20) == 1
+    assert adapter.process.wait(PATIENCE) == 1
     adapter.close()
     assert adapter.records == []
 
@@ -293,12 +293,12 @@ def test_an_adapter_ends_in_time_when_its_system_does_not(tmp_path: Path) -> Non
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["kind"] == "descriptor"
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_an_adapter_whose_worker_ends_by_itself_exits_with_1(tmp_path: Path) -> None:
     with fake(tmp_path, "return") as process:
-        _, complaint = process.communicate(timeout=30)
+        _, complaint = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1
         assert "the worker ended by itself" in complaint
 

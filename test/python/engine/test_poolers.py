@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
 from commands import in_process
-from consumers import FORMS, Form, Step, prepare, rows, together
+from consumers import PAIR, Form, Step, prepare, rows, together
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import ADMIN, Server, configuration, locked, new_name, serving
 
@@ -31,8 +31,8 @@ from pgqueue.embedded import _identity
 Connection = psycopg.Connection[Any]
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "debs" / "root"
 SESSIONS = 5  # that the pooler has for each database
-CLIENTS = 12
-ROUNDS = 25
+CLIENTS = 8
+ROUNDS = pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.long(part="engine"))])
 # What pgbouncer itself sets for each client is not left over.
 LEFT = """
 select 'set ' || s.name || ' = ' || s.setting from pg_settings s
@@ -150,14 +150,15 @@ def test_statements_are_prepared_only_without_a_pooler(database: str, bouncer: s
 # The client and the command line
 
 
-def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
+@ROUNDS
+def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connection, name: str, rounds: int) -> None:
     Queue(connection, name).create_queue()
     handled: list[Any] = []
 
     def work(number: int) -> None:
         with psycopg.connect(bouncer, autocommit=True, prepare_threshold=None) as own:
             queue = Queue(own, name)
-            for n in range(ROUNDS):
+            for n in range(rounds):
                 queue.enqueue([number, n])
                 (message,) = wait_for(queue.claim)  # another claim may have locked all messages
                 assert abs(datetime.now(UTC) - message.enqueued_at) < timedelta(seconds=PATIENCE)
@@ -166,7 +167,7 @@ def test_clients_share_the_sessions_of_a_pooler(bouncer: str, connection: Connec
                 handled.append(message.payload)
 
     concurrently(work)
-    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(ROUNDS)]
+    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(rounds)]
     assert is_empty(connection, name)
 
 
@@ -182,7 +183,7 @@ def test_commands_run_behind_a_pooler(bouncer: str, connection: Connection, name
 # The consumer
 
 
-@together(FORMS)
+@together(PAIR)
 def test_a_consumer_behind_a_transaction_pooler_polls_and_logs_it_once(
     form: Form, bouncer: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_batch_read_goes_through_a_pooler(bouncer: str, connection: Connection
     assert all(abs(datetime.now(UTC) - row["enqueued_at"]) < timedelta(seconds=PATIENCE) for row in found)
 
 
+@pytest.mark.long(part="engine")
 def test_streams_and_writes_of_spark_go_through_a_pooler(bouncer: str, connection: Connection, name: str) -> None:
     pytest.importorskip("pyspark")
     import pyarrow as pa
@@ -280,8 +282,9 @@ def web(
         yield server
 
 
+@ROUNDS
 def test_requests_of_many_clients_are_right_behind_a_pooler(
-    web: Server, bouncer: str, connection: Connection, name: str
+    web: Server, bouncer: str, connection: Connection, name: str, rounds: int
 ) -> None:
     Queue(connection, name).create_queue()
     path = f"/v1/queues/{name}"
@@ -307,7 +310,7 @@ def test_requests_of_many_clients_are_right_behind_a_pooler(
                 assert answer.is_success, (verb, answer.text)
                 return answer.json()
 
-            for n in range(ROUNDS):
+            for n in range(rounds):
                 keyed = {"Idempotency-Key": f"{name}-{number}-{n}"} if n % 5 == 0 else {}
                 sent = post("enqueue", {"messages": [{"payload": [number, n]}]}, **keyed)
                 if keyed:
@@ -329,7 +332,7 @@ def test_requests_of_many_clients_are_right_behind_a_pooler(
         finally:
             is_over.set()
         looked.result()
-    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(ROUNDS)]
+    assert sorted(handled) == [[number, n] for number in range(CLIENTS) for n in range(rounds)]
     assert is_empty(connection, name)
     assert seen == {("0", "0", "Asia/Kathmandu", "iso_8601")}
 
@@ -349,6 +352,7 @@ def test_a_long_poll_behind_a_pooler_gets_a_message_that_is_sent_meanwhile(
     assert message["payload"] == {"n": 1}
 
 
+@pytest.mark.long(part="engine")
 def test_a_statement_behind_a_pooler_ends_at_the_time_limit(
     web: Server, database: str, connection: Connection, name: str
 ) -> None:
@@ -359,6 +363,7 @@ def test_a_statement_behind_a_pooler_ends_at_the_time_limit(
     assert web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]}).status_code == 201
 
 
+@pytest.mark.long(part="engine")
 def test_managed_queues_and_pages_work_behind_a_pooler(web: Server, connection: Connection) -> None:
     name = new_name()
     queues = "/managed-services/pooled/queues"
