@@ -180,12 +180,15 @@ def is_long(node: ast.AST) -> bool:
 
 
 def is_mark(path: Path, node: ast.AST) -> bool:
-    """Is it a mark `long`, a name for one, or a list that contains one?"""
+    """Is it a mark `long`, a name for one, a list that contains one, or a parametrization with long values only?"""
     if isinstance(node, ast.Name):
         meant = meaning(path, node.id)
         return meant is not None and is_mark(*meant)
     if isinstance(node, ast.List | ast.Tuple):
         return any(is_mark(path, element) for element in node.elts)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize" and len(node.args) > 1:
+        values = node.args[1]
+        return isinstance(values, ast.List) and all(contains_mark(path, value) for value in values.elts)
     return is_long(node)
 
 
