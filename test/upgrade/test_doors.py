@@ -269,7 +269,9 @@ def run_every_verb(connection: psycopg.Connection[Any]) -> None:
     assert connection.execute("select * from pgqueue.doctor() where severity = 'error'").fetchall() == []
 
 
-@pytest.mark.parametrize("door", [prepare_fresh, pytest.param(prepare_plain, marks=LONG), doors.prepare_upgraded])
+@pytest.mark.parametrize(
+    "door", [doors.prepare_upgraded, *(pytest.param(door, marks=LONG) for door in (prepare_fresh, prepare_plain))]
+)
 def test_a_restored_database_equals_the_dumped_one(server: Server, database: str, target: str, door: Any) -> None:
     door(server, database)
     with server.connect(database) as connection:
@@ -411,7 +413,7 @@ def test_the_command_upgrades_a_plain_installation_to_the_shape_of_a_fresh_one(
         run_every_verb(connection)
 
 
-@pytest.mark.parametrize("command", ["upgrade", "uninstall"])
+@pytest.mark.parametrize("command", [pytest.param("upgrade", marks=LONG), "uninstall"])
 def test_the_commands_work_on_the_extension(server: Server, database: str, command: str) -> None:
     install_old(server, database)
     with server.connect(database) as connection:

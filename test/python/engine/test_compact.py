@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, synchronous_standby, wait_for
+from clients import QUIET, connect, synchronous_standby, value, wait_for
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -33,15 +32,15 @@ FILES = "select array_agg(pg_relation_filenode(t.relation) order by t.relation) 
 
 
 @pytest.fixture(scope="module")
-def durable() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(settings={"max_prepared_transactions": "10"}) as server:
+def embedded() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(durable=False, settings=QUIET | {"max_prepared_transactions": "10"}) as server:
         yield server
 
 
 @pytest.fixture
-def site(durable: EmbeddedServer) -> Iterator[tuple[Server, str]]:
+def site(embedded: EmbeddedServer) -> Iterator[tuple[Server, str]]:
     """A server, and the name of a new database in which the queue `a` exists."""
-    server = Server("PostgreSQL 18", durable.dsn)
+    server = Server("PostgreSQL 18", embedded.dsn)
     with server.database(f"compact_{next(numbers)}") as database:
         with server.connect(database) as connection:
             connection.execute("create extension pgqueue")
@@ -53,12 +52,6 @@ def site(durable: EmbeddedServer) -> Iterator[tuple[Server, str]]:
 def owner(site: tuple[Server, str]) -> Iterator[psycopg.Connection[Any]]:
     with site[0].connect(site[1]) as connection:
         yield connection
-
-
-def one(connection: psycopg.Connection[Any], query: str) -> Any:
-    row = connection.execute(query.encode()).fetchone()
-    assert row is not None
-    return row[0]
 
 
 def make_due(connection: psycopg.Connection[Any]) -> None:
@@ -76,31 +69,37 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
         pin.execute("begin isolation level repeatable read")
         pin.execute("select pg_current_xact_id()")
         queue = pgqueue.Queue(owner, "a")
-        ids = queue.enqueue_batch([os.urandom(3000).hex()] * 6000)
+        ids = queue.enqueue_batch([os.urandom(3000).hex()] * 5700)
         kept = queue.claim(1)[0]
         owner.execute("delete from pgqueue.messages where id > %s", [kept.id])
         owner.execute("do $$ begin for n in 1..50000 loop perform pg_current_xact_id(); commit; end loop; end $$")
-        size = one(owner, "select pg_total_relation_size('pgqueue.messages_shared')")
+        size = value(owner, "select pg_total_relation_size('pgqueue.messages_shared')")
         assert size > 32 << 20
 
         def is_compacted() -> bool:
             owner.execute("select pg_stat_force_next_flush()")
             make_due(owner)
             queue.claim(1)
-            return bool(one(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 100000"))
+            return bool(value(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 100000"))
 
         wait_for(is_compacted)
         assert queue.ack(kept.id, kept.claim_token)
         assert ids[0] == kept.id
         outcome = "select c.table_name from pgqueue.compactions c where c.outcome = 'compacted'"
-        assert one(owner, outcome) == "pgqueue.messages_shared"
+        assert value(owner, outcome) == "pgqueue.messages_shared"
 
 
 @pytest.mark.parametrize(
     "send",
     # Of the calls that need only the fast path, one in 500 looks whether a compaction is due.
-    ["enqueue('a', '1') from generate_series(1, 1000)", "enqueue('a', '1', '1 h')", "enqueue_batch('a', '{1}')"],
-    ids=["now", "later", "batch"],
+    [
+        "enqueue_batch('a', '{1}')",
+        *(
+            pytest.param(send, marks=pytest.mark.long(part="engine"))
+            for send in ("enqueue('a', '1') from generate_series(1, 1000)", "enqueue('a', '1', '1 h')")
+        ),
+    ],
+    ids=["batch", "now", "later"],
 )
 def test_what_sends_compacts(site: tuple[Server, str], owner: psycopg.Connection[Any], send: str) -> None:
     # A claim can hold the lock of a message that another session acknowledges. It then does not get that of the table.
@@ -111,14 +110,14 @@ def test_what_sends_compacts(site: tuple[Server, str], owner: psycopg.Connection
         # Vacuum must not remove the dead rows, as it leaves a large file that needs no compaction.
         pin.execute("begin isolation level repeatable read")
         pin.execute("select pg_current_xact_id()")
-        pgqueue.Queue(owner, "a").enqueue_batch([os.urandom(3000).hex()] * 6000)
-        assert one(owner, "select pg_total_relation_size('pgqueue.messages_shared')") > 32 << 20
+        pgqueue.Queue(owner, "a").enqueue_batch([os.urandom(3000).hex()] * 5700)
+        assert value(owner, "select pg_total_relation_size('pgqueue.messages_shared')") > 32 << 20
 
         def is_compacted() -> bool:
             owner.execute("delete from pgqueue.messages")  # The table is compacted only if nearly all rows are dead.
             owner.execute("select pg_stat_force_next_flush(), setval('pgqueue.next_maintenance_at', 1)")
             owner.execute(f"select pgqueue.{send}".encode())
-            return bool(one(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 16 << 20"))
+            return bool(value(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 16 << 20"))
 
         wait_for(is_compacted)
 
@@ -132,7 +131,7 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
     key = "key" * 85  # A long one fills the table with few rows.
     size = "select sum(pg_total_relation_size(t.relation)) from pgqueue._compactable_tables() t"
     size += " where t.row_type = 'pgqueue.dedup_keys'::regtype"
-    empty = one(owner, size)
+    empty = value(owner, size)
     with server.connect(database) as pin:
         pin.execute("begin isolation level repeatable read")
         pin.execute("select pg_current_xact_id()")
@@ -146,7 +145,7 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
             end $$
         """)
         first = queue.enqueue(1, dedup_key=key)
-        assert one(owner, size) > empty + 300_000
+        assert value(owner, size) > empty + 300_000
         # Only from here on is a compaction due. Autovacuum can report the dead rows before that.
         owner.execute(
             "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
@@ -156,7 +155,7 @@ def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
             owner.execute("select pg_stat_force_next_flush()")
             make_due(owner)
             queue.claim()
-            return bool(one(owner, size) < empty + 100_000)
+            return bool(value(owner, size) < empty + 100_000)
 
         wait_for(is_compacted)
         assert queue.enqueue(2, dedup_key=key) == first
@@ -173,14 +172,14 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
     make_due(owner)
     with server.connect(database) as other:
         other.execute("set lock_timeout = '1 s'")
-        before = one(owner, FILES)
+        before = value(owner, FILES)
         with owner.transaction():
             owner.execute(f"set constraints all {constraints}".encode())
             assert len(queue.receive(1)) == 1
             requests = "select count(*) from pgqueue.compactions where outcome is null"
-            assert one(owner, f"{requests} and table_name = '_compact_overgrown'") == 1
+            assert value(owner, f"{requests} and table_name = '_compact_overgrown'") == 1
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
-        assert one(owner, FILES) != before
+        assert value(owner, FILES) != before
         assert [message.payload for message in queue.claim(9)] == [3]
 
 
@@ -200,9 +199,9 @@ def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
         cancelled = "select pg_cancel_backend(pid) from pg_stat_activity where wait_event = 'PgSleep'"
         wait_for(lambda: other.execute(cancelled).fetchone())
         assert len(claiming.result()) == 1
-    assert one(owner, "select count(*) from pgqueue.messages where claim_token is not null") == 1
+    assert value(owner, "select count(*) from pgqueue.messages where claim_token is not null") == 1
     next_at = "pgqueue._from_micros(pg_sequence_last_value('pgqueue.next_maintenance_at'))"
-    assert one(owner, f"select {next_at} > clock_timestamp() + interval '30 s'")
+    assert value(owner, f"select {next_at} > clock_timestamp() + interval '30 s'")
 
 
 def test_doctor_names_what_keeps_a_table_from_being_compacted(
@@ -234,7 +233,7 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
         attempt = r"\w+ and sweeps compact the tables that need it; \S+ ago, they tried pgqueue.messages_shared: busy"
         assert re.search(rf"^the horizon is 1000000 transactions old: {attempt}$", found["compaction"][0])
         # Ten seconds after the attempt, the next one is due.
-        assert one(
+        assert value(
             owner,
             "select pgqueue._to_micros(c.tried_at + interval '10 s')"
             " = pg_sequence_last_value('pgqueue.next_maintenance_at')"
@@ -260,6 +259,7 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
     assert re.search(compacted, findings()["compaction"][0])
 
 
+@pytest.mark.long(part="engine")
 def test_large_batches_are_compacted_although_they_are_few_transactions(empty_database: Callable[[], str]) -> None:
     dsn = empty_database()
     with connect(dsn) as connection, psycopg.connect(dsn) as pin:
@@ -275,13 +275,13 @@ def test_large_batches_are_compacted_although_they_are_few_transactions(empty_da
             if claimed:
                 queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
             compacted = "outcome = 'compacted' and bytes_before > 67108864"
-            return bool(one(connection, f"select count(*) from pgqueue.compactions where {compacted}"))
+            return bool(value(connection, f"select count(*) from pgqueue.compactions where {compacted}"))
 
         wait_for(is_compacted)
-        assert one(connection, "select pgqueue._pinned_transactions()") < 50_000
+        assert value(connection, "select pgqueue._pinned_transactions()") < 50_000
 
 
-def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
+def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_value(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
     server, database = site
@@ -303,14 +303,14 @@ def test_an_endpoint_that_receives_from_a_relation_compacts(owner: psycopg.Conne
     owner.execute("insert into a (headers, body) select '{}', 'x' from generate_series(1, 3)")
     make_due(owner)
     owner.execute("update pgqueue.transports set next_at = now() - interval '3 s'")
-    before = one(owner, FILES)
+    before = value(owner, FILES)
     with owner.transaction():
         receive = (
             "delete from a where seq in (select seq from a order by seq limit 1 for update skip locked) returning seq"
         )
-        assert one(owner, receive) == 1
-    assert one(owner, FILES) != before
-    assert one(owner, "select array_agg(seq order by seq) from a") == [2, 3]
+        assert value(owner, receive) == 1
+    assert value(owner, FILES) != before
+    assert value(owner, "select array_agg(seq order by seq) from a") == [2, 3]
 
 
 def test_the_claim_of_a_role_without_rights_on_the_tables_compacts(
@@ -322,11 +322,11 @@ def test_the_claim_of_a_role_without_rights_on_the_tables_compacts(
     owner.execute("select pgqueue.grant_access('compact_consumer', 'consumer')")
     pgqueue.Queue(owner, "a").enqueue(1)
     make_due(owner)
-    before = one(owner, FILES)
+    before = value(owner, FILES)
     with server.connect(database) as consumer:
         consumer.execute("set role compact_consumer")
         assert len(pgqueue.Queue(consumer, "a").claim()) == 1
-    assert one(owner, FILES) != before
+    assert value(owner, FILES) != before
     owner.execute("drop owned by compact_consumer; drop role compact_consumer")
 
 
@@ -339,7 +339,7 @@ def test_prepare_transaction_does_not_compact(
     queue = pgqueue.Queue(owner, "a")
     queue.enqueue_batch([1, 2, 3])
     make_due(owner)
-    before = one(owner, FILES)
+    before = value(owner, FILES)
     owner.execute("begin")
     assert len(queue.receive(1)) == 1
     owner.execute("PREPARE  TRANSACTION 'compact'", prepare=prepare)
@@ -351,53 +351,53 @@ def test_prepare_transaction_does_not_compact(
             # The transaction that is prepared holds its lock, so that no row is written twice.
             done = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
             other.execute("set lock_timeout = '20 ms'")
-            assert one(other, done) == "busy"
+            assert value(other, done) == "busy"
     finally:
         owner.execute("commit prepared 'compact'")
-    assert one(owner, FILES) == before
+    assert value(owner, FILES) == before
     assert [message.payload for message in queue.claim(9)] == [3]
 
 
-def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(durable: EmbeddedServer) -> None:
-    with connect(durable.dsn) as connection:
+def test_a_killed_server_loses_and_repeats_no_row_of_a_compaction(embedded: EmbeddedServer) -> None:
+    with connect(embedded.dsn) as connection:
         connection.execute("create extension pgqueue")
         connection.execute("select pgqueue.create_queue('a', '1 h')")
         pgqueue.Queue(connection, "a").enqueue_batch([os.urandom(2000).hex() for _ in range(300)])
         pgqueue.Queue(connection, "a").claim(100)
-        before = one(connection, ROWS)
+        before = value(connection, ROWS)
     compact = "select c.outcome from pgqueue._compact_table('pgqueue.messages_shared', 'pgqueue.messages') c"
     done = [0]
 
     def compact_until_down() -> None:
-        with suppress(psycopg.Error), connect(durable.dsn) as connection:
+        with suppress(psycopg.Error), connect(embedded.dsn) as connection:
             while True:
-                assert one(connection, compact) == "compacted"
+                assert value(connection, compact) == "compacted"
                 done[0] += 1
 
-    for victim in ("server", "backend", "server", "backend"):
+    for victim in ("server", "backend"):
         done[0] = 0
         thread = threading.Thread(target=compact_until_down)
-        with connect(durable.dsn) as connection:
+        with connect(embedded.dsn) as connection:
             thread.start()
             wait_for(lambda: done[0] >= 3)
             others = "select pid from pg_stat_activity where query ~ '_compact_table' and pid <> pg_backend_pid()"
-            pid = one(connection, others)
+            pid = value(connection, others)
         if victim == "server":
-            durable.kill()
-            durable.start()
+            embedded.kill()
+            embedded.start()
         else:
-            with connect(durable.dsn) as other:
+            with connect(embedded.dsn) as other:
                 os.kill(pid, signal.SIGKILL)
                 with pytest.raises(psycopg.OperationalError):  # The server ends the other sessions, too, and recovers.
                     other.execute("select pg_sleep(600)")
         thread.join()
 
         def rows() -> Any:
-            with suppress(psycopg.OperationalError), connect(durable.dsn) as connection:
-                return one(connection, ROWS)
+            with suppress(psycopg.OperationalError), connect(embedded.dsn) as connection:
+                return value(connection, ROWS)
 
         assert wait_for(rows) == before
-    with connect(durable.dsn) as connection:
+    with connect(embedded.dsn) as connection:
         connection.execute("drop extension pgqueue cascade")
 
 
@@ -432,18 +432,19 @@ class Traffic:
                     queue.ack(message.id, message.claim_token)
 
 
+@pytest.mark.long(part="engine")
 def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_path: Path) -> None:
     compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
-    with EmbeddedServer() as primary, connect(primary.dsn) as owner:
+    with EmbeddedServer(settings=QUIET) as primary, connect(primary.dsn) as owner:
         owner.execute("create extension pgqueue")
         owner.execute("select pgqueue.create_queue('a', '1 h')")
         owner.execute(FORCED_COMPACTION)
         with synchronous_standby(primary, owner, tmp_path / "standby") as standby:
             with Traffic(Server("primary", primary.dsn), "postgres") as traffic:
-                wait_for(lambda: one(owner, compactions) > 2)
+                wait_for(lambda: value(owner, compactions) > 2)
                 primary.kill()
             with connect(standby.dsn) as promoted:
-                assert one(promoted, "select pg_promote()")
+                assert value(promoted, "select pg_promote()")
                 ids = {row[0] for row in promoted.execute("select id from pgqueue.messages")}
                 assert traffic.sent - traffic.settling <= ids
                 queue = pgqueue.Queue(promoted, "a")
@@ -452,25 +453,26 @@ def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_pat
                 # The answer to a claim of two messages can be lost.
                 waiting = (traffic.sent - traffic.settling) | {number}
                 assert len(waiting & {message.id for message in queue.claim(len(ids) + 1)}) >= len(waiting) - 2
-                compacted = one(promoted, compactions)
+                compacted = value(promoted, compactions)
                 queue.enqueue(5)
                 make_due(promoted)
                 queue.claim()
-                assert one(promoted, compactions) > compacted
+                assert value(promoted, compactions) > compacted
 
 
-def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_unused_one(tmp_path: Path) -> None:
+@pytest.mark.long(part="engine")
+def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_unused_value(tmp_path: Path) -> None:
     copy = tmp_path / "standby"
     found = "select detail, repair from pgqueue.doctor() where finding = 'pinned_horizon'"
-    with EmbeddedServer() as primary, connect(primary.dsn) as owner:
+    with EmbeddedServer(settings=QUIET) as primary, connect(primary.dsn) as owner:
         owner.execute("create extension pgqueue")
-        programs = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", copy, "-R", "-c", "fast"]
-        subprocess.run([*programs, "--create-slot", "--slot", "shadow"], check=True)
+        copying = [primary.bindir / "pg_basebackup", "-d", primary.dsn, "-D", copy, "-R", "-c", "fast"]
+        subprocess.run([*map(str, copying), "--create-slot", "--slot", "shadow"], check=True)
         settings = {"hot_standby_feedback": "on", "wal_receiver_status_interval": "1s"}
         with EmbeddedServer(data_dir=copy, settings=settings) as standby, psycopg.connect(standby.dsn) as reader:
             reader.execute("set transaction isolation level repeatable read")
             reader.execute("select 1")
-            wait_for(lambda: one(owner, "select xmin is not null from pg_replication_slots"))
+            wait_for(lambda: value(owner, "select xmin is not null from pg_replication_slots"))
             assert owner.execute(found).fetchall() == []
             owner.execute("""
                 do $$ begin
@@ -487,7 +489,7 @@ def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_
             ((detail, repair),) = owner.execute(found).fetchall()
             assert re.match(r"a query on the standby that uses replication slot shadow, snapshot \d+ trans", detail)
             assert "hot_standby_feedback = off" in repair
-        wait_for(lambda: one(owner, "select not active from pg_replication_slots"))
+        wait_for(lambda: value(owner, "select not active from pg_replication_slots"))
         ((detail, repair),) = owner.execute(found).fetchall()
         assert detail.startswith("unused replication slot shadow holds transaction ")
         owner.execute(repair)
@@ -501,45 +503,38 @@ def dumped_ids(server: Server, database: str) -> set[int] | None:
         assert "repeat the dump" in dump.stderr, dump.stderr
         return None
     with server.database(f"restored_{next(numbers)}") as restored:
-        psql = [TOOLS / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1"]
+        psql = [str(TOOLS / "psql"), "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1"]
         done = subprocess.run(psql, env=server.environment(restored), input=dump.stdout, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         with server.connect(restored) as connection:
-            return {row[0] for row in connection.execute("select id from pgqueue.messages")}
+            return {int(str(row[0])) for row in connection.execute("select id from pgqueue.messages")}
 
 
-def test_a_dump_beside_compactions_contains_every_message(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_compaction_waits_for_a_dump_and_a_dump_that_one_made_incomplete_fails(
+    site: tuple[Server, str], owner: psycopg.Connection[Any], is_held: bool
 ) -> None:
+    server, database = site
     owner.execute(FORCED_COMPACTION)
-    with Traffic(*site) as traffic:
-        compactions = "select count(*) from pgqueue.compactions where outcome = 'compacted'"
-        for _ in range(2):
-            before = one(owner, compactions)
-            owner.execute("select setval('pgqueue.next_maintenance_at', 1)")
-            wait_for(lambda: one(owner, compactions) > before)  # noqa: B023
-            sent = set(traffic.sent)
-            # A dump that begins while a compaction commits asks to be repeated. The next compactions wait for the dump.
-            found = wait_for(lambda: dumped_ids(*site))
-            assert sent - traffic.settling <= found
-
-
-def test_a_dump_that_a_compaction_made_incomplete_fails(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
-    owner.execute(FORCED_COMPACTION)
-    owner.execute(
-        "create or replace function pgqueue._is_dump_running() returns boolean language sql volatile as 'select false'"
-    )
-    refused = 0
-    with Traffic(*site) as traffic:
-        until = time.monotonic() + 60
-        while not refused and time.monotonic() < until:
-            sent = set(traffic.sent)
-            found = dumped_ids(*site)
-            if found is None:
-                refused += 1
-            else:
-                assert sent - traffic.settling <= found
-    assert refused
-    assert dumped_ids(*site) is not None
+    if not is_held:
+        owner.execute(
+            "create or replace function pgqueue._is_dump_running() returns boolean"
+            " language sql volatile as 'select false'"
+        )
+    ids = set(pgqueue.Queue(owner, "a").enqueue_batch([1, 2, 3]))
+    owner.execute("create table gate ()")
+    with server.connect(database) as keeper, ThreadPoolExecutor(1) as threads:
+        with keeper.transaction(force_rollback=True):
+            # A dump waits here after it has taken its snapshot, and before it locks the members of the extension.
+            keeper.execute("lock table gate in access exclusive mode")
+            dumping = threads.submit(dumped_ids, server, database)
+            waiting = (
+                "select count(*) from pg_stat_activity where query like 'LOCK TABLE%' and wait_event_type = 'Lock'"
+            )
+            wait_for(lambda: value(owner, waiting))
+            before = value(owner, FILES)
+            make_due(owner)
+            assert len(pgqueue.Queue(owner, "a").claim()) == 1
+            assert (value(owner, FILES) == before) is is_held
+        assert dumping.result() == (ids if is_held else None)
+    assert dumped_ids(server, database) == ids
