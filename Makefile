@@ -99,6 +99,8 @@ verify: setup  ## are generated files current, versions equal, modules in order,
 	@$(PYTHON) test/reference.py --check $(behaviour)
 	@$(PYTHON) test/bench/report.py --check
 	@$(PYTHON) test/documents.py
+	@$(PYTHON) test/promises.py
+	@$(PYTHON) test/mutants/run.py --check
 	@echo 'verify: ok'
 
 client: setup  ## generate the sync client from the async one

@@ -29,6 +29,10 @@ from pgqueue.embedded import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST = ROOT / "test"
+sys.path.insert(0, str(TEST / "python"))
+
+from clients import QUIET  # noqa: E402 - a module of the Python tests
+
 CACHE = ROOT / ".cache"
 # The majors, and how pgqueue gets into the database of their pgTAP files: each door is on one of them.
 DOORS = {18: "upgraded", 17: "restored", 16: "fresh", 15: "plain"}
@@ -137,9 +141,9 @@ def install_pgtap(server: Server, database: str) -> None:
             connection.execute(re.sub(r"^\\.*$", "", script, flags=re.MULTILINE).encode())
 
 
-def isolation(server: Server, accept: bool) -> str:
-    """Run every isolation spec and compare its output with the expected output, which is the same on every major."""
-    specs = sorted((TEST / "isolation/specs").glob("*.spec"))
+def isolation(server: Server, files: list[Path], accept: bool) -> str:
+    """Run the given isolation specs, or all, and compare their output with the expected one, equal on every major."""
+    specs = files or sorted((TEST / "isolation/specs").glob("*.spec"))
     with server.database("installed") as installed:
         prepare_fresh(server, installed)
         differences = [found for spec in specs if (found := run_spec(server, installed, spec, accept))]
@@ -213,7 +217,7 @@ def started(major: int) -> Iterator[Server]:
     if bindir is not None and not (bindir / "postgres").exists():
         raise LookupError(f"PostgreSQL {major} is not to be had on this machine (make test-tools fetches it)")
     extensions = [path for path in (CACHE / "pgtap", extension_dir(major)) if path.is_dir()]
-    with EmbeddedServer(bindir=bindir, durable=False, extra_extension_dirs=extensions) as server:
+    with EmbeddedServer(bindir=bindir, durable=False, settings=QUIET, extra_extension_dirs=extensions) as server:
         yield Server(f"PostgreSQL {major}", server.dsn)
 
 
@@ -243,10 +247,10 @@ def suites_for(major: int | None) -> list[str]:
 def run_suite(suite: str, server: Server, arguments: argparse.Namespace) -> str:
     """Run one suite; returns a summary."""
     if suite == "isolation":
-        return isolation(server, arguments.accept)
+        return isolation(server, [file for file in arguments.files if file.suffix == ".spec"], arguments.accept)
     if suite == "plpgsql_check":
         return plpgsql_check(server)
-    return pgtap(server, suite, arguments.files, arguments.jobs)
+    return pgtap(server, suite, [file for file in arguments.files if file.suffix == ".sql"], arguments.jobs)
 
 
 def run_suites(server: Server, suites: list[str], arguments: argparse.Namespace, turns: Semaphore) -> bool:
@@ -284,7 +288,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="pgTAP files that run at once")
     parser.add_argument("--accept", action="store_true", help="take what the specs print as expected from now on")
-    parser.add_argument("files", nargs="*", type=Path, help="only these pgTAP files")
+    parser.add_argument("files", nargs="*", type=Path, help="only these pgTAP files and specs")
     arguments = parser.parse_args()
 
     turns = Semaphore(os.cpu_count() or 1)
