@@ -445,7 +445,7 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
     assert attempts(connection, name) == [0, 1, 0, 0]
 
 
-@only(ASYNC_LEASE)
+@only(SYNC_LEASE)
 def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
