@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -14,12 +15,14 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg
 import pytest
 from clients import PATIENCE, growing, wait_for
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from pgqueue.cli import app
@@ -40,6 +43,10 @@ class Done(NamedTuple):
     def records(self) -> list[dict[str, Any]]:
         """The lines of --json."""
         return [json.loads(line) for line in self.out.splitlines()]
+
+
+Cli = Callable[..., Done]  # runs a command, by its words
+NewDatabase = Callable[[], str]  # makes a database, and returns how to connect to it
 
 
 def environment(**variables: str | Path) -> dict[str, str]:
@@ -110,12 +117,43 @@ def home(tmp_path: Path, quick_initdb: Path) -> Iterator[Path]:
     stop_keepers(tmp_path / "home")
 
 
+@cache
+def tree() -> Any:
+    """The commands. Typer takes longer to make them of the functions than to run one."""
+    return get_command(app)
+
+
 def in_process(dsn: str, *words: str, stdin: str | bytes | None = None, **variables: str) -> Done:
     """Run a command in this process."""
-    done = CliRunner().invoke(app, words, input=stdin, env={"PGQUEUE_DSN": dsn} | variables, prog_name="pgqueue")
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return Done(done.exit_code, done.stdout, done.stderr)
+    status = 0
+    with CliRunner().isolation(stdin, {"PGQUEUE_DSN": dsn} | variables) as (out, err, _):
+        try:
+            tree().main(args=words, prog_name="pgqueue")
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return Done(status, out.getvalue().decode(), err.getvalue().decode())
+
+
+@contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    """Commands of this process run in a directory. What they import from it, and their logging, is undone."""
+    cwd, path, modules = Path.cwd(), sys.path.copy(), set(sys.modules)
+    handlers, level = logging.root.handlers, logging.root.level
+    os.chdir(directory)
+    logging.root.handlers = []
+    try:
+        yield
+    finally:
+        os.chdir(cwd)
+        sys.path[:] = path
+        logging.root.handlers = handlers
+        logging.root.setLevel(level)
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", None)).startswith(f"{directory}/"):
+                del sys.modules[name]
 
 
 def run(*words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, **variables: str | Path) -> Done:

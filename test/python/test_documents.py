@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ def psql(dsn: str, script: str) -> str:
 
 
 @pytest.fixture
-def pasted(empty_database: Callable[[], str]) -> tuple[str, str]:
+def pasted(empty_database: commands.NewDatabase) -> tuple[str, str]:
     """A database into which the first block of the README was pasted, and the answers of psql."""
     dsn = empty_database()
     return dsn, psql(dsn, blocks("README.md", "sql")[0].code)
@@ -74,7 +73,7 @@ class Pasting:
     """A person who pastes blocks into a terminal, one after the other, with one database."""
 
     def __init__(self, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.variables = {"PGQUEUE_DSN": dsn, "PGQUEUE_PASSWORD": "password"}
+        self.variables: dict[str, Any] = {"PGQUEUE_PASSWORD": "password"}
         self.dsn, self.directory, self.monkeypatch = dsn, directory, monkeypatch
         self.out = ""
 
@@ -120,7 +119,8 @@ class Pasting:
             elif program == "pgqueue":
                 words = [word for word in words if word not in ("--watch", "--until-empty")]
                 words += ["--until-empty"] * ("work" in words)
-                done = commands.run(*words, cwd=self.directory, **self.variables)
+                with commands.inside(self.directory):
+                    done = commands.in_process(self.dsn, *words, **self.variables)
                 assert done.status == 0, (line, done)
                 self.out += done.out + done.err
             else:
@@ -128,7 +128,8 @@ class Pasting:
 
     def curl(self, code: str) -> None:
         """Run it against a server on the database."""
-        with commands.running("serve", "--port", "0", directory=self.directory, **self.variables) as server:
+        variables = self.variables | {"PGQUEUE_DSN": self.dsn}
+        with commands.running("serve", "--port", "0", directory=self.directory, **variables) as server:
             url = server.wait_for(lambda: re.search(r"serves (http://[^/\s]+)/", server.err))[1]
             script = ["bash", "-c", code.replace("http://127.0.0.1:8080", url)]
             done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE, check=True)
@@ -139,7 +140,7 @@ class Pasting:
 @pytest.mark.usefixtures("curl")
 @pytest.mark.parametrize("document", PASTED)
 def test_every_block_can_be_pasted_in_order_into_one_database(
-    document: str, empty_database: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: str, empty_database: commands.NewDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     person = Pasting(empty_database(), tmp_path, monkeypatch)
     if document != "README.md":  # it begins with this itself
@@ -155,25 +156,15 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
         assert text in person.out, person.out
 
 
-def test_no_other_document_has_code_that_is_not_run() -> None:
-    for document in DOCUMENTS:
-        if str(document) not in (*PASTED, SPARK):
-            assert {block.language for block in blocks(document)} <= {"", "text"}, document
-
-
 def test_the_first_block_has_twelve_lines_that_work(pasted: tuple[str, str]) -> None:
     assert len(blocks("README.md", "sql")[0].code.splitlines()) == 12
     answers = pasted[1].splitlines()
     assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
     assert answers[5] == "t"  # ack
     assert answers[6].split("|")[:5] == ["orders", "0", "0", "1", "0"]  # what is left is scheduled
-
-
-def test_plain_sql_claims_what_it_inserted(pasted: tuple[str, str]) -> None:
-    block = blocks("sql/REFERENCE.md", "sql")[0]
-    answers = psql(pasted[0], block.code).splitlines()
-    assert answers[0] == "3"
-    assert answers[1].startswith('3|{"order_id": 1003}|1|')
+    plain = psql(pasted[0], blocks("sql/REFERENCE.md", "sql")[0].code).splitlines()  # claims what it inserted
+    assert plain[0] == "3"
+    assert plain[1].startswith('3|{"order_id": 1003}|1|')
 
 
 def test_the_query_for_rates_shows_what_happened_between_two_looks(pasted: tuple[str, str]) -> None:
@@ -266,20 +257,23 @@ def test_the_command_line_works_on_the_private_server(
     assert "no dead letters" in person.out
 
 
+def prose(document: Path) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 def anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives to the headings, and those of promises."""
-    text = re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = prose(document)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     of_headings = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return of_headings | set(re.findall(r'<a id="([^"]+)"></a>', text))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
-    text = re.sub(
-        r"^ *```.*?^ *```$", "", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+def test_every_link_leads_to_a_file_and_a_heading_and_all_code_is_run(document: Path) -> None:
+    assert str(document) in (*PASTED, SPARK) or {block.language for block in blocks(document)} <= {"", "text"}
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / document)):
         path, _, anchor = target.partition("#")
         file = ((ROOT / document).parent / path).resolve() if path else ROOT / document
         assert file.exists(), target

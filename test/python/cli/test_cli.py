@@ -1,6 +1,9 @@
 """The command line on the test server: its output, its effect on the queue, and its exit status."""
 
 import base64
+import json
+import logging
+import os
 import re
 import runpy
 import shlex
@@ -11,16 +14,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import datetime, timedelta
-from itertools import pairwise
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
 import typer
-from clients import PATIENCE
-from commands import COMMAND, Done, environment, in_process, run, running, terminal
+from clients import PATIENCE, wait_for
+from commands import Cli, Done, NewDatabase, environment, in_process, run, running, terminal
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 import pgqueue.cli
@@ -36,6 +41,11 @@ def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
     return [message.payload for message in queue.browse(state, 10000)]
 
 
+def shell(script: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    words = ["bash", "-c", script]
+    return subprocess.run(words, env=environment(**variables), capture_output=True, text=True, timeout=PATIENCE)
+
+
 def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) -> list[int]:
     """Create `number` dead letters. Returns their ids."""
     queue.enqueue_batch([{"n": n} for n in range(number)])
@@ -48,7 +58,7 @@ def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) ->
 # Queues
 
 
-def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: str) -> None:
+def test_a_queue_is_created_listed_and_dropped(cli: Cli, name: str) -> None:
     done = cli("create", name, "--visibility-timeout", "1m30s", "--max-attempts", "1", "--no-dlq")
     assert done == (0, f"queue {name}: visibility timeout 1m30s, 1 attempt, then deleted\n", "")
     (listed,) = [queue for queue in cli("list", "--json").records if queue["name"] == name]
@@ -63,46 +73,15 @@ def test_a_queue_is_created_listed_and_dropped(cli: Callable[..., Done], name: s
     assert cli("drop", name, "--yes").status == 1
 
 
-def test_every_setting_of_a_queue_has_an_option(cli: Callable[..., Done], name: str) -> None:
-    done = cli(
-        *("create", name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--dlq"),
-        *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
-        *("--backoff-max", "1d", "--backoff-jitter", "0", "--dedicated", "--if-not-exists", "--archive-for", "30d"),
-    )
-    (made,) = done.records
-    expected = {
-        "name": name,
-        "visibility_timeout": 7200,
-        "max_attempts": 7,
-        "dlq_enabled": True,
-        "dead_letter_expired": True,
-        "max_payload_bytes": 1000,
-        "backoff_base": 0.25,
-        "backoff_factor": 1.5,
-        "backoff_max": 86400,
-        "backoff_jitter": 0,
-        "dedicated": True,
-        "paused_at": None,
-        "archive_for": 2592000,
-        "expires_after_idle": None,
-    }
-    assert {key: made[key] for key in expected} == expected
-    assert datetime.fromisoformat(made["created_at"]).utcoffset() == timedelta(0)
-    assert cli("drop", name, "-y").status == 0
-
-
-def test_create_leaves_an_existing_queue_only_with_if_not_exists(cli: Callable[..., Done], name: str) -> None:
+def test_create_leaves_an_existing_queue_only_with_if_not_exists(cli: Cli, name: str) -> None:
     assert cli("create", name).status == 0
     again = cli("create", name)
-    assert again.status == 1
-    assert (
-        again.err
-        == f"pgqueue: queue '{name}' already exists\nhint: With --if-not-exists an existing queue is left unchanged.\n"
-    )
+    hint = "With --if-not-exists an existing queue is left unchanged."
+    assert (again.status, again.err) == (1, f"pgqueue: queue '{name}' already exists\nhint: {hint}\n")
     assert cli("create", name, "--max-attempts", "9", "--if-not-exists", "--json").records[0]["max_attempts"] == 5
 
 
-def test_a_paused_queue_delivers_nothing_until_it_is_resumed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_a_paused_queue_delivers_nothing_until_it_is_resumed(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     assert cli("pause", orders.name).out == f"queue {orders.name} is now paused\n"
     assert cli("pause", orders.name, "--json").records == [{"paused": True, "changed": False}]
@@ -113,7 +92,7 @@ def test_a_paused_queue_delivers_nothing_until_it_is_resumed(cli: Callable[..., 
     assert cli("claim", orders.name).status == 0
 
 
-def test_stats_count_by_state(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_stats_count_by_state(cli: Cli, orders: pgqueue.Queue) -> None:
     kill_letters(orders, 1)
     orders.enqueue_batch([1, 2, 3])
     orders.claim()
@@ -126,10 +105,14 @@ def test_stats_count_by_state(cli: Callable[..., Done], orders: pgqueue.Queue) -
     assert orders.name in [each["queue_name"] for each in cli("stats", "--json").records]
 
 
-def test_internal_queues_are_listed_last_and_marked(empty_database: Callable[[], str]) -> None:
+def test_internal_queues_are_listed_last_and_marked(empty_database: NewDatabase) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn) as connection:
         pgqueue.install(connection)
+    for command in ("list", "stats"):
+        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue; create one with pgqueue create\n")
+        assert in_process(dsn, command, "--json") == (0, "", "")
+    with psycopg.connect(dsn) as connection:
         for name in ("billing", "pgqueue-http-tasks", "zebra"):
             pgqueue.Queue(connection, name).create_queue()
     for command, key in (("stats", "queue_name"), ("list", "name")):
@@ -140,85 +123,72 @@ def test_internal_queues_are_listed_last_and_marked(empty_database: Callable[[],
         assert names == ["billing", "zebra", "pgqueue-http-tasks"]
 
 
-def test_stats_watch_shows_the_change_per_second(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
-    words = ["stats", orders.name, "--watch", "--interval", "100ms"]
-    with running(*words, "--json", directory=tmp_path, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: '"change_per_second": 0.0' in command.out)
-        orders.enqueue_batch([1] * 50)
-        command.wait_for(lambda: re.search(r'"change_per_second": [1-9]', command.out))
-        orders.purge_queue()
-        command.wait_for(lambda: '"change_per_second": -' in command.out)
-        command.signal(signal.SIGINT)
-        records = command.end().records
-    assert records[0]["change_per_second"] is None
-    looks = [
-        (one["ready_messages"] - before["ready_messages"], one["change_per_second"])
-        for before, one in pairwise(records)
-        if not one["estimates"]
-    ]
-    assert {(more > 0) - (more < 0) for more, _ in looks} == {-1, 0, 1}
-    assert all((more > 0) - (more < 0) == (rate > 0) - (rate < 0) for more, rate in looks)
-    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
-        shown = r"in/s +out/s +failed/s +dead/s +change/s +\n.*\n.*( +0\.0){4} +\+0\.0 *\n"
-        command.wait_for(lambda: re.search(shown, command.out))
-        command.signal(signal.SIGINT)
-        assert command.end().status == 0
+@pytest.fixture
+def watch(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Runs a command with --watch, and one step between each look and the next, which take place every two seconds."""
+
+    def invoke(words: tuple[str, ...], *steps: Callable[[], object]) -> Done:
+        pending, moments = iter(steps), count(0, 2)
+
+        def sleep(_: float) -> None:
+            if (step := next(pending, None)) is None:
+                raise KeyboardInterrupt
+            step()
+
+        clock = SimpleNamespace(monotonic=lambda: float(next(moments)), sleep=sleep)
+        monkeypatch.setattr(pgqueue.cli.queues, "time", clock)
+        return cli(*words, "--watch")
+
+    return invoke
 
 
-def test_stats_watch_shows_the_messages_that_pass_per_second(
-    database: str, orders: pgqueue.Queue, tmp_path: Path
-) -> None:
-    words = ["stats", orders.name, "--watch", "--interval", "100ms", "--json"]
-    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: '"in_per_second": 0.0' in command.out)
-        orders.enqueue_batch([1] * 30)
+def test_stats_watch_shows_what_passes_and_changes_per_second(watch: Cli, orders: pgqueue.Queue) -> None:
+    def work() -> None:
         orders.receive(20)
         failed, rejected = orders.claim(2)
         orders.nack(failed.id, failed.claim_token)
         orders.reject(rejected.id, rejected.claim_token)
-        command.wait_for(lambda: '"dead_total": 1,' in command.out)
-        command.signal(signal.SIGINT)
-        records = command.end().records
-    names = {"in": "enqueued", "out": "acknowledged", "failed": "failed", "dead": "dead"}
-    assert [records[-1][f"{name}_total"] for name in names.values()] == [30, 20, 2, 1]
-    assert {records[0][f"{rate}_per_second"] for rate in names} == {None}
-    for before, one in pairwise(records):
-        for rate, name in names.items():
-            assert (one[f"{rate}_per_second"] > 0) == (one[f"{name}_total"] > before[f"{name}_total"])
+
+    steps = (lambda: None, lambda: orders.enqueue_batch([1] * 30), work, orders.purge_queue)
+    done = watch(("stats", orders.name, "--json"), *steps)
+    assert (done.status, done.err) == (0, "")
+    names = ("in", "out", "failed", "dead", "change")
+    assert [[record[f"{name}_per_second"] for name in names] for record in done.records] == [
+        [None] * 5,
+        [0, 0, 0, 0, 0],
+        [15, 0, 0, 0, 15],
+        [0, 10, 1, 0.5, -10.5],
+        [0, 0, 0, 0, -4.5],
+    ]
+    totals = [done.records[-1][f"{name}_total"] for name in ("enqueued", "acknowledged", "failed", "dead")]
+    assert totals == [30, 20, 2, 1]
+    moments = [record["at"] for record in done.records]
+    assert moments == sorted(set(moments))
+    shown = watch(("stats", orders.name), lambda: None, lambda: orders.enqueue_batch([1] * 3))
+    assert re.search(r"in/s +out/s +failed/s +dead/s +change/s +\n.*\n.*( +0\.0){4} +\+0\.0 *\n", shown.out)
+    assert re.search(rf"^{orders.name} +3 .* 1\.5( +0\.0){{3}} +\+1\.5 *$", shown.out, re.MULTILINE)
 
 
-def test_a_queue_without_counters_has_no_rates(database: str, name: str, tmp_path: Path) -> None:
-    assert in_process(database, "create", name, "--no-counters").status == 0
-    assert "counters            none\n" in in_process(database, "show", name).out
-    words = ["stats", name, "--watch", "--interval", "100ms", "--json"]
-    with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
-        command.wait_for(lambda: '"change_per_second": 0.0' in command.out)
-        command.signal(signal.SIGINT)
-        record = command.end().records[-1]
-    assert {record["enqueued_total"], record["in_per_second"], record["dead_per_second"]} == {None}
-
-
-@pytest.mark.parametrize("options", [["--json"], []])
-def test_stats_watch_repeats_until_an_interrupt(
-    database: str, orders: pgqueue.Queue, tmp_path: Path, options: list[str]
-) -> None:
-    words = ["stats", orders.name, "--watch", "--interval", "100ms", *options]
+def test_stats_watch_repeats_until_an_interrupt(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
+    words = ("stats", orders.name, "--watch", "--interval", "100ms")
     with running(*words, directory=tmp_path, PGQUEUE_DSN=database) as command:
         command.wait_for(lambda: orders.name in command.out)
         orders.enqueue(1)
-        one = '"ready_messages": 1' if options else f"{orders.name} +1 "
-        command.wait_for(lambda: re.search(one, command.out))
+        command.wait_for(lambda: re.search(f"{orders.name} +1 ", command.out))
         command.signal(signal.SIGINT)
         done = command.end()
     assert (done.status, done.err) == (0, "")
-    if options:
-        moments = [record["at"] for record in done.records]
-        assert moments == sorted(set(moments))
 
 
-def test_an_empty_list_prints_a_note(
-    cli: Callable[..., Done], orders: pgqueue.Queue, empty_database: Callable[[], str]
-) -> None:
+def test_a_queue_without_counters_has_no_rates(cli: Cli, watch: Cli, name: str) -> None:
+    assert cli("create", name, "--no-counters").status == 0
+    assert "counters            none\n" in cli("show", name).out
+    _, record = watch(("stats", name, "--json"), lambda: None).records
+    assert record["change_per_second"] == 0
+    assert {record["enqueued_total"], record["in_per_second"], record["dead_per_second"]} == {None}
+
+
+def test_an_empty_list_prints_a_note(cli: Cli, orders: pgqueue.Queue) -> None:
     for words, said in {
         ("dead", "list"): "queue {} has no dead letters",
         ("dead", "list", "--after", "7"): "queue {} has no dead letters after id 7",
@@ -228,18 +198,12 @@ def test_an_empty_list_prints_a_note(
     }.items():
         assert cli(*words, orders.name) == (0, "", f"pgqueue: {said.format(orders.name)}\n")
         assert cli(*words, orders.name, "--json") == cli(*words, orders.name, "--quiet") == (0, "", "")
-    dsn = empty_database()
-    with psycopg.connect(dsn) as connection:
-        pgqueue.install(connection)
-    for command in ("list", "stats"):
-        assert in_process(dsn, command) == (0, "", "pgqueue: there is no queue; create one with pgqueue create\n")
-        assert in_process(dsn, command, "--json") == (0, "", "")
 
 
 # Sending
 
 
-def test_json_arguments_are_sent_unchanged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_json_arguments_are_sent_unchanged(cli: Cli, orders: pgqueue.Queue) -> None:
     done = cli("send", orders.name, '{"price": 1.10, "big": 12345678901234567890.5}', "null", '"Zoë"')
     assert re.fullmatch(rf"3 messages sent to {orders.name}, ids \d+ to \d+\n", done.out)
     browsed = cli("browse", orders.name, "--json").out.splitlines()
@@ -250,7 +214,7 @@ def test_json_arguments_are_sent_unchanged(cli: Callable[..., Done], orders: pgq
     assert cli("send", orders.name, "1").out == f"message {orders.browse()[-1].id} sent to {orders.name}\n"
 
 
-def test_an_error_in_a_multi_line_argument_names_the_line(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_error_in_a_multi_line_argument_names_the_line(cli: Cli, orders: pgqueue.Queue) -> None:
     for words in (["send", orders.name], ["publish", orders.name]):
         done = cli(*words, '{\n  "a": 1,\n  "b": }')
         assert done.status == 2
@@ -258,7 +222,7 @@ def test_an_error_in_a_multi_line_argument_names_the_line(cli: Callable[..., Don
     assert payloads(orders) == []
 
 
-def test_lines_of_json_are_sent_from_standard_input(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_lines_of_json_are_sent_from_standard_input(cli: Cli, orders: pgqueue.Queue) -> None:
     lines = b'\xef\xbb\xbf{"a": 1}\r\n\n  \n"two"\n[3]'
     done = cli("send", orders.name, "--json", stdin=lines)
     assert [record["id"] for record in done.records] == [message.id for message in orders.browse()]
@@ -267,7 +231,7 @@ def test_lines_of_json_are_sent_from_standard_input(cli: Callable[..., Done], or
     assert cli("send", "missing", stdin="").err.startswith("pgqueue: queue 'missing' does not exist\n")
 
 
-def test_lines_of_json_are_sent_from_files(cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path) -> None:
+def test_lines_of_json_are_sent_from_files(cli: Cli, orders: pgqueue.Queue, tmp_path: Path) -> None:
     (tmp_path / "one").write_text("".join(f"{n}\n" for n in range(2500)))
     (tmp_path / "two").write_text('"last"\n')
     done = cli("send", orders.name, "-f", str(tmp_path / "one"), "-f", "-", "-f", str(tmp_path / "two"), stdin='"in"')
@@ -278,10 +242,8 @@ def test_lines_of_json_are_sent_from_files(cli: Callable[..., Done], orders: pgq
 def test_bodies_are_sent_byte_for_byte(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
     everything = bytes(range(256)) + b"\n\n"
     (tmp_path / "picture").write_bytes(everything)
-    done = run("send", orders.name, "--body", "tea", b"\xff", PGQUEUE_DSN=database)
-    assert done.status == 0, done.err
-    done = in_process(database, "send", orders.name, "--body", "--file", str(tmp_path / "picture"))
-    assert done.status == 0, done.err
+    assert in_process(database, "send", orders.name, "--body", "tea", os.fsdecode(b"\xff")).status == 0
+    assert in_process(database, "send", orders.name, "--body", "--file", str(tmp_path / "picture")).status == 0
     done = run("send", orders.name, "--body", stdin=everything, PGQUEUE_DSN=database)
     assert done.status == 0, done.err
     assert [message.body for message in orders.browse()] == [b"tea", b"\xff", everything, everything]
@@ -290,7 +252,7 @@ def test_bodies_are_sent_byte_for_byte(database: str, orders: pgqueue.Queue, tmp
     assert "a body of 258 bytes" in in_process(database, "browse", orders.name).out
 
 
-def test_headers_delay_and_expiry_are_given_to_every_message(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_headers_delay_and_expiry_are_given_to_every_message(cli: Cli, orders: pgqueue.Queue) -> None:
     options = ("-H", "event=created", "--header", "note=a=b", "--delay", "1h", "--expires-in", "2h")
     assert cli("send", orders.name, "1", "2", *options).status == 0
     for message in orders.browse("scheduled"):
@@ -316,7 +278,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
 def test_an_invalid_line_is_named_and_nothing_is_sent(
-    cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, line: bytes, reason: str
+    cli: Cli, orders: pgqueue.Queue, tmp_path: Path, line: bytes, reason: str
 ) -> None:
     file = tmp_path / "orders.jsonl"
     file.write_bytes(b"0\n" * 1500 + b"\n" + line + b"\n" + b"1\n" * 3)
@@ -330,9 +292,7 @@ def test_an_invalid_line_is_named_and_nothing_is_sent(
 
 
 @pytest.mark.parametrize("options", [[], ["--body"]])
-def test_a_read_error_names_the_file(
-    cli: Callable[..., Done], orders: pgqueue.Queue, tmp_path: Path, options: list[str]
-) -> None:
+def test_a_read_error_names_the_file(cli: Cli, orders: pgqueue.Queue, tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "good").write_text("1\n")
     unreadable = "/proc/self/mem"
     done = cli("send", orders.name, *options, "--file", str(tmp_path / "good"), "--file", unreadable)
@@ -340,7 +300,7 @@ def test_a_read_error_names_the_file(
     assert payloads(orders) == []
 
 
-def test_with_commit_every_the_error_names_what_was_committed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_with_commit_every_the_error_names_what_was_committed(cli: Cli, orders: pgqueue.Queue) -> None:
     lines = "".join(f"{n}\n" for n in range(2400)) + "oops\n"
     done = cli("send", orders.name, "--commit-every", "1100", "--json", stdin=lines)
     assert done.status == 1
@@ -359,7 +319,7 @@ def test_with_commit_every_messages_arrive_while_the_input_is_open(
         for number in range(3):
             command.process.stdin.write(b"%d\n" % number)
             command.process.stdin.flush()
-            command.wait_for(lambda number=number: payloads(orders) == list(range(number + 1)))
+            command.wait_for(lambda: len(payloads(orders)) > number)  # noqa: B023
         command.process.stdin.close()
         assert command.end().status == 0
 
@@ -386,13 +346,17 @@ def test_an_interrupted_send_sends_nothing_and_says_so(
     assert payloads(orders) == []
 
 
-def test_warnings_of_psycopg_are_not_printed() -> None:
-    remark = "import logging, pgqueue.cli; logging.getLogger('psycopg').warning('error ignored in rollback')"
-    assert subprocess.run([sys.executable, "-c", remark], capture_output=True, check=True).stderr == b""
+def test_warnings_of_psycopg_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])  # as in a process of the command line
+    logging.getLogger("psycopg").warning("error ignored in rollback")
+    logging.getLogger("another").warning("a warning")
+    assert capsys.readouterr().err == "a warning\n"
 
 
 def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
-    cli: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(_: psycopg.Connection[Any]) -> None:
         raise psycopg.OperationalError("the connection is lost")
@@ -404,7 +368,7 @@ def test_a_connection_lost_during_the_commit_is_reported_as_unknown(
     assert "The commit of 2 messages up to standard input:2 failed" in done.err
 
 
-def test_published_json_is_sent_unchanged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_published_json_is_sent_unchanged(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.subscribe(orders.name)
     for text in ("1" * 5000, "[" * 1500 + "]" * 1500):
         assert cli("publish", orders.name, text) == (0, "sent to 1 queue\n", "")
@@ -418,7 +382,7 @@ def test_published_json_is_sent_unchanged(cli: Callable[..., Done], orders: pgqu
         assert done.err.startswith(f"pgqueue: the payload is not JSON: {reason}\n")
 
 
-def test_an_error_of_all_messages_names_no_line(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_error_of_all_messages_names_no_line(cli: Cli, orders: pgqueue.Queue) -> None:
     for words, message in (
         ((orders.name, "--delay", "4000d"), "invalid delay: '4000 days'"),
         ((orders.name, "-H", f"x={'y' * 70000}"), "headers of 70009 bytes is over the limit of 65536 bytes"),
@@ -433,29 +397,20 @@ def test_an_error_of_all_messages_names_no_line(cli: Callable[..., Done], orders
 @pytest.mark.parametrize(
     "words",
     [
-        ["hello"],
-        ["1", "{"],
-        ["1", "--file", "-"],
-        ["1", "--header", "x"],
-        ["1", "--header", "=x"],
-        ["1", "--header", "x=1", "--header", "x=2"],
-        ["1", "--delay", "soon"],
-        ["1", "--commit-every", "0"],
-        ["--file", "/no/such/file"],
-        ["--file", "/"],
+        *("hello", "1 {", "1 --file -", "1 --header x", "1 --header =x", "1 --header x=1 --header x=2"),
+        *("1 --delay soon", "1 --commit-every 0", "--file /no/such/file", "--file /"),
     ],
 )
-def test_wrong_usage_is_refused_before_anything_runs(words: list[str]) -> None:
-    done = in_process("host=/nowhere", "send", "orders", *words)
-    assert done.status == 2
-    assert done.out == ""
+def test_wrong_usage_is_refused_before_anything_runs(words: str) -> None:
+    done = in_process("host=/nowhere", "send", "orders", *words.split())
+    assert (done.status, done.out) == (2, "")
     assert done.err
 
 
 # Claiming and settling
 
 
-def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_are_claimed_and_acknowledged(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([{"n": 1}, {"n": 2}])
     done = cli("claim", orders.name, "--max", "5", "--visibility-timeout", "10m", "--claimed-by", "me", "--json")
     assert [list(record) for record in done.records] == [[field.name for field in fields(pgqueue.Message)]] * 2
@@ -475,7 +430,7 @@ def test_messages_are_claimed_and_acknowledged(cli: Callable[..., Done], orders:
 
 
 def test_a_claim_takes_from_further_queues_in_their_order(
-    cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
 ) -> None:
     bulk = f"{orders.name}-bulk"
     later = pgqueue.Queue(connection, bulk)
@@ -491,14 +446,14 @@ def test_a_claim_takes_from_further_queues_in_their_order(
     assert (nothing.status, nothing.err) == (3, f"pgqueue: no message of queue {orders.name} or {bulk} is ready\n")
 
 
-def test_the_table_of_a_claim_ends_with_its_ack_command(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_the_table_of_a_claim_ends_with_its_ack_command(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([1, 2])
     claimed = cli("claim", orders.name, "--max", "2").out.splitlines()
     assert claimed[0].split() == ["id", "attempt", "sent", "ago", "message"]
     assert cli(*claimed[-1].partition(": pgqueue ")[2].split()).out == "2 done\n"
 
 
-def test_messages_are_returned_and_rejected(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_are_returned_and_rejected(cli: Cli, orders: pgqueue.Queue) -> None:
     ids = orders.enqueue_batch([1, 2, 3])
     token = str(orders.claim(3)[0].claim_token)
     assert cli("nack", orders.name, token, str(ids[0]), "--delay", "1h", "--error", "later").out == "1 returned\n"
@@ -511,7 +466,7 @@ def test_messages_are_returned_and_rejected(cli: Callable[..., Done], orders: pg
     assert str(ids[0]) in partly.err
 
 
-def test_messages_are_browsed_page_by_page(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_are_browsed_page_by_page(cli: Cli, orders: pgqueue.Queue) -> None:
     ids = orders.enqueue_batch(list(range(2100)))
 
     def browsed(*words: str) -> list[int]:
@@ -526,7 +481,7 @@ def test_messages_are_browsed_page_by_page(cli: Callable[..., Done], orders: pgq
 
 
 def test_purge_keeps_dead_letters_and_expired_deletes_expired_only(
-    cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
 ) -> None:
     kill_letters(orders, 1)
     orders.enqueue_batch([1, 2])
@@ -542,7 +497,7 @@ def test_purge_keeps_dead_letters_and_expired_deletes_expired_only(
 # Dead letters
 
 
-def test_dead_letters_are_listed_and_shown(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_dead_letters_are_listed_and_shown(cli: Cli, orders: pgqueue.Queue) -> None:
     (number,) = kill_letters(orders, 1, "ValueError: no such card\n\nTraceback:\n  line 1")
     (listed,) = cli("dead", "list", orders.name, "--json").records
     assert list(listed) == [field.name for field in fields(pgqueue.DeadMessage)]
@@ -556,7 +511,7 @@ def test_dead_letters_are_listed_and_shown(cli: Callable[..., Done], orders: pgq
     assert cli("dead", "show", orders.name, str(number + 1)).status == 3
 
 
-def test_dead_show_lists_the_recorded_failures(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_dead_show_lists_the_recorded_failures(cli: Cli, orders: pgqueue.Queue) -> None:
     failure = {"failed_at": "2026-01-01T00:00:00+00:00", "exception_type": "ValueError", "consumer": "host:1:orders"}
     headers = {
         "event": "created",
@@ -576,7 +531,7 @@ def test_dead_show_lists_the_recorded_failures(cli: Callable[..., Done], orders:
     assert "2 bytes, starting with 00 ff" in shown
 
 
-def test_dead_letters_are_redriven_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_dead_letters_are_redriven_all_or_by_id(cli: Cli, orders: pgqueue.Queue) -> None:
     ids = kill_letters(orders, 5)
     assert cli("dead", "redrive", orders.name, str(ids[2])).out == "1 dead letter is ready again\n"
     partly = cli("dead", "redrive", orders.name, str(ids[2]), str(ids[3]), "--json")
@@ -588,7 +543,7 @@ def test_dead_letters_are_redriven_all_or_by_id(cli: Callable[..., Done], orders
     assert orders.peek() == 5
 
 
-def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_dead_letters_are_purged_all_or_by_id(cli: Cli, orders: pgqueue.Queue) -> None:
     ids = kill_letters(orders, 3)
     assert cli("dead", "purge", orders.name, str(ids[0]), "--json").records == [{"purged": 1}]
     assert cli("dead", "purge", orders.name, str(ids[0])).status == 3
@@ -599,9 +554,22 @@ def test_dead_letters_are_purged_all_or_by_id(cli: Callable[..., Done], orders: 
 # Confirmations
 
 
-@pytest.mark.parametrize("words", [["drop"], ["purge"], ["dead", "purge"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("words", "question", "said"),
+    [
+        (["drop"], "Drop queue {} with 1 message and 1 dead letter?", "dropped"),
+        (["purge"], "Delete 1 message of queue {}?", "deleted"),
+        (["dead", "purge"], "Delete 1 dead letter of queue {}?", "deleted"),
+    ],
+    ids=["drop", "purge", "dead purge"],
+)
 def test_nothing_is_deleted_without_confirmation(
-    cli: Callable[..., Done], orders: pgqueue.Queue, words: list[str]
+    cli: Cli,
+    orders: pgqueue.Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    question: str,
+    said: str,
 ) -> None:
     kill_letters(orders, 1)
     orders.enqueue(1)
@@ -609,46 +577,30 @@ def test_nothing_is_deleted_without_confirmation(
     assert (done.status, done.out) == (2, "")
     assert done.err == "pgqueue: this needs a confirmation, but stdin is not a terminal\nhint: Confirm with --yes.\n"
     assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
+    asked: list[str] = []
+    monkeypatch.setattr(pgqueue.cli.session.Session, "confirm", lambda _, text: asked.append(text))
+    assert said in cli(*words, orders.name).out
+    assert asked == [question.format(orders.name)]
 
 
-@pytest.mark.parametrize(
-    ("words", "question"),
-    [
-        (["drop"], r"Drop queue {} with 1 message and 1 dead letter\?"),
-        (["purge"], r"Delete 1 message of queue {}\?"),
-        (["dead", "purge"], r"Delete 1 dead letter of queue {}\?"),
-    ],
-    ids=["drop", "purge", "dead purge"],
-)
-def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue, words: list[str], question: str) -> None:
-    kill_letters(orders, 1)
+def test_a_deletion_asks_on_a_terminal(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
-    with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
-        screen.wait_for(question.format(orders.name) + r" \[y/N\]:")
-        screen.type("n\n")
-        assert screen.end() == 1
-        assert "pgqueue: nothing was changed" in screen.seen
     # The line after Ctrl-C wakes a read that started just after the signal. All questions are asked in the same way.
-    for typed, status in (("\x04", 1), ("\x03\n", 130)) if words == ["drop"] else ():
-        with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
-            screen.wait_for(r"\[y/N\]:")
+    for typed, status in (("\x04", 1), ("\x03\n", 130), ("y\n", 0)):
+        assert orders.peek() == 1
+        with terminal("drop", orders.name, PGQUEUE_DSN=database) as screen:
+            screen.wait_for(rf"Drop queue {orders.name} with 1 message and 0 dead letters\? \[y/N\]:")
             screen.type(typed)
             assert screen.end() == status
+            assert ("nothing was changed" in screen.seen) is (status > 0)
             assert "Aborted" not in screen.seen
-    assert (orders.peek(), len(orders.browse_dead_messages())) == (1, 1)
-    with terminal(*words, orders.name, PGQUEUE_DSN=database) as screen:
-        screen.wait_for(r"\[y/N\]:")
-        screen.type("y\n")
-        assert screen.end() == 0
-        assert re.search("deleted|dropped", screen.seen)
+    assert "dropped" in screen.seen
 
 
 # Output
 
 
-def test_control_characters_of_messages_do_not_reach_the_terminal(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_control_characters_of_messages_do_not_reach_the_terminal(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue({HOSTILE: HOSTILE}, headers={HOSTILE: HOSTILE})
     orders.enqueue(body=f"{HOSTILE}\x85\x9b".encode())
     seen = cli("browse", orders.name).out + cli("claim", orders.name, "--max", "2", "--claimed-by", HOSTILE).out
@@ -664,9 +616,7 @@ def test_control_characters_of_messages_do_not_reach_the_terminal(
     assert records[0]["last_error"] == f"{HOSTILE}\n{HOSTILE}"
 
 
-def test_a_timestamp_beyond_python_is_shown_in_the_servers_text(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_a_timestamp_beyond_python_is_shown_in_the_servers_text(cli: Cli, orders: pgqueue.Queue) -> None:
     far = "'1', 5, '-infinity', '20000-01-01 00:00+00'"
     columns = "queue_name, payload, max_attempts, enqueued_at, expires_at"
     orders.connection.execute(
@@ -694,7 +644,7 @@ def test_the_last_timestamp_is_shown_in_any_time_zone(database: str, orders: pgq
         "insert into pgqueue.messages (queue_name, payload, max_attempts, expires_at) values (%s, '1', 5, %s)",
         [orders.name, "9999-12-31 23:59:59-05"],
     )
-    shown = run("claim", orders.name, "--json", PGQUEUE_DSN=database, PGTZ="America/New_York")
+    shown = in_process(database, "claim", orders.name, "--json", PGTZ="America/New_York")
     assert shown.status == 0, shown.err
     [record] = shown.records
     assert record["expires_at"] == "9999-12-31T23:59:59-05:00"
@@ -708,47 +658,51 @@ def test_the_last_timestamp_is_shown_in_any_time_zone(database: str, orders: pgq
 
 
 def test_tables_fit_a_terminal_and_figures_stay_whole(
-    database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], name: str
+    database: str, orders: pgqueue.Queue, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All other lists, each with all columns that a queue can fill.
-    connection.execute(
+    # Each list with all columns that a queue can fill.
+    orders.connection.execute(
         "select pgqueue.create_queue(%s, '12 h', 100, false, true, backoff_base => '10 ms',"
         " backoff_max => '11 d 13 h', archive_for => '10 y', expires_after_idle => '100 d'), pgqueue.pause_queue(%s)",
         (f"{name}-{'x' * 60}", f"{name}-{'x' * 60}"),
     )
     kill_letters(orders, 1, "y" * 500)
     orders.enqueue({"text": "x" * 500})
-    for words in (["list"], ["stats"], ["browse", orders.name], ["dead", "list", orders.name]):
-        with terminal(*words, PGQUEUE_DSN=database) as screen:
-            assert screen.end() == 0
-            lines = screen.seen.splitlines()
-        assert max(map(len, lines)) <= 80, screen.seen
+    with terminal("browse", orders.name, PGQUEUE_DSN=database) as screen:
+        assert screen.end() == 0
+    monkeypatch.setattr(pgqueue.cli.session, "_UNLIMITED_WIDTH", 80)
+    others = (["list"], ["stats"], ["browse", orders.name], ["dead", "list", orders.name])
+    for seen in (screen.seen, *(in_process(database, *words).out for words in others)):
+        lines = seen.splitlines()
+        assert max(map(len, lines)) <= 80, seen
         # Names are shown in full, and a text that is cut ends with …
-        assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), screen.seen
-    assert " rejected " in screen.seen
+        assert any(line.startswith(orders.name) or line.endswith("…") for line in lines), seen
+    assert " rejected " in seen
 
 
-def test_a_narrow_terminal_cuts_no_column(database: str, orders: pgqueue.Queue) -> None:
+def test_a_narrow_terminal_cuts_no_column(
+    database: str, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orders.enqueue_batch([1, 2])
     for words in (["list"], ["stats", orders.name]):
-        with terminal(*words, PGQUEUE_DSN=database, COLUMNS="30") as screen:
-            assert screen.end() == 0
-        whole = run(*words, PGQUEUE_DSN=database).out
+        whole = in_process(database, *words).out
+        with monkeypatch.context() as patch:
+            patch.setattr(pgqueue.cli.session, "_UNLIMITED_WIDTH", 30)
+            seen = in_process(database, *words).out
         (headings, row), (narrow, other) = (
             [line.split() for line in text.splitlines() if line.startswith(("queue ", f"{orders.name} "))]
-            for text in (whole, screen.seen)
+            for text in (whole, seen)
         )
         assert (narrow, other[:4]) == (headings, row[:4])
 
 
-@pytest.mark.parametrize(("variables", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colours_follow_the_terminal_and_its_variables(
-    database: str, variables: dict[str, str], is_coloured: bool
-) -> None:
-    with terminal("stats", "no-such-queue", PGQUEUE_DSN=database, **variables) as screen:
-        assert screen.end() == 1
-    assert (b"\x1b[1;31m" in screen.raw) is is_coloured
-    assert "\x1b" not in run("stats", "no-such-queue", PGQUEUE_DSN=database).err
+def test_colours_follow_the_terminal_and_its_variables(database: str) -> None:
+    given: dict[str, Any] = {"PGQUEUE_DSN": database}
+    for variables, is_coloured in ((given, True), (given | {"NO_COLOR": "1"}, False)):
+        with terminal("stats", "no-such-queue", **variables) as screen:
+            assert screen.end() == 1
+        assert (b"\x1b[1;31m" in screen.raw) is is_coloured
+    assert "\x1b" not in in_process(database, "stats", "no-such-queue").err
 
 
 def test_a_file_on_a_terminal_has_a_progress_bar(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
@@ -758,7 +712,7 @@ def test_a_file_on_a_terminal_has_a_progress_bar(database: str, orders: pgqueue.
         assert screen.end() == 0
     assert re.search(r"sending .* [\d,]+ messages", screen.seen)
     assert "30,000 messages sent" in screen.seen
-    assert "sending" not in run("send", orders.name, "--file", str(file), PGQUEUE_DSN=database).err
+    assert "sending" not in in_process(database, "send", orders.name, "--file", str(file)).err
 
 
 def test_nothing_to_send_on_a_terminal_is_wrong_usage_not_a_wait(database: str) -> None:
@@ -767,65 +721,34 @@ def test_nothing_to_send_on_a_terminal_is_wrong_usage_not_a_wait(database: str) 
         assert "nothing to send" in screen.seen
 
 
-def test_a_closed_pipe_ends_json_output_quietly(database: str, orders: pgqueue.Queue) -> None:
+# Unbuffered, Python does not notice a closed pipe of a table.
+@pytest.mark.parametrize(("options", "variables"), [("--json", {}), ("", {"PYTHONUNBUFFERED": ""})])
+def test_a_closed_pipe_ends_output_quietly(
+    database: str, orders: pgqueue.Queue, options: str, variables: dict[str, str]
+) -> None:
     orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
-    browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all --json"
-    done = subprocess.run(
-        ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
-        env=environment(PGQUEUE_DSN=database),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.stdout, done.stderr) == ("141\n", "")
-
-
-def test_a_closed_pipe_ends_table_output_quietly(database: str, orders: pgqueue.Queue) -> None:
-    orders.enqueue_batch([{"text": "x" * 1000}] * 1000)
-    browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all"
-    done = subprocess.run(
-        ["bash", "-c", f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}"],
-        env=environment(PGQUEUE_DSN=database, PYTHONUNBUFFERED=""),  # unbuffered, Python does not notice it
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    browse = f"'{sys.executable}' -m pgqueue browse {orders.name} --all {options}"
+    done = shell(f"{browse} | head -n 1 >/dev/null; echo ${{PIPESTATUS[0]}}", PGQUEUE_DSN=database, **variables)
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 def test_closed_standard_streams_are_no_error(database: str, orders: pgqueue.Queue) -> None:
     send = f"'{sys.executable}' -m pgqueue send {orders.name}"
-    done = subprocess.run(
-        ["bash", "-c", f"{send} 1 >&- && {send} 2 2>&- && {send} 3 >&- 2>&- <&- && {send} --file - <&-"],
-        env=environment(PGQUEUE_DSN=database),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert payloads(orders) == [1, 2, 3]
+    done = shell(f"{send} 1 >&- 2>&- <&- && {send} --file - <&-", PGQUEUE_DSN=database)
+    assert payloads(orders) == [1]
     assert done.returncode == 2
     assert "standard input is closed" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_full_disk_is_reported_once(database: str, orders: pgqueue.Queue) -> None:
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [*COMMAND, "stats", orders.name], stdout=full, stderr=subprocess.PIPE, env=environment(PGQUEUE_DSN=database)
-        )
-    assert (done.returncode, done.stderr) == (1, b"pgqueue: [Errno 28] No space left on device\n")
-
-
-def test_results_are_written_although_stderr_is_full(home: Path) -> None:
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [*COMMAND, "create", "orders"],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            env=environment(PGQUEUE_HOME=home),
-            text=True,
-        )
-    assert (done.returncode, done.stdout[:14]) == (0, "queue orders: ")
+    stats = f"'{sys.executable}' -m pgqueue stats {orders.name}"
+    done = shell(f"{stats} >/dev/full", PGQUEUE_DSN=database)
+    assert (done.returncode, done.stderr) == (1, "pgqueue: [Errno 28] No space left on device\n")
+    # Of a password in the DSN a note warns on stderr, which is full. The results are written.
+    given = make_conninfo(database, password=conninfo_to_dict(database).get("password") or "none")
+    done = shell(f"{stats} --dsn {shlex.quote(given)} 2>/dev/full")
+    assert (done.returncode, orders.name in done.stdout) == (0, True)
 
 
 def test_an_interrupt_ends_any_command_with_its_status(
@@ -834,12 +757,10 @@ def test_an_interrupt_ends_any_command_with_its_status(
     waits = "select count(*) from pg_stat_activity where application_name = 'pgqueue' and wait_event_type = 'Lock'"
     with psycopg.connect(database) as holder:
         holder.execute("lock table pgqueue.queues")
-        for words in (["list"], ["create", "x"], ["claim"], ["browse"], ["dead", "list"], ["dead", "redrive"]):
-            arguments = [] if words[0] in ("list", "create") else [orders.name]
-            with running(*words, *arguments, directory=tmp_path, PGQUEUE_DSN=database) as command:
-                command.wait_for(lambda: connection.execute(waits).fetchone() == (1,))
-                command.signal(signal.SIGINT)
-                assert command.end() == (130, "", "")
+        with running("dead", "redrive", orders.name, directory=tmp_path, PGQUEUE_DSN=database) as command:
+            command.wait_for(lambda: connection.execute(waits).fetchone() == (1,))
+            command.signal(signal.SIGINT)
+            assert command.end() == (130, "", "")
 
 
 def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,8 +782,8 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
     orders.enqueue(1)
     styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
     for words in (["list"], ["browse", orders.name]):
-        for json in ([], ["--json"]):
-            done = in_process(database, *words, *json, **styles)
+        for options in ([], ["--json"]):
+            done = in_process(database, *words, *options, **styles)
             assert (done.status, done.err) == (0, "")
     done = in_process(f"{database} options='-c intervalstyle=postgres_verbose'", "list")
     assert (done.status, done.err) == (0, "")
@@ -871,52 +792,61 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
 
 
 def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orders: pgqueue.Queue) -> None:
-    orders.enqueue("Zoë …")
-    ascii_only = {"PGQUEUE_DSN": database, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = run("browse", orders.name, **ascii_only)
+    orders.enqueue_batch(["Zoë …", {"Größe": "😀"}])
+    done = run("browse", orders.name, PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.status == 0
     assert '"Zo\\u00eb \\u2026"' in done.out
-    orders.enqueue({"Größe": "😀"})
-    records = run("browse", orders.name, "--json", **ascii_only).records
-    assert [record["payload"] for record in records] == ["Zoë …", {"Größe": "😀"}]
+    done = run("browse", orders.name, "--json", PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert [record["payload"] for record in done.records] == ["Zoë …", {"Größe": "😀"}]
 
 
 # Errors
 
 
 @pytest.fixture(scope="module")
-def bare(empty_database: Callable[[], str]) -> str:
+def bare(empty_database: NewDatabase) -> str:
     """A database without pgqueue."""
     return empty_database()
 
 
 def test_a_database_without_pgqueue_is_reported_with_a_hint(bare: str) -> None:
-    name = psycopg.conninfo.conninfo_to_dict(bare)["dbname"]
+    name = conninfo_to_dict(bare)["dbname"]
     hint = 'Install it with "create extension pgqueue" or "pgqueue install".'
     error = f'pgqueue: pgqueue is not installed in database "{name}"\nhint: {hint}\n'
     assert in_process(bare, "list") == (1, "", error)
 
 
-def test_another_version_of_pgqueue_is_reported(empty_database: Callable[[], str]) -> None:
+def test_another_version_of_pgqueue_is_reported(empty_database: NewDatabase) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
         connection.execute("drop function pgqueue.stats")
+        connection.execute("create or replace function pgqueue.version() returns text return '0.0.9'")
     done = in_process(dsn, "stats")
     assert done.status == 1
     assert "function pgqueue.stats() does not exist" in done.err
     assert 'hint: Upgrade the older of the two: the pgqueue in the database with "pgqueue upgrade".' in done.err
+    done = in_process(dsn, "install")
+    said = "pgqueue: this command is 0.1.0: pgqueue upgrade upgrades the installed one\n"
+    assert (done.status, done.err) == (0, said)
+    assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
 
 
-def test_a_role_without_access_is_reported(empty_database: Callable[[], str]) -> None:
+def test_a_role_without_access_is_reported(empty_database: NewDatabase, name: str) -> None:
     dsn = empty_database()
+    role = f"pgqueue_{name}"
+    acting = f"{dsn} options='-c role={role}'"
     with psycopg.connect(dsn, autocommit=True) as connection:
-        pgqueue.install(connection)
-        connection.execute("create role pgqueue_test_nobody")
+        connection.execute(sql.SQL("create role {}").format(sql.Identifier(role)))
         try:
-            done = in_process(f"{dsn} options='-c role=pgqueue_test_nobody'", "list")
+            install = in_process(acting, "install")
+            pgqueue.install(connection)
+            done = in_process(acting, "list")
         finally:
-            connection.execute("drop role pgqueue_test_nobody")
+            connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
+    assert (install.status, install.out) == (1, "")
+    assert install.err.startswith("pgqueue: permission denied ")
+    assert "hint: The role needs the right to create schemas: grant create on database" in install.err
     assert done.status == 1
     assert done.err.startswith("pgqueue: permission denied")
     assert "grant_access" in done.err
@@ -931,19 +861,13 @@ def test_a_traceback_is_printed_only_with_debug(tmp_path: Path) -> None:
         assert "Traceback" in in_process("", *words, "--debug").err
 
 
-def test_an_unexpected_error_is_reported_without_a_traceback(
-    cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_is_reported_without_a_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: pgqueue.Queues) -> None:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(pgqueue.Queues, "list_queues", fail)
-    done = cli("list")
-    assert done == (
-        1,
-        "",
-        "pgqueue: unexpected ZeroDivisionError: by zero\nhint: --debug prints the traceback.\n",
-    )
+    said = "pgqueue: unexpected ZeroDivisionError: by zero\nhint: --debug prints the traceback.\n"
+    assert cli("list") == (1, "", said)
 
 
 @pytest.mark.parametrize("dsn", ["nonsense", "host=x hots=y", "postgresql://[::1"])
@@ -989,14 +913,15 @@ def test_a_password_on_the_command_line_is_warned_of() -> None:
     assert warning not in in_process(dsn, "list").err + in_process("", "list", "--dsn", "host=/nowhere").err
 
 
-def test_an_argument_that_is_not_utf8_is_reported(database: str) -> None:
-    for words in ((b"stats", b"\xff"), (b"send", b"x", b"1", b"-H", b"a=\xff"), (b"send", b"x", b'"\xff"')):
-        done = run(*words, PGQUEUE_DSN=database)
+def test_an_argument_that_is_not_utf8_is_reported(cli: Cli) -> None:
+    wrong = os.fsdecode(b"\xff")
+    for words in (("stats", wrong), ("send", "x", "1", "-H", f"a={wrong}"), ("send", "x", f'"{wrong}"')):
+        done = cli(*words)
         assert done.status == 2
         assert done.err.startswith("pgqueue: an argument is not valid UTF-8")
 
 
-def test_an_id_out_of_range_is_an_error(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_an_id_out_of_range_is_an_error(cli: Cli, orders: pgqueue.Queue) -> None:
     done = cli("dead", "redrive", orders.name, str(2**64))
     assert done.status == 1
     assert "Traceback" not in done.err
@@ -1012,8 +937,8 @@ def test_an_id_out_of_range_is_an_error(cli: Callable[..., Done], orders: pgqueu
 def test_the_dsn_comes_from_the_option_then_pgqueue_dsn_then_libpq(
     database: str, orders: pgqueue.Queue, bare: str
 ) -> None:
-    given = psycopg.conninfo.conninfo_to_dict(database)
-    libpq = {
+    given = conninfo_to_dict(database)
+    libpq: dict[str, Any] = {
         "PGHOST": str(given["host"]),
         "PGPORT": str(given.get("port", 5432)),
         "PGUSER": str(given.get("user", "postgres")),
@@ -1034,7 +959,7 @@ def test_the_dsn_comes_from_the_option_then_pgqueue_dsn_then_libpq(
 # The database
 
 
-def test_install_uses_the_extension_if_the_server_has_it(empty_database: Callable[[], str]) -> None:
+def test_install_uses_the_extension_if_the_server_has_it(empty_database: NewDatabase) -> None:
     dsn = empty_database()
     assert in_process("", "install", dsn, "--json").records == [{"version": "0.1.0", "installed": True}]
     assert in_process(dsn, "install", "--json").records == [{"version": "0.1.0", "installed": False}]
@@ -1046,42 +971,24 @@ def test_install_uses_the_extension_if_the_server_has_it(empty_database: Callabl
     assert has_files == is_extension
 
 
-def test_install_reports_another_installed_version(empty_database: Callable[[], str]) -> None:
+def test_of_concurrent_installations_one_installs(
+    empty_database: NewDatabase, capsys: pytest.CaptureFixture[str]
+) -> None:
     dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        pgqueue.install(connection)
-        connection.execute("create or replace function pgqueue.version() returns text return '0.0.9'")
-    done = in_process(dsn, "install")
-    assert (done.status, done.err) == (
-        0,
-        "pgqueue: this command is 0.1.0: pgqueue upgrade upgrades the installed one\n",
-    )
-    assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
+    waiting = "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'advisory'"
+    with ThreadPoolExecutor(2) as pool, psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("select pg_advisory_lock(hashtext('pgqueue install'))")
+        session = pgqueue.cli.session.Session(dsn, json=True)
+        installs = [pool.submit(pgqueue.cli.installation.install, session) for _ in range(2)]
+        wait_for(lambda: connection.execute(waiting).fetchone() == (2,))
+        connection.execute("select pg_advisory_unlock_all()")
+        for each in installs:
+            each.result()
+    first, second = (json.loads(line)["installed"] for line in capsys.readouterr().out.splitlines())
+    assert {first, second} == {False, True}
 
 
-def test_install_without_privileges_names_the_grant(empty_database: Callable[[], str], name: str) -> None:
-    dsn = empty_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        role = sql.Identifier(f"pgqueue_{name}")
-        connection.execute(sql.SQL("create role {}").format(role))
-        try:
-            done = in_process(f"{dsn} options='-c role=pgqueue_{name}'", "install")
-        finally:
-            connection.execute(sql.SQL("drop role {}").format(role))
-    assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("pgqueue: permission denied ")
-    assert "hint: The role needs the right to create schemas: grant create on database" in done.err
-
-
-def test_of_concurrent_installations_one_installs(empty_database: Callable[[], str]) -> None:
-    dsn = empty_database()
-    with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda _: run("install", "--json", PGQUEUE_DSN=dsn), range(4)))
-    assert [each.err for each in done] == [""] * 4
-    assert sorted(each.records[0]["installed"] for each in done) == [False, False, False, True]
-
-
-def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], str]) -> None:
+def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: NewDatabase) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -1105,7 +1012,7 @@ def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: Callable[[], 
         assert healthy.out == "no problems found\n"
 
 
-def test_compact_returns_the_disk_space_of_dead_rows(empty_database: Callable[[], str]) -> None:
+def test_compact_returns_the_disk_space_of_dead_rows(empty_database: NewDatabase) -> None:
     dsn = empty_database()
     with psycopg.connect(dsn, autocommit=True) as connection:
         pgqueue.install(connection)
@@ -1132,23 +1039,22 @@ def test_compact_returns_the_disk_space_of_dead_rows(empty_database: Callable[[]
 # Values and help
 
 
-@pytest.mark.parametrize(
-    ("text", "length"),
-    [
-        ("0", timedelta(0)),
-        ("90", timedelta(seconds=90)),
-        ("1.5", timedelta(seconds=1.5)),
-        ("250ms", timedelta(milliseconds=250)),
-        ("30s", timedelta(seconds=30)),
-        ("5m", timedelta(minutes=5)),
-        ("1h30m", timedelta(hours=1, minutes=30)),
-        ("0.5h", timedelta(minutes=30)),
-        ("7d", timedelta(days=7)),
-        ("1d2h3m4s5ms", timedelta(days=1, hours=2, minutes=3, seconds=4, milliseconds=5)),
-    ],
-)
-def test_durations_are_parsed(text: str, length: timedelta) -> None:
-    assert parse_duration(text) == length
+def test_durations_are_parsed() -> None:
+    for text, length in {
+        "0": timedelta(0),
+        "90": timedelta(seconds=90),
+        "1.5": timedelta(seconds=1.5),
+        "250ms": timedelta(milliseconds=250),
+        "30s": timedelta(seconds=30),
+        "5m": timedelta(minutes=5),
+        "1h30m": timedelta(hours=1, minutes=30),
+        "0.5h": timedelta(minutes=30),
+        "7d": timedelta(days=7),
+        "1d2h3m4s5ms": timedelta(days=1, hours=2, minutes=3, seconds=4, milliseconds=5),
+    }.items():
+        assert parse_duration(text) == length
+    for text in ("0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"):
+        assert format_duration(parse_duration(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -1160,60 +1066,30 @@ def test_an_invalid_duration_is_refused(text: str) -> None:
         parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["0s", "250ms", "1.5s", "30s", "1m30s", "2h", "7d", "7d12h"])
-def test_durations_are_formatted_as_they_are_parsed(text: str) -> None:
-    assert format_duration(parse_duration(text)) == text
-
-
 def commands() -> list[list[str]]:
     """All commands."""
     alone = [info.name or info.callback.__name__ for info in app.registered_commands if info.callback]
-    groups = [(group.name, group.typer_instance) for group in app.registered_groups]
-    below = [[name, each.name] for name, group in groups if group for each in group.registered_commands]
+    groups = [(str(group.name), group.typer_instance) for group in app.registered_groups]
+    below = [[name, str(each.name)] for name, group in groups if group for each in group.registered_commands]
     return [[], *([name] for name in alone), *([name] for name, _ in groups), *below]
 
 
+COMMANDS = {
+    *("", "install", "upgrade", "uninstall", "dsn", "psql", "grant", "revoke", "access", "doctor", "compact"),
+    *("create", "alter", "list", "show", "stats", "pause", "resume", "drop", "work", "serve"),
+    *("send", "cancel", "claim", "extend", "ack", "nack", "browse", "purge"),
+    *("publish", "subscribe", "unsubscribe", "subscriptions", "archive", "archive list", "archive maintain"),
+    *("dead", "dead list", "dead show", "dead redrive", "dead purge"),
+    *("schedule", "schedule create", "schedule alter", "schedule list", "schedule run", "schedule drop"),
+    *("token", "token create", "token list", "token revoke", "spark", "spark streams", "spark drop-stream"),
+    *("spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
+    *("spark flow-report", "spark summarize-flights", "spark compact-archive"),
+}
+GROUPS = (["archive"], ["dead"], ["schedule"], ["spark"], ["token"])
+
+
 def test_all_commands_are_registered() -> None:
-    assert {" ".join(words) for words in commands()} == {
-        *(
-            "",
-            "install",
-            "upgrade",
-            "uninstall",
-            "dsn",
-            "psql",
-            "grant",
-            "revoke",
-            "access",
-            "create",
-            "alter",
-            "list",
-            "show",
-            "stats",
-            "pause",
-            "resume",
-            "drop",
-        ),
-        *("send", "cancel", "claim", "extend", "ack", "nack", "archive", "archive list", "archive maintain"),
-        *("publish", "subscribe", "unsubscribe", "subscriptions", "spark streams", "spark drop-stream"),
-        *(
-            "browse",
-            "purge",
-            "work",
-            "serve",
-            "doctor",
-            "compact",
-            "dead",
-            "dead list",
-            "dead show",
-            "dead redrive",
-            "dead purge",
-        ),
-        *("spark", "spark archive-to-parquet", "spark replay", "spark dead-letter-report", "spark redrive-where"),
-        *("token", "token create", "token list", "token revoke"),
-        *("spark flow-report", "spark summarize-flights", "spark compact-archive"),
-        *("schedule", "schedule create", "schedule alter", "schedule list", "schedule run", "schedule drop"),
-    }
+    assert {" ".join(words) for words in commands()} == COMMANDS
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -1226,12 +1102,12 @@ def test_help_is_complete_and_fits_a_terminal(words: list[str], monkeypatch: pyt
     assert not any(line.endswith("...") for line in lines if not line.startswith("Usage:"))
     described, _, example = done.out.partition("\nExample:\n  ")
     assert not re.search(r"[{}]|<list|<str|^  [A-Z:]+ <", described, re.MULTILINE)
-    if words and words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
+    if words and words not in GROUPS:
         assert re.fullmatch(rf".*pgqueue {' '.join(words)}\b.*\n", example)
     if not words:
         for status in ("0", "1", "2", "3", "128 \\+ n"):
             assert re.search(rf"^    {status} ", done.out, re.MULTILINE)
-    elif words not in (["archive"], ["dead"], ["schedule"], ["spark"], ["token"]):
+    elif words not in GROUPS:
         for option in ("--dsn", "--json", "--quiet", "--debug"):
             assert option in done.out
         if any(word in done.out for word in ("exit status", "Exit status")):
@@ -1256,9 +1132,7 @@ def test_every_example_is_a_valid_command(monkeypatch: pytest.MonkeyPatch) -> No
             call = example.partition("$(")[2].partition(")")[0] or example
             done = in_process("", *shlex.split(call)[1:])
             assert done.status == 0, (example, done.err)
-    assert len(ran) == len(
-        [words for words in commands() if words not in ([], ["archive"], ["dead"], ["schedule"], ["spark"], ["token"])]
-    )
+    assert len(ran) == len([words for words in commands() if words and words not in GROUPS])
 
 
 def test_version_prints_the_version() -> None:

@@ -1,16 +1,15 @@
 """The commands that alter, show and grant, and names that look like options."""
 
+import logging
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from datetime import timedelta
-from pathlib import Path
+from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from commands import Done, in_process, run, running
+from commands import Cli, NewDatabase, in_process
 from psycopg import sql
 
 import pgqueue
@@ -32,7 +31,7 @@ def dashed(request: pytest.FixtureRequest, connection: psycopg.Connection[Any]) 
 
 
 def test_every_command_takes_a_name_that_looks_like_an_option(
-    cli: Callable[..., Done], dashed: str, connection: psycopg.Connection[Any]
+    cli: Cli, dashed: str, connection: psycopg.Connection[Any]
 ) -> None:
     queue = pgqueue.Queue(connection, dashed)
     assert cli("create", "--if-not-exists", "--", dashed).out.startswith(f"queue {dashed}: ")
@@ -52,8 +51,7 @@ def test_every_command_takes_a_name_that_looks_like_an_option(
     assert cli("unsubscribe", "--", "orders.paid", dashed).status == 0
     for words in (["purge"], ["dead", "purge"], ["drop"]):
         assert cli(*words, "--yes", "--", dashed).status == 0
-    done = run("work", "--until-empty", "--", dashed, "builtins:print", PGQUEUE_DSN=str(connection.info.dsn))
-    assert "does not exist" in done.err
+    assert "does not exist" in cli("work", "--until-empty", "--", dashed, "builtins:print").err
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_a_misspelt_option_gets_no_hint_about_hyphens() -> None:
 # Settings
 
 
-def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_changes_only_the_given_setting(cli: Cli, orders: pgqueue.Queue) -> None:
     before = orders.get_queue()
     done = cli("alter", orders.name, "--visibility-timeout", "5m", "--no-dlq")
     assert done == (0, f"queue {orders.name}: visibility timeout 5m, 5 attempts, then deleted\n", "")
@@ -87,49 +85,51 @@ def test_alter_changes_only_the_given_setting(cli: Callable[..., Done], orders: 
     assert {name: getattr(after, name) for name in same} == {name: getattr(before, name) for name in same}
 
 
-def test_alter_has_an_option_for_every_setting(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+# The argument of the option for each setting, and how a record shows it.
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "visibility_timeout": ("2h", 7200),
+    "max_attempts": ("7", 7),
+    "max_payload_bytes": ("1000", 1000),
+    "backoff_base": ("250ms", 0.25),
+    "backoff_factor": ("1.5", 1.5),
+    "backoff_max": ("1d", 86400),
+    "backoff_jitter": ("0", 0),
+    "archive_for": ("30d", 2592000),
+    "expires_after_idle": ("90d", 7776000),
+    "dedup_window": ("2h", 7200),
+    "group_limit": ("2", 2),
+    "on_dead": ("hold", "hold"),
+    "max_in_flight": ("30", 30),
+    "rate_limit": ("500", 500),
+    "rate_period": ("250ms", 0.25),
+}
+
+
+def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgqueue.Queue) -> None:
+    orders.drop_queue()
+    options = [word for name, (text, _) in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", text)]
+    expected = {name: shown for name, (_, shown) in SETTINGS.items()} | {"dead_letter_expired": True}
+    fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
+    words = ("create", orders.name, "--json", "--dedicated", "--dlq", "--dead-letter-expired", "--no-counters")
+    (made,) = cli(*words, *options).records
+    assert made == made | expected | {"dedicated": True, "dlq_enabled": True, "counters": False, "paused_at": None}
+    assert datetime.fromisoformat(made["created_at"]).utcoffset() == timedelta(0)
     orders.drop_queue()
     orders.create_queue(group_limit=1, max_in_flight=1, counters=False, dlq_enabled=False)
-    changed = cli(
-        *("alter", orders.name, "--json", "--visibility-timeout", "2h", "--max-attempts", "7", "--dlq"),
-        *("--dead-letter-expired", "--max-payload-bytes", "1000", "--backoff-base", "250ms", "--backoff-factor", "1.5"),
-        *("--backoff-max", "1d", "--backoff-jitter", "0", "--archive-for", "30d", "--expires-after-idle", "90d"),
-        *("--dedup-window", "2h", "--group-limit", "2", "--on-dead", "hold", "--max-in-flight", "30"),
-        *("--rate-limit", "500", "--rate-period", "250ms", "--counters"),
-    ).records[0]
-    expected = {
-        "visibility_timeout": 7200,
-        "max_attempts": 7,
-        "dlq_enabled": True,
-        "dead_letter_expired": True,
-        "max_payload_bytes": 1000,
-        "backoff_base": 0.25,
-        "backoff_factor": 1.5,
-        "backoff_max": 86400,
-        "backoff_jitter": 0,
-        "archive_for": 2592000,
-        "expires_after_idle": 7776000,
-        "dedup_window": 7200,
-        "group_limit": 2,
-        "on_dead": "hold",
-        "max_in_flight": 30,
-        "rate_limit": 500,
-        "rate_period": 0.25,
-        "counters": True,
-    }
-    assert {name: changed[name] for name in expected} == expected
-    fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
+    (changed,) = cli("alter", orders.name, "--json", "--dlq", "--dead-letter-expired", "--counters", *options).records
+    expected |= {"dlq_enabled": True, "counters": True}
+    assert changed == changed | expected
     assert set(changed) - set(expected) == fixed, "alter needs an option for each setting that can be changed"
-    ended = cli(
-        *("alter", orders.name, "--json", "--archive-for", "0", "--expires-after-idle", "0", "--no-dlq"),
-        *("--drop-expired", "--on-dead", "skip", "--max-in-flight", "0", "--rate-limit", "0"),
-    ).records[0]
-    assert (ended["archive_for"], ended["expires_after_idle"]) == (None, None)
-    assert (ended["max_in_flight"], ended["rate_limit"]) == (None, None)
+    words = ("alter", orders.name, "--json", "--no-dlq", "--drop-expired", "--on-dead", "skip")
+    (ended,) = cli(
+        *words, *["--archive-for", "0", "--expires-after-idle", "0", "--max-in-flight", "0", "--rate-limit", "0"]
+    ).records
+    for name in ("archive_for", "expires_after_idle", "max_in_flight", "rate_limit"):
+        assert ended[name] is None
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (False, False)
 
 
-def test_alter_refuses_no_settings_and_values_out_of_range(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_alter_refuses_no_settings_and_values_out_of_range(cli: Cli, orders: pgqueue.Queue) -> None:
     nothing = cli("alter", orders.name)
     assert (nothing.status, nothing.out) == (2, "")
     assert "nothing to change" in nothing.err
@@ -139,7 +139,7 @@ def test_alter_refuses_no_settings_and_values_out_of_range(cli: Callable[..., Do
     assert cli("alter", f"{orders.name}-nope", "--max-attempts", "7").status == 1
 
 
-def test_show_prints_all_settings(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_show_prints_all_settings(cli: Cli, orders: pgqueue.Queue) -> None:
     shown = cli("show", orders.name)
     assert (shown.status, shown.err) == (0, "")
     facts = dict(re.findall(r"^(\S.{18}\S?) *(.+)$", shown.out, re.MULTILINE))
@@ -174,7 +174,7 @@ def test_show_prints_all_settings(cli: Callable[..., Done], orders: pgqueue.Queu
 # Topics, archives, streams, claims
 
 
-def test_subscriptions_are_listed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_subscriptions_are_listed(cli: Cli, orders: pgqueue.Queue) -> None:
     nothing = cli("subscriptions", orders.name)
     assert nothing == (0, "", "pgqueue: there is no subscription; create one with pgqueue subscribe\n")
     orders.subscribe(f"{orders.name}.paid")
@@ -187,7 +187,7 @@ def test_subscriptions_are_listed(cli: Callable[..., Done], orders: pgqueue.Queu
 
 
 def test_the_archive_is_listed_page_by_page_the_newest_first(
-    cli: Callable[..., Done], orders: pgqueue.Queue, connection: psycopg.Connection[Any]
+    cli: Cli, orders: pgqueue.Queue, connection: psycopg.Connection[Any]
 ) -> None:
     nothing = cli("archive", "list", orders.name, "--before", "9")
     assert nothing == (0, "", f"pgqueue: the archive has no message of queue {orders.name} below 9\n")
@@ -206,14 +206,14 @@ def test_the_archive_is_listed_page_by_page_the_newest_first(
     shown = cli("archive", "list", orders.name, "--max", "1").out
     assert re.search(rf'^{ids[0]} +\d{{4}}-.* 1 .* {{"n": 2099}}', shown, re.MULTILINE)
     cli("archive", "maintain")
-    day = connection.execute("select pgqueue._utc_day(now()) + 5").fetchone()[0]
+    ((day,),) = connection.execute("select pgqueue._utc_day(now()) + 5").fetchall()
     connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
     assert cli("archive", "maintain", "--json").records == [{"day": day.isoformat(), "change": "made"}]
     again = cli("archive", "maintain")
     assert again == (0, "", "pgqueue: nothing had to be changed\n")
 
 
-def test_claims_are_extended(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_claims_are_extended(cli: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch([1, 2])
     first, second = orders.claim(2)
     token = str(first.claim_token)
@@ -227,7 +227,7 @@ def test_claims_are_extended(cli: Callable[..., Done], orders: pgqueue.Queue) ->
     assert partly.err.startswith(f"pgqueue: claim lost: {first.id}\n")
 
 
-def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_streams_are_listed_and_dropped(cli: Cli, orders: pgqueue.Queue) -> None:
     nothing = cli("spark", "streams", orders.name)
     assert nothing == (0, "", "pgqueue: there is no stream; a query with a streamId creates one\n")
     orders.enqueue_batch([1, 2])
@@ -247,7 +247,7 @@ def test_streams_are_listed_and_dropped(cli: Callable[..., Done], orders: pgqueu
 # Access
 
 
-def test_access_is_granted_and_revoked_by_commands(empty_database: Callable[[], str], name: str) -> None:
+def test_access_is_granted_and_revoked_by_commands(empty_database: NewDatabase, name: str) -> None:
     dsn = empty_database()
     role = f"{name} producer"
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -277,22 +277,19 @@ def test_access_is_granted_and_revoked_by_commands(empty_database: Callable[[], 
             connection.execute(sql.SQL("drop role {}").format(sql.Identifier(role)))
 
 
-def test_a_generated_password_is_printed_with_quiet(empty_database: Callable[[], str], tmp_path: Path) -> None:
-    words = ("serve", "--quiet", "--port", "0", "--log-level", "error")
-    with running(*words, directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
-        command.wait_for(lambda: "user admin, password " in command.err)
-        command.signal(signal.SIGTERM)
-        assert command.end().err.count("\n") == 1
+def test_a_generated_password_is_printed_with_quiet_but_not_by_an_agent(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    monkeypatch.setattr("pgqueue.http.serve", lambda _, role, *__: served.append(role))
+    monkeypatch.setattr(logging.root, "handlers", [])  # of which the command makes its own
+    printed = cli("serve", "--quiet", "--log-level", "warning").err
+    assert re.fullmatch(r"pgqueue: no --config: user admin, password \S+\n", printed)
+    assert cli("serve", "--role", "agent", "--log-level", "warning") == (0, "", "pgqueue: works on tasks\n")
+    assert served == ["all", "agent"]
 
 
-def test_an_agent_generates_no_password(empty_database: Callable[[], str], tmp_path: Path) -> None:
-    with running("serve", "--role", "agent", directory=tmp_path, PGQUEUE_DSN=empty_database()) as command:
-        command.wait_for(lambda: "works on tasks" in command.err)
-        command.signal(signal.SIGTERM)
-        assert "password" not in command.end().err
-
-
-def test_schedules_are_created_changed_listed_run_and_dropped(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_schedules_are_created_changed_listed_run_and_dropped(cli: Cli, orders: pgqueue.Queue) -> None:
     name = f"nightly-{orders.name}"
     made = cli("schedule", "create", name, orders.name, "0 3 * * mon-fri", '{"job": 1}', "-H", "a=b", "--json")
     (record,) = made.records
@@ -311,9 +308,7 @@ def test_schedules_are_created_changed_listed_run_and_dropped(cli: Callable[...,
     assert cli("schedule", "list", orders.name).out == ""
 
 
-def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(
-    cli: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(cli: Cli, orders: pgqueue.Queue) -> None:
     refused = cli("schedule", "create", "wrong", orders.name, "61 * * * *")
     assert refused.status == 1
     assert "invalid cron: '61 * * * *'" in refused.err
@@ -321,7 +316,7 @@ def test_a_cron_expression_or_payload_that_is_wrong_is_refused_with_its_reason(
     assert cli("schedule", "create", "wrong", orders.name, "@daily", "{").status == 2
 
 
-def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Cli, orders: pgqueue.Queue) -> None:
     claimed, ready = orders.enqueue_batch([1, 2])
     later = orders.enqueue(3, delay=timedelta(hours=1))
     orders.claim()
@@ -332,7 +327,7 @@ def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Callable[...,
     assert cli("cancel", orders.name, str(ready), "--json").records == [{"id": ready, "cancelled": False}]
 
 
-def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Cli, orders: pgqueue.Queue) -> None:
     assert cli("alter", orders.name, "--dedup-window", "1h").status == 0
     assert "keys taken          for 1h" in cli("show", orders.name).out
     first = cli("send", orders.name, "1", "--dedup-key", "k", "--json").records
@@ -347,7 +342,7 @@ def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Callable[...
     assert "keys taken          while the message lives" in cli("show", orders.name).out
 
 
-def test_messages_of_a_group_are_sent_and_limited(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_of_a_group_are_sent_and_limited(cli: Cli, orders: pgqueue.Queue) -> None:
     groups = pgqueue.Queue(orders.connection, f"{orders.name}-groups")
     assert cli("create", groups.name, "--group-limit", "1", "--on-dead", "hold").status == 0
     assert re.search(r"groups +1 in flight, hold dead letters\n", cli("show", groups.name).out)
@@ -359,7 +354,7 @@ def test_messages_of_a_group_are_sent_and_limited(cli: Callable[..., Done], orde
     assert (late.status, "was created without group_limit" in late.err) == (1, True)
 
 
-def test_messages_with_priorities_are_sent_and_published(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_messages_with_priorities_are_sent_and_published(cli: Cli, orders: pgqueue.Queue) -> None:
     urgent = pgqueue.Queue(orders.connection, f"{orders.name}-urgent")
     assert cli("create", urgent.name, "--priorities", "--json").records[0]["priorities"] is True
     assert "priorities          the highest first\n" in cli("show", urgent.name).out
@@ -377,12 +372,12 @@ def test_messages_with_priorities_are_sent_and_published(cli: Callable[..., Done
     assert cli("publish", urgent.name, "1", "--on-duplicate", "keep").status == 2
 
 
-def test_options_for_keys_are_checked(cli: Callable[..., Done], orders: pgqueue.Queue) -> None:
-    several = cli("send", orders.name, "1", "2", "--dedup-key", "k")
-    assert (several.status, "only with one payload" in several.err) == (2, True)
-    alone = cli("send", orders.name, "1", "--on-duplicate", "replace")
-    assert (alone.status, "only with --dedup-key" in alone.err) == (2, True)
-    nothing = cli("cancel", orders.name)
-    assert (nothing.status, "nothing to cancel" in nothing.err) == (2, True)
-    long = cli("send", orders.name, "1", "--dedup-key", "x" * 256)
-    assert (long.status, "invalid dedup_key" in long.err) == (1, True)
+def test_options_for_keys_are_checked(cli: Cli, orders: pgqueue.Queue) -> None:
+    for words, status, said in (
+        (("send", orders.name, "1", "2", "--dedup-key", "k"), 2, "only with one payload"),
+        (("send", orders.name, "1", "--on-duplicate", "replace"), 2, "only with --dedup-key"),
+        (("cancel", orders.name), 2, "nothing to cancel"),
+        (("send", orders.name, "1", "--dedup-key", "x" * 256), 1, "invalid dedup_key"),
+    ):
+        done = cli(*words)
+        assert (done.status, said in done.err) == (status, True), done.err

