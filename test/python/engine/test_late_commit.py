@@ -173,8 +173,12 @@ def test_late_messages_of_every_way_to_send_are_delivered(
             producer.commit()
         for _ in range(2):
             found: list[int] = []
-            while len(found) < len(ids):
-                found += [row[0] for row in record_vacant_ids(consumer, late_queue)]
+
+            def are_all_found() -> bool:
+                found.extend(row[0] for row in record_vacant_ids(consumer, late_queue))  # noqa: B023
+                return len(found) >= len(ids)  # noqa: B023
+
+            wait_for(are_all_found)
             assert sorted(found) == sorted(ids)
             # If the head had passed these messages, they would not be claimed again.
             lapse = "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s"
