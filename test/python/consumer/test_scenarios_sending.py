@@ -183,11 +183,7 @@ EVIDENCE = """
 
 @together(CROSSED)
 def test_no_row_inserted_by_plain_sql_blocks_later_messages(
-    form: Form,
-    database: str,
-    connection: Connection,
-    name: str,
-    caplog: pytest.LogCaptureFixture,
+    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = prepare(connection, name)
     for column, value in RAW.values():
