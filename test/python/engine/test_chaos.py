@@ -194,10 +194,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("sessions", "rounds", "seed"),
-    [(4, 40, 1), pytest.param(12, 600, None, marks=pytest.mark.long(part="soak"))],
+    [(4, 40, 1), pytest.param(12, 300, None, marks=pytest.mark.long(part="soak"))],
     ids=["short", "at length"],
 )
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long(part="soak") if kind in ("group_limit", "max_in_flight") else ())
+        for kind in SETTINGS
+    ],
+)
 def test_a_queue_keeps_its_promises_although_sessions_die(
     database: str,
     connection: psycopg.Connection[Any],

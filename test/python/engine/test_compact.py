@@ -122,6 +122,7 @@ def test_what_sends_compacts(site: tuple[Server, str], owner: psycopg.Connection
         wait_for(is_compacted)
 
 
+@pytest.mark.long(part="engine")
 def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:

@@ -139,7 +139,7 @@ def test_many_consumers_process_each_group_in_order(
     assert is_empty(connection, name)
 
 
-@pytest.mark.parametrize("is_analyzed", [False, True])
+@pytest.mark.parametrize("is_analyzed", [True, pytest.param(False, marks=pytest.mark.long(part="engine"))])
 def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
     connection: psycopg.Connection[Any], name: str, is_analyzed: bool
 ) -> None:

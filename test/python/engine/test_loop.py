@@ -59,8 +59,8 @@ def test_a_call_without_a_name_is_refused_with_the_possible_names() -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
     """A copy of what `make tap` uses, with one pgTAP file; its server is stopped at the end."""
-    for name in ("pgqueue.control", "extension", "test/harness.py", "test/loop.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("pgqueue.control", "extension", "test/harness.py", "test/loop.py", "test/python/clients.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     for name in ("debs", "pgtap"):
         (tmp_path / ".cache").mkdir(exist_ok=True)

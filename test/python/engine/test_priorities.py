@@ -52,7 +52,7 @@ def test_higher_priorities_come_first_and_lower_ones_have_a_share(
     assert shares[0] + shares[4] > 0.03 * EACH
 
 
-@pytest.mark.parametrize("is_analyzed", [False, True])
+@pytest.mark.parametrize("is_analyzed", [True, pytest.param(False, marks=pytest.mark.long(part="engine"))])
 def test_claims_read_few_buffers_beside_a_backlog_and_a_pinned_horizon(
     empty_database: Callable[[], str], name: str, is_analyzed: bool
 ) -> None:
