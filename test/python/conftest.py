@@ -10,22 +10,24 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import psutil
 import psycopg
 import pytest
-from browsers import browser, curl
-from clients import PATIENCE
+from clients import PATIENCE, QUIET
 from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from served import Server, Site
+from served import Server, Site, serving_a_run
 from sparks import jre, killed, role, s3, spark
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
     "pgqueue",
@@ -35,7 +37,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("pgqueue")
 
-__all__ = ["browser", "curl", "home", "jre", "killed", "programs", "quick_initdb", "role", "s3", "spark"]  # fixtures
+__all__ = ["home", "jre", "killed", "programs", "quick_initdb", "role", "s3", "spark"]  # fixtures
 
 _numbers = count(1)
 
@@ -48,7 +50,7 @@ FIRST = (
     "test_spark_cluster",
     "test_late_commit",
     "test_spark_pipelines_flights",
-    "test_http_page",
+    "http",
     "test_soak",
     "test_spark_processes",
     "test_http",
@@ -75,8 +77,22 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return max(1, min(2 * len(os.sched_getaffinity(0)), 8, psutil.virtual_memory().total // (3 * 2**29)))
 
 
+# The files whose tests share the HTTP server of the run.
+SERVED = (
+    "test_http_direct",
+    "test_http_managed",
+    "test_http_page",
+    "test_http_rights",
+    "test_http_schedules",
+    "test_http_schema",
+    "test_http_topics",
+)
+
+
 def group(item: pytest.Item) -> str:
     """The tests of a group run in one process. Two Spark sessions share the tests that use one."""
+    if item.path.stem in SERVED:
+        return "http"
     if "spark" not in getattr(item, "fixturenames", ()):
         return item.path.stem
     return "spark-pipelines" if item.path.stem in PIPELINES else "spark"
@@ -152,7 +168,7 @@ def server() -> Iterator[str]:
         yield dsn
     else:
         # Autovacuum can hold a table for longer than the half second that expose_transport and others wait for it.
-        with EmbeddedServer(durable=False, settings={"autovacuum_naptime": "1h"}) as embedded:
+        with EmbeddedServer(durable=False, settings=QUIET) as embedded:
             yield embedded.dsn
             embedded.stop(immediate=True)
 
@@ -180,12 +196,35 @@ def site(empty_database: Callable[[], str]) -> Site:
     return Site(empty_database)
 
 
+@pytest.fixture(scope="session")
+def web(empty_database: Callable[[], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The HTTP server of the run. Modules that need another one have a fixture of this name."""
+    with serving_a_run(empty_database, tmp_path_factory.mktemp("served")) as web:
+        yield web
+
+
 @pytest.fixture(name="sql")
-def site_connection(web: Server, site: Site) -> Iterator[psycopg.Connection[Any]]:
-    """A connection to the first database of the module's HTTP server."""
-    assert web.url  # starting it has installed pgqueue
-    with psycopg.connect(site.target, autocommit=True) as connection:
+def site_connection(web: Server) -> Iterator[psycopg.Connection[Any]]:
+    """A connection to the first database of the HTTP server of the run."""
+    with psycopg.connect(web.site.target, autocommit=True) as connection:
         yield connection
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """Chromium. The event loop of playwright occupies the thread: a module of asyncio cannot share it."""
+    from browsers import chromium
+
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def curl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program `curl` is on the PATH."""
+    from browsers import add_curl
+
+    add_curl(monkeypatch)
 
 
 @pytest.fixture(scope="session")

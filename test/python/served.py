@@ -1,4 +1,5 @@
-"""How tests run `pgqueue serve`: as a process with a configuration file, and a client that talks to it."""
+"""How tests run `pgqueue serve`: as a process with a configuration file, or as an application in this process, and a
+client that talks to it."""
 
 import json
 import re
@@ -7,17 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import commands
 import httpx
 import psycopg
-from clients import PATIENCE, growing
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from clients import PATIENCE, growing, wait_for
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 SERVICE = "pg-service-uuid"
 ADMIN = ("admin", "password")
+ACCESSES = ("producer", "consumer", "reader", "admin")
+# Of the password of all users. To hash it takes as long as dozens of requests.
+HASH = "scrypt:16384:f8168dd9c2232f2f961dc9a91a5e1c57:825d19c101ec1dc976d3329be3da42d7c9cdfff3b5d1bbf57c638315960a399a"
+PROXY = "127.0.0.2"  # the address of the reverse proxy that the server of the run trusts
 START_SECONDS = 300  # a process that imports the server and connects, on a busy machine
 
 
@@ -40,10 +50,7 @@ def configuration(
     parts = [
         f"control_dsn = {json.dumps(control)}\n",
         toml("users.admin", {"password_env": "TEST_PASSWORD"}),
-        *(
-            toml(f"users.{name}", {"password_env": "TEST_PASSWORD", "allow": allow})
-            for name, allow in (users or {}).items()
-        ),
+        *(toml(f"users.{name}", {"password_hash": HASH, "allow": allow}) for name, allow in (users or {}).items()),
         *(
             toml(f"services.{json.dumps(name)}", {"dsn": dsn, "databases": names})
             for name, (dsn, names) in services.items()
@@ -68,6 +75,9 @@ class Site:
 
 class Server:
     """A server that runs, and the client of its user."""
+
+    site: Site  # of the server that the tests of a run share, and its configuration
+    config: Path
 
     def __init__(self, command: commands.Running, url: str) -> None:
         self.command = command
@@ -112,7 +122,8 @@ class Server:
             assert time.monotonic() < deadline, answer.text
             time.sleep(next(pauses))
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        found: dict[str, Any] = answer.json()
+        return found
 
     def enqueue(self, name: str, *payloads: Any) -> list[int]:
         """Send messages by way of an agent; returns their ids."""
@@ -121,20 +132,44 @@ class Server:
         assert answer.status_code == 202, answer.text
         task = self.task(path, answer.json()["task_id"])
         assert task["status"] == "completed", task
-        return task["result"]["message_ids"]
+        ids: list[int] = task["result"]["message_ids"]
+        return ids
 
     def look(self, database: str, name: str) -> None:
         """Have the server look at a database now, which it does by itself only now and then."""
         place = {"service": SERVICE, "database": database, "name": name}
         assert self.post("/queue/resume", params=place).status_code == 303
 
+    def place(self, name: str, **more: str) -> dict[str, str]:
+        """The parameters of the pages of a queue in the first database."""
+        return {"service": SERVICE, "database": self.site.databases[0], "name": name} | more
+
+    def run(self, *words: str) -> commands.Done:
+        """Run a command with the configuration of the server."""
+        config = ("--config", str(self.config))
+        return commands.in_process(self.site.control, *words, *config, TEST_PASSWORD=ADMIN[1])
+
     def until(self, look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         return self.command.wait_for(look, seconds)
 
 
+class Application(Server):
+    """The application in this process, and a client that calls it without a socket."""
+
+    app: "FastAPI"
+    portal: BlockingPortal
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.url = str(client.base_url)
+        self.http = client
+
+    def until(self, look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+        return wait_for(look, seconds)
+
+
 @contextmanager
 def serving(
-    config: Path, directory: Path, *words: str, role: str = "all", ready: bool = True, **variables: str
+    config: Path, directory: Path, *words: str, role: str = "all", ready: bool = True, **variables: Any
 ) -> Iterator[Server]:
     """Run a server, or an agent, on any port."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -153,6 +188,71 @@ def serving(
         if ready:
             server.until(lambda: server.get("/readyz").status_code == 200, START_SECONDS)
         yield server
+
+
+class Direct(httpx.BaseTransport):
+    """Calls an application that runs in another thread of this process."""
+
+    def __init__(self, portal: BlockingPortal, app: Any) -> None:
+        self._portal = portal
+        self._transport = httpx.ASGITransport(app)
+
+    async def _respond(self, request: httpx.Request) -> httpx.Response:
+        answer = await self._transport.handle_async_request(request)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.read()
+        return self._portal.call(self._respond, request)
+
+
+@contextmanager
+def in_process(config: Path, role: Literal["all", "controller"] = "all", ready: bool = True) -> Iterator[Application]:
+    """Run the application in a thread of this process, with an agent unless its role is `controller`."""
+    from pgqueue.http import Settings, create_app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_PASSWORD", ADMIN[1])
+        app = create_app(Settings.load(config), role)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(app.router.lifespan_context(app)),
+        httpx.Client(base_url="http://application", auth=ADMIN, transport=Direct(portal, app)) as client,
+    ):
+        application = Application(client)
+        application.app, application.portal = app, portal
+        if ready:
+            application.until(lambda: application.get("/readyz").status_code == 200)
+        yield application
+
+
+def rights(site: Site) -> dict[str, list[str]]:
+    """The users of the server that the tests of a run share, besides admin, by their rights."""
+    elsewhere = f"{SERVICE}/{site.databases[1]}/*"
+    return {f"the-{access}": [f"{access}:{SERVICE}/order-*"] for access in ACCESSES} | {
+        "elsewhere": [f"{access}:{elsewhere}" for access in ACCESSES],
+        "none": [],
+        "viewer": ["reader:*"],
+        "sender": ["producer:*"],
+        "some": [f"producer:{SERVICE}/q-*", f"consumer:{SERVICE}/*"],
+        "all-elsewhere": [f"producer:{elsewhere}"],
+    }
+
+
+@contextmanager
+def serving_a_run(make: Callable[[], str], directory: Path) -> Iterator[Server]:
+    """The server that the tests of a run share: a start costs seconds of processor time. Each test has its own queues.
+
+    No limit of time ends a request on a slow machine.
+    """
+    site = Site(make)
+    limits = {"request_seconds": 600, "database_seconds": 600, "connect_seconds": 60, "sample_seconds": 1}
+    config = site.configuration(directory, limits=limits, users=rights(site))
+    with serving(config, directory, "--log-json", "--forwarded-allow-ips", PROXY) as web:
+        web.site, web.config = site, config
+        for database in site.databases:
+            web.create(new_name(), database_name=database)  # installs pgqueue
+        yield web
 
 
 def new_name() -> str:
@@ -192,16 +292,23 @@ def terminate(dsn: str, pids: list[int]) -> None:
 
 
 __all__ = [
+    "ACCESSES",
     "ADMIN",
+    "HASH",
+    "PROXY",
     "SERVICE",
+    "Application",
     "Server",
     "Site",
     "configuration",
     "failure",
+    "in_process",
     "locked",
     "make_conninfo",
     "new_name",
+    "rights",
     "serving",
+    "serving_a_run",
     "sql",
     "terminate",
     "waiters",

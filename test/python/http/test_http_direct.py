@@ -3,12 +3,14 @@
 import asyncio
 import base64
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,9 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
-from served import ADMIN, SERVICE, Server, Site, configuration, locked, make_conninfo, new_name, serving, waiters
-
-from pgqueue.http import request_body
-from pgqueue.http.app import create_app
-from pgqueue.http.settings import Settings
+from served import ADMIN, SERVICE, Server, configuration, in_process, locked, make_conninfo, new_name, waiters
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
-
-
-@pytest.fixture(scope="module")
-def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("served")
-    with serving(
-        site.configuration(directory, limits={"database_seconds": 60, "request_seconds": 60}), directory
-    ) as web:
-        web.create(new_name())  # installs pgqueue
-        yield web
 
 
 class DirectQueue:
@@ -46,15 +34,18 @@ class DirectQueue:
     def send(self, *payloads: Any) -> list[int]:
         answer = self.post("enqueue", {"messages": [{"payload": each} for each in payloads]})
         assert answer.status_code == 201, answer.text
-        return answer.json()["message_ids"]
+        ids: list[int] = answer.json()["message_ids"]
+        return ids
 
     def claim(self, **body: Any) -> list[dict[str, Any]]:
         answer = self.post("claim", body)
         assert answer.status_code == 200, answer.text
-        return answer.json()["messages"]
+        claimed: list[dict[str, Any]] = answer.json()["messages"]
+        return claimed
 
     def stats(self) -> dict[str, Any]:
-        return self.web.get(f"{self.path}/stats").json()
+        stats: dict[str, Any] = self.web.get(f"{self.path}/stats").json()
+        return stats
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def code(answer: httpx.Response, status: int) -> str:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"code", "message", "field", "value", "limit"}
-    return error["code"]
+    return str(error["code"])
 
 
 def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None:
@@ -144,6 +135,7 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
         ("ack", "claim_token", TOKEN, "token"),
         ("ack_batch", "ids", [1] * 100, [1] * 101),
         ("redrive", "ids", [1], []),
+        ("redrive", "max_messages", 100_000, 100_001),
         ("purge_dead_messages", "ids", [1], [0]),
     ],
 )
@@ -160,19 +152,18 @@ def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
         assert queue.post(verb, needed | {field: good}).status_code in (200, 410)
 
 
-def test_direct_payloads_over_the_limit_are_refused(queue: DirectQueue) -> None:
-    assert queue.send("x" * (262144 - 2))
-    answer = queue.post("enqueue", {"messages": [{"payload": "x" * (262144 - 1)}]})
-    assert code(answer, 413) == "payload_too_large"
-    too_many = queue.post("enqueue", {"messages": [{"payload": 1}] * 101})
-    assert code(too_many, 422) == "invalid"
-
-
-def test_headers_over_64_kb_and_the_queues_own_limit_are_reported(
-    queue: DirectQueue, sql: psycopg.Connection[Any]
-) -> None:
-    message = {"payload": 1, "headers": {"x": "y" * 70_000}}
-    assert code(queue.post("enqueue", {"messages": [message]}), 413) == "payload_too_large"
+def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
+    bodies = [base64.b64encode(b"x" * size).decode() for size in (262_144, 262_145)]
+    for field, fits, exceeds in (
+        ("payload", {"payload": "x" * 262_142}, {"payload": "x" * 262_143}),
+        ("body", {"body": bodies[0]}, {"body": bodies[1]}),
+        ("headers", {"payload": 1, "headers": {"x": "y" * 60_000}}, {"payload": 1, "headers": {"x": "y" * 70_000}}),
+    ):
+        assert queue.post("enqueue", {"messages": [fits]}).status_code == 201
+        answer = queue.post("enqueue", {"messages": [exceeds]})
+        assert code(answer, 413) == "payload_too_large"
+        assert answer.json()["error"]["field"] == f"messages[0].{field}"
+    assert code(queue.post("enqueue", {"messages": [{"payload": 1}] * 101}), 422) == "invalid"
     sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
     assert code(queue.post("enqueue", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
 
@@ -214,24 +205,25 @@ def test_a_message_with_a_key_is_sent_once(queue: DirectQueue) -> None:
     assert [(each["id"], each["payload"]) for each in queue.claim(max_messages=100)] == [(first, 4), (other, 3)]
 
 
-def test_messages_of_a_group_are_claimed_in_order(web: Server, sql: psycopg.Connection[Any]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "argument", "headers"),
+    [
+        ("group_limit => 1", {"group_key": "customer-17"}, {"pgqueue.group": "customer-17"}),
+        ("priorities => true", {"priority": 9}, {"pgqueue.priority": 9}),
+        ("priorities => true", {"priority": 9.0}, {"pgqueue.priority": 9}),
+    ],
+    ids=range(3),
+)
+def test_a_message_has_a_group_or_a_priority(
+    web: Server, sql: psycopg.Connection[Any], setting: str, argument: dict[str, Any], headers: dict[str, Any]
+) -> None:
     queue = DirectQueue(web, new_name())
-    sql.execute("select pgqueue.create_queue(%s, group_limit => 1)", (queue.name,))
-    messages = [{"payload": number, "group_key": "customer-17"} for number in range(2)]
+    sql.execute(f"select pgqueue.create_queue(%s, {setting})".encode(), (queue.name,))
+    messages = [{"payload": number, **argument} for number in range(2)]
     assert queue.post("enqueue", {"messages": messages}).status_code == 201
     claimed = queue.claim(max_messages=2)
-    assert [(each["payload"], each["headers"]) for each in claimed] == [(0, {"pgqueue.group": "customer-17"})]
-
-
-def test_messages_with_a_higher_priority_are_claimed_first(web: Server, sql: psycopg.Connection[Any]) -> None:
-    queue = DirectQueue(web, new_name())
-    sql.execute("select pgqueue.create_queue(%s, priorities => true)", (queue.name,))
-    messages = [{"payload": number, "priority": number} for number in range(9)] + [{"payload": 9, "priority": 9.0}]
-    assert queue.post("enqueue", {"messages": messages}).status_code == 201
-    claimed = [queue.claim()[0]["payload"] for _ in messages]
-    out_of_turn = sum(max(claimed[place:]) != payload for place, payload in enumerate(claimed))
-    assert out_of_turn < 8  # about one claim in ten begins with the oldest message
-    assert sorted(claimed) == list(range(10))
+    assert (claimed[0]["payload"], claimed[0]["headers"]) == (0, headers)
+    assert len(claimed) == (1 if "group_key" in argument else 2)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +251,6 @@ def test_invalid_arguments_of_a_message_are_named(queue: DirectQueue, message: d
         assert code(answer, 422) == "invalid"
         assert answer.json()["error"]["field"] == f"messages[1].{field}"
     assert queue.post("enqueue", {"messages": [{"payload": 1, "expires_in_seconds": 315_576_000}]}).status_code == 201
-
-
-def test_a_body_over_the_limit_is_refused(queue: DirectQueue) -> None:
-    fits, exceeds = (base64.b64encode(b"x" * size).decode() for size in (262144, 262145))
-    assert queue.post("enqueue", {"messages": [{"body": fits}]}).status_code == 201
-    answer = queue.post("enqueue", {"messages": [{"body": exceeds}]})
-    assert code(answer, 413) == "payload_too_large"
-    assert answer.json()["error"]["field"] == "messages[0].body"
 
 
 def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> None:
@@ -322,7 +306,7 @@ def test_any_json_passes_unchanged(queue: DirectQueue) -> None:
 
 
 def test_timestamps_beyond_python_become_the_first_or_the_last(
-    queue: DirectQueue, sql: psycopg.Connection[Any], site: Site
+    queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
     sql.execute(
         "insert into pgqueue.messages (queue_name, payload, max_attempts, enqueued_at, expires_at)"
@@ -335,14 +319,7 @@ def test_timestamps_beyond_python_become_the_first_or_the_last(
         assert queue.post("nack", {"id": each["id"], "claim_token": each["claim_token"]}).status_code == 200
     dead = queue.web.get(f"{queue.path}/browse_dead_messages").json()["dead_messages"]
     assert [each["expires_at"] for each in dead] == ["9999-12-31T23:59:59.999999Z"] * 2
-    place = {"service": SERVICE, "database": site.databases[0], "name": queue.name}
-    assert queue.web.get("/queue", params=place).text.count("sent <time") == 2
-
-
-def test_raw_bodies_are_base64(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    sql.execute("select pgqueue.enqueue(%s, body => %s)", [queue.name, b"\x00\xff"])
-    (message,) = queue.claim()
-    assert base64.b64decode(message["body"]) == b"\x00\xff"
+    assert queue.web.get("/queue", params=queue.web.place(queue.name)).text.count("sent <time") == 2
 
 
 def test_all_dead_letters_are_redriven(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -384,7 +361,7 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
         try:
             # the settings in a DSN have no effect, either
             dsn = make_conninfo(server, dbname=made, client_encoding="latin1")
-            with serving(configuration(tmp_path, dsn, {SERVICE: (dsn, [made])}), tmp_path) as web:
+            with in_process(configuration(tmp_path, dsn, {SERVICE: (dsn, [made])})) as web:
                 name = new_name()
                 web.create(name)
                 queue = DirectQueue(web, name)
@@ -398,32 +375,26 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
             connection.execute(f'drop database "{made}" with (force)')
 
 
-def test_a_request_redrives_at_most_its_limit_of_dead_letters(
-    queue: DirectQueue, sql: psycopg.Connection[Any], site: Site, tmp_path: Path
-) -> None:
+@pytest.mark.long(part="http")
+def test_a_request_redrives_at_most_its_limit_of_dead_letters(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     """One statement for all of them could exceed the statement timeout each time, and would never succeed."""
     sql.execute(
         "insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason)"
         " select nextval('pgqueue.message_id'), %s, '1', 1, 1, now(), 'rejected' from generate_series(1, 100010)",
         [queue.name],
     )
-    page = {"service": SERVICE, "database": site.databases[0], "name": queue.name, "action": "redrive"}
+    page = queue.web.place(queue.name, action="redrive")
+    assert "counted from 0, 100,000 at a time." in queue.web.get("/queue/confirm", params=page).text
     # The limit is a number of messages. The time that a busy machine takes for them does not matter here.
-    with serving(
-        site.configuration(tmp_path, limits={"request_seconds": 600, "database_seconds": 600}), tmp_path
-    ) as web:
-        web.http.timeout = 600
-        patient = DirectQueue(web, queue.name)
-        assert "counted from 0, 100,000 at a time." in web.get("/queue/confirm", params=page).text
-        assert [patient.post("redrive", {}).json()["count"] for _ in range(3)] == [100_000, 10, 0]
+    assert [queue.post("redrive", {}, timeout=600).json()["count"] for _ in range(3)] == [100_000, 10, 0]
     sql.execute("select pgqueue.purge_queue(%s)", [queue.name])
 
 
-def test_the_service_and_the_database_can_be_named(web: Server, site: Site, queue: DirectQueue) -> None:
+def test_the_service_and_the_database_can_be_named(web: Server, queue: DirectQueue) -> None:
     queue.send(1)
-    where = {"service_id": SERVICE, "database_name": site.databases[0]}
+    where = {"service_id": SERVICE, "database_name": web.site.databases[0]}
     assert web.get(f"{queue.path}/stats", params=where).json()["ready_messages"] == 1
-    where["database_name"] = site.databases[1]
+    where["database_name"] = web.site.databases[1]
     assert code(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
 
 
@@ -450,16 +421,7 @@ def test_unknown_resources_are_404(queue: DirectQueue) -> None:
 # Long polls
 
 
-def test_a_long_poll_returns_messages_that_are_sent_meanwhile(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(queue.claim, wait_seconds=20)
-        queue.web.until(lambda: listens(sql, queue.name))
-        sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
-        (message,) = waiting.result(PATIENCE)
-    assert message["payload"] == 1
-
-
-def test_claim_any_claims_from_several_queues_and_waits_for_each(web: Server, sql: psycopg.Connection[Any]) -> None:
+def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: psycopg.Connection[Any]) -> None:
     urgent, normal = (DirectQueue(web, new_name()) for _ in range(2))
     for each in urgent, normal:
         sql.execute("select pgqueue.create_queue(%s)", [each.name])
@@ -479,12 +441,6 @@ def test_claim_any_claims_from_several_queues_and_waits_for_each(web: Server, sq
     assert claim(max_messages=2) == [(urgent.name, 3, 1), (normal.name, 1, 1)]
     assert claim(max_messages=2) == [(normal.name, 2, 1)]
     assert claim() == []
-    for each in urgent, normal:
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(claim, wait_seconds=20)
-            web.until(lambda queue=each: listens(sql, queue.name))  # type: ignore[misc]
-            sql.execute("select pgqueue.enqueue(%s, '4')", [each.name])
-            assert waiting.result(PATIENCE) == [(each.name, 4, 1)]
     urgent.send(5)
     keyed = [
         web.post("/v1/queues/claim_any", {"queue_names": names}, headers={"Idempotency-Key": urgent.name}).json()
@@ -513,68 +469,86 @@ def listens(sql: psycopg.Connection[Any], name: str) -> bool:
     ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
     ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
     ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
-    return value > now
+    return bool(value > now)
 
 
-def has_looked_in_vain(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether a session has announced its wait and has looked once more: from now on only a notification wakes it."""
-    if not listens(sql, name):
-        return False
-    ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
-    return bool(
-        sql.execute(
-            "select from pg_stat_activity where datname = current_database() and application_name = 'pgqueue serve'"
-            " and state = 'idle' and query like '%%pgqueue.claim(%%'"
-            " and query_start > to_timestamp(pg_sequence_last_value(%s) / 1000000.0) - interval '5 s'",
-            [register],
-        ).fetchall()
-    )
+class Patient:
+    """A direct queue of an application whose long polls do not look by themselves: only what wakes them does."""
 
+    def __init__(self, queue: DirectQueue, looked: threading.Semaphore) -> None:
+        self.queue = queue
+        self._looked = looked
 
-def test_a_long_poll_is_woken_by_a_notification(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """Ten messages, each sent while the poll sleeps: polling alone would take almost five seconds for each."""
-    slept = 0.0
-    for _ in range(10):
+    @contextmanager
+    def claiming(self, path: str, *names: str) -> Iterator[Callable[[], list[Any]]]:
+        """A claim that waits during the block, in which it has looked in vain twice: before it listened, and after."""
+        body = {"wait_seconds": 20} | ({"queue_names": names} if names else {})
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(queue.claim, wait_seconds=20)
-            queue.web.until(lambda: has_looked_in_vain(sql, queue.name))
-            began = time.monotonic()
-            sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
-            assert len(waiting.result(PATIENCE)) == 1
-            slept += time.monotonic() - began
-    assert slept < 25
+            waiting = threads.submit(self.queue.web.post, path, body)
+            self.has_looked(2)
+            yield lambda: [each["payload"] for each in waiting.result(PATIENCE).json()["messages"]]
+
+    def has_looked(self, times: int) -> None:
+        for _ in range(times):
+            assert self._looked.acquire(timeout=PATIENCE)
 
 
-def test_a_long_poll_returns_messages_that_become_due(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    sql.execute("select pgqueue.enqueue(%s, '1', delay => '1.2 s')", [queue.name])
-    assert len(queue.claim(wait_seconds=20)) == 1
+@pytest.fixture
+def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
+    from pgqueue.http import direct_routes
+
+    looked = threading.Semaphore(0)
+    run_once = direct_routes._ClaimOperation.run_once
+
+    async def run_and_tell(self: Any) -> Any:
+        answer = await run_once(self)
+        looked.release()
+        return answer
+
+    monkeypatch.setattr(direct_routes._ClaimOperation, "run_once", run_and_tell)
+    monkeypatch.setattr(direct_routes, "_POLL_INTERVAL", timedelta(hours=1))
+    with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 600})) as application:
+        yield Patient(DirectQueue(application, queue.name), looked)
+
+
+def test_a_long_poll_is_woken_by_a_notification(patient: Patient, sql: psycopg.Connection[Any]) -> None:
+    """Also that of several queues, by a message in each of them."""
+    name, other = patient.queue.name, new_name()
+    sql.execute("select pgqueue.create_queue(%s)", [other])
+    for path, names, queue in (
+        (f"/v1/queues/{name}/claim", (), name),
+        ("/v1/queues/claim_any", (name, other), name),
+        ("/v1/queues/claim_any", (name, other), other),
+    ):
+        with patient.claiming(path, *names) as claimed:
+            sql.execute("select pgqueue.enqueue(%s, to_jsonb(%s::text))", [queue, path])
+            assert claimed() == [path]
+        patient.has_looked(1)
 
 
 def test_an_empty_long_poll_ends_after_its_wait_seconds(queue: DirectQueue) -> None:
     began = time.monotonic()
-    assert queue.claim(wait_seconds=2) == []
-    assert 1.9 < time.monotonic() - began < 20
+    assert queue.claim(wait_seconds=1) == []
+    assert time.monotonic() - began > 0.9
 
 
-def test_a_long_poll_returns_due_messages_although_the_clocks_differ(site: Site, tmp_path: Path) -> None:
-    """The server's clock is a minute behind that of the database, which says when a message is due."""
-    (tmp_path / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() - 60\n")
-    with serving(site.configuration(tmp_path), tmp_path, PYTHONPATH=str(tmp_path)) as web:
-        name = new_name()
-        web.create(name)
-        queue = DirectQueue(web, name)
-        assert queue.post("enqueue", {"messages": [{"payload": 1, "delay_seconds": 1}]}).status_code == 201
-        assert len(queue.claim(wait_seconds=20)) == 1
-
-
-def test_a_long_poll_ends_before_the_time_limit_of_its_request(
-    site: Site, sql: psycopg.Connection[Any], tmp_path: Path
+def test_a_long_poll_returns_due_messages_although_the_clocks_differ(
+    web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = new_name()
-    sql.execute("select pgqueue.create_queue(%s)", [name])
-    with serving(site.configuration(tmp_path, limits={"request_seconds": 2}), tmp_path) as web:
+    """The server's clock is a minute behind that of the database, which says when a message is due."""
+    real = time.time
+    with in_process(web.site.configuration(tmp_path)) as behind:
+        monkeypatch.setattr(time, "time", lambda: real() - 60)
+        behind_queue = DirectQueue(behind, queue.name)
+        sent = behind_queue.post("enqueue", {"messages": [{"payload": 1, "delay_seconds": 1}]})
+        assert sent.status_code == 201
+        assert len(behind_queue.claim(wait_seconds=20)) == 1
+
+
+def test_a_long_poll_ends_before_the_time_limit_of_its_request(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
+    with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 5})) as hasty:
         # A first claim that takes long leaves too little time for the poll, which is answered by 503 then.
-        web.until(lambda: DirectQueue(web, name).post("claim", {"wait_seconds": 20}).status_code == 200)
+        hasty.until(lambda: DirectQueue(hasty, queue.name).post("claim", {"wait_seconds": 20}).status_code == 200)
 
 
 def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -582,7 +556,7 @@ def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: ps
         waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
         queue.web.until(lambda: listens(sql, queue.name))
         idle = "select from pg_stat_activity where datname = current_database() and state like 'idle in transaction%'"
-        queue.web.until(lambda: not sql.execute(idle).fetchall(), 10)  # a sweep of the server can have one for a moment
+        queue.web.until(lambda: not sql.execute(idle).fetchall())  # a sweep of the server can have one for a moment
         # Thirty requests wait; there are ten connections, and other requests are served.
         assert queue.stats()["ready_messages"] == 0
         sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
@@ -596,24 +570,26 @@ def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
     ):
         client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=httpx.Timeout(PATIENCE, read=0.5))
     queue.send(1)
-    assert len(queue.claim(wait_seconds=5)) == 1
+    assert len(queue.claim(wait_seconds=20)) == 1
 
 
-def listener(sql: psycopg.Connection[Any]) -> int | None:
-    """The backend process of the connection on which the server listens. It may just have stopped for another queue."""
-    rows = sql.execute(
-        "select pid from pg_stat_activity where datname = current_database() and query ~ '^(un)?listen '"
-    ).fetchall()
-    return rows[0][0] if rows else None
+def end_listeners(sql: psycopg.Connection[Any]) -> int:
+    """End the connections on which servers listen, and return their number."""
+    return len(
+        sql.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
+            " where datname = current_database() and query ~ '^(un)?listen '"
+        ).fetchall()
+    )
 
 
-def test_all_long_polls_continue_when_the_listening_connection_is_lost(
+def test_the_server_works_on_when_the_listening_connection_is_lost(
     queue: DirectQueue, sql: psycopg.Connection[Any]
 ) -> None:
     """The socket is closed, and the next client may get a socket with the same number: the loop must read from it."""
     for _ in range(3):
         assert queue.claim(wait_seconds=1) == []  # the connection stays open for a while
-        assert sql.execute("select pg_terminate_backend(%s, 5000)", [listener(sql)]).fetchone() == (True,)
+        assert end_listeners(sql)
         host, port = queue.web.url.removeprefix("http://").split(":")
         with ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
@@ -625,28 +601,13 @@ def test_all_long_polls_continue_when_the_listening_connection_is_lost(
 
 
 def test_a_long_poll_continues_when_the_listening_connection_is_lost(
-    queue: DirectQueue, sql: psycopg.Connection[Any]
+    patient: Patient, sql: psycopg.Connection[Any]
 ) -> None:
-    with ThreadPoolExecutor(1) as threads:
-
-        def is_woken(waiting: Future[list[dict[str, Any]]]) -> bool:
-            began = time.monotonic()
-            sql.execute("select pgqueue.enqueue(%s, '1')", [queue.name])
-            assert len(waiting.result(PATIENCE)) == 1
-            return time.monotonic() - began < 4  # A poll looks every five seconds without being woken.
-
-        waiting = threads.submit(queue.claim, wait_seconds=20)
-        queue.web.until(lambda: has_looked_in_vain(sql, queue.name))
-        lost = listener(sql)
-        assert sql.execute("select pg_terminate_backend(%s, 5000)", [lost]).fetchone() == (True,)
-        queue.web.until(lambda: listener(sql) not in (None, lost))
-        for _ in range(4):  # on a busy machine an answer can take long
-            if is_woken(waiting):
-                break
-            waiting = threads.submit(queue.claim, wait_seconds=20)
-            queue.web.until(lambda: has_looked_in_vain(sql, queue.name))
-        else:
-            pytest.fail("no notification woke the claim")
+    with patient.claiming(f"/v1/queues/{patient.queue.name}/claim") as claimed:
+        assert end_listeners(sql)
+        patient.has_looked(1)  # which it does when it listens again
+        sql.execute("select pgqueue.enqueue(%s, '3')", [patient.queue.name])
+        assert claimed() == [3]
 
 
 CLAIM = "%from pgqueue.claim($1%"  # not the claim of an agent, which has named arguments
@@ -672,16 +633,16 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
 
 @pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
 def test_messages_claimed_for_a_disconnected_client_are_released(
-    queue: DirectQueue, site: Site, wait_seconds: int, path: str | None
+    queue: DirectQueue, wait_seconds: int, path: str | None
 ) -> None:
     """The client disconnects while a lock delays its claim; the messages already exist."""
     body = {"queue_names": [queue.name]} if path else {}
     sent = queue.send(1, 2)
     with (
-        locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
+        locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, path or f"{queue.path}/claim", body | {"max_messages": 2, "wait_seconds": wait_seconds}),
     ):
-        queue.web.until(lambda: waiters(site.target, "%pgqueue.claim_any(%" if path else CLAIM))
+        queue.web.until(lambda: waiters(queue.web.site.target, "%pgqueue.claim_any(%" if path else CLAIM))
     of_queue = f'queue="{queue.name}",service="{SERVICE}"'
     queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
     claimed = queue.claim(max_messages=2)
@@ -689,80 +650,75 @@ def test_messages_claimed_for_a_disconnected_client_are_released(
     assert {each["attempt_count"] for each in claimed} == {1}  # the attempt of the other claim is not counted
 
 
-def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue, site: Site) -> None:
+def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue) -> None:
     (sent,) = queue.send(1)
     key = new_name()
     assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # creates the table of stored responses
     with (
-        locked(site.target, "lock table pgqueue.messages in access exclusive mode"),
+        locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
         asked(queue.web, f"{queue.path}/claim", {}, key),
     ):
-        queue.web.until(lambda: waiters(site.target, CLAIM))
+        queue.web.until(lambda: waiters(queue.web.site.target, CLAIM))
     queue.web.until(lambda: queue.stats()["inflight_messages"] == 1)
     assert [each["id"] for each in queue.post("claim", {}, key).json()["messages"]] == [sent]
 
 
-def test_messages_claimed_for_a_timed_out_request_are_released(site: Site, tmp_path: Path) -> None:
-    name = new_name()
-    with serving(site.configuration(tmp_path, limits={"request_seconds": 5, "database_seconds": 60}), tmp_path) as web:
-        web.create(name)
-        queue = DirectQueue(web, name)
-        (sent,) = queue.send(1)
-        with locked(site.target, "lock table pgqueue.messages in access exclusive mode"):
-            assert code(queue.post("claim", {}), 503) == "timeout"
+def test_messages_claimed_for_a_timed_out_request_are_released(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
+    (sent,) = queue.send(1)
+    limits = {"request_seconds": 3, "database_seconds": 60}
+    with in_process(web.site.configuration(tmp_path, limits=limits)) as hasty:
+        with locked(web.site.target, "lock table pgqueue.messages in access exclusive mode"):
+            assert code(DirectQueue(hasty, queue.name).post("claim", {}), 503) == "timeout"
         (claimed,) = web.until(queue.claim)
         assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
-def test_a_release_runs_after_the_end_of_its_request(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     """The client is gone when its claim ends, and a lock delays the release."""
-    # In databases of its own: claims of other servers could wait for the lock, too.
-    site, name = Site(empty_database), new_name()
+    web, target = queue.web, queue.web.site.target
     lock = "lock table pgqueue.messages in access exclusive mode"
-    with serving(site.configuration(tmp_path, limits={"request_seconds": 60, "database_seconds": 60}), tmp_path) as web:
-        web.create(name, visibility_timeout_seconds=600)
-        queue = DirectQueue(web, name)
-        (sent,) = queue.send(1)
-        with ThreadPoolExecutor(1) as threads, psycopg.connect(site.target) as behind:
-            with locked(site.target, lock), asked(web, f"{queue.path}/claim", {}):
-                web.until(lambda: waiters(site.target, CLAIM))
-                getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
-                web.until(lambda: waiters(site.target, lock))
-            getting.result()
-            web.until(lambda: waiters(site.target, "%release(%"))
-            # the request has ended
-            web.until(lambda: 'route="/v1/queues/{queue_name}/claim"' in web.get("/metrics").text)
-            behind.rollback()
-        (claimed,) = web.until(queue.claim)
-        assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
+    ended = re.compile(r'^pgqueue_http_request_seconds_count\{.*"/v1/queues/\{queue_name\}/claim".*', re.MULTILINE)
+    sql.execute("select pgqueue.alter_queue(%s, visibility_timeout => '1 h')", [queue.name])
+    (sent,) = queue.send(1)
+    before = ended.findall(web.get("/metrics").text)
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(target) as behind:
+        with locked(target, lock), asked(web, f"{queue.path}/claim", {}):
+            web.until(lambda: waiters(target, CLAIM))
+            getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
+            web.until(lambda: waiters(target, lock))
+        getting.result()
+        web.until(lambda: waiters(target, "%release(%"))
+        web.until(lambda: ended.findall(web.get("/metrics").text) != before)  # the request has ended
+        behind.rollback()
+    (claimed,) = web.until(queue.claim)
+    assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/queues/{}/claim", "/v1/queues/claim_any"])
-async def test_messages_whose_response_exceeds_the_memory_are_released(
-    queue: DirectQueue, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+def test_messages_whose_response_exceeds_the_memory_are_released(
+    web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    from pgqueue.http import request_body
+
     (sent,) = queue.send("é" * 100_000)
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
     monkeypatch.setattr(request_body, "BODIES_LIMIT", 200_000)
-    app = create_app(Settings.load(site.configuration(tmp_path)))
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://x", auth=ADMIN) as client,
-    ):
+    with in_process(web.site.configuration(tmp_path)) as small:
         body = {"queue_names": [queue.name]} if path.endswith("any") else {}
-        assert code(await client.post(path.format(queue.name), json=body), 503) == "overloaded"
+        assert code(small.post(path.format(queue.name), body), 503) == "overloaded"
     # The server has waited for the release before it stopped.
     (claimed,) = queue.claim()
     assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
 
 def test_a_stopping_server_releases_undelivered_messages_first(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TEST_PASSWORD", "password")
-    app = create_app(Settings.load(site.configuration(tmp_path)))
-    context, seen = app.state.context, []
+    from pgqueue.http import Settings, create_app
+
+    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
+    app = create_app(Settings.load(web.site.configuration(tmp_path)))
+    context = app.state.context
+    seen: list[str] = []
     close = context.databases.close
 
     async def give_back() -> None:
@@ -842,20 +798,19 @@ def test_of_concurrent_requests_with_a_key_one_takes_effect(queue: DirectQueue) 
     assert queue.stats()["ready_messages"] == 1
 
 
-def test_a_request_that_waits_too_long_for_its_key_is_409(queue: DirectQueue, site: Site, tmp_path: Path) -> None:
+def test_a_request_that_waits_too_long_for_its_key_is_409(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
     key = new_name()
     insert = "insert into pgqueue_http.effects (scope, key, fingerprint) values ('user:admin', %s, '')"
     queue.post("claim", {}, new_name())  # creates the table of stored responses
-    with serving(site.configuration(tmp_path, limits={"database_seconds": 3}), tmp_path) as web:
-        impatient = DirectQueue(web, queue.name)
-        with locked(site.target, insert, key):
-            # A first request that takes too long to connect is answered by 503.
-            web.until(lambda: impatient.post("enqueue", {"messages": [{"payload": 1}]}, key).status_code == 409)
-            answer = impatient.post("enqueue", {"messages": [{"payload": 1}]}, key)
-        assert code(answer, 409) == "idempotency_key_in_use"
+    with (
+        in_process(web.site.configuration(tmp_path, limits={"database_seconds": 2})) as hasty,
+        locked(web.site.target, insert, key),
+    ):
+        answer = DirectQueue(hasty, queue.name).post("enqueue", {"messages": [{"payload": 1}]}, key)
+    assert code(answer, 409) == "idempotency_key_in_use"
 
 
-def test_a_repeated_managed_request_with_a_key_takes_effect_once(web: Server, site: Site) -> None:
+def test_a_repeated_managed_request_with_a_key_takes_effect_once(web: Server) -> None:
     name, key = new_name(), new_name()
     headers = {"Idempotency-Key": key}
     first, second = (web.post(web.queues, {"name": name}, headers=headers) for _ in range(2))
@@ -868,14 +823,14 @@ def test_a_repeated_managed_request_with_a_key_takes_effect_once(web: Server, si
     assert len(tasks) == 1
     (task,) = tasks
     web.task(path, task)
-    with psycopg.connect(site.target) as connection:
+    with psycopg.connect(web.site.target) as connection:
         assert connection.execute("select ready_messages from pgqueue.stats(%s)", [name]).fetchone() == (1,)
     web.call("DELETE", f"{web.queues}/{name}")
     web.until(lambda: web.status(name) is None)
     assert web.post(path, {"messages": [{"payload": {}}]}, headers=headers).json() == {"task_id": task}
 
 
-def test_metrics_count_requests_and_messages(queue: DirectQueue, web: Server, site: Site) -> None:
+def test_metrics_count_requests_and_messages(queue: DirectQueue, web: Server) -> None:
     queue.send(1, 2, 3)
     (message, _) = queue.claim(max_messages=2)
     queue.post("ack", {"id": message["id"], "claim_token": message["claim_token"]})
@@ -888,7 +843,7 @@ def test_metrics_count_requests_and_messages(queue: DirectQueue, web: Server, si
 
     for operation, number in (("enqueued", 3), ("claimed", 2), ("acked", 1)):
         assert metric("pgqueue_http_messages_total", queue=queue.name, operation=operation) == number
-    web.look(site.databases[0], queue.name)
+    web.look(web.site.databases[0], queue.name)
     web.until(lambda: metric("pgqueue_ready_messages", queue=queue.name) == 1)  # an older look can end later
     assert metric("pgqueue_inflight_messages", queue=queue.name) == 1
     assert metric("pgqueue_oldest_age_seconds", queue=queue.name) is not None

@@ -7,52 +7,39 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import commands
 import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
-from served import ADMIN, SERVICE, Server, Site, configuration, new_name, serving
+from served import ACCESSES, ADMIN, PROXY, SERVICE, Server, configuration, in_process, new_name, rights
 
-from pgqueue.http import Limits, Service, Settings, User, create_app
-from pgqueue.http import admission as admission_module
-from pgqueue.http import audit as audit_module
-from pgqueue.http import tokens as tokens_module
-from pgqueue.http.admission import safe_target
-from pgqueue.http.passwords import hash_password
-from pgqueue.http.rights import ACCESSES, NEEDS, Right
-from pgqueue.http.sessions import Sessions
+if TYPE_CHECKING:
+    from pgqueue.http import Settings
 
 TASK = "2f1c9d6e-5a37-4c1b-9d0e-8b6f0a7c3e51"  # there is none
 ROOT = Path(__file__).parents[3]
-SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {"ann": User(hash_password("x"))})
-# Users with an access to queues of the service whose names begin with order-, and one with all rights elsewhere.
-LIMITED = {f"the-{access}": [f"{access}:{SERVICE}/order-*"] for access in ACCESSES}
+LIMITED = tuple(f"the-{access}" for access in ACCESSES)  # users with an access to queues that begin with order-
 
 
-def users(site: Site) -> dict[str, list[str]]:
-    return LIMITED | {"elsewhere": [f"{access}:{SERVICE}/{site.databases[1]}/*" for access in ACCESSES], "none": []}
+@pytest.fixture
+def settings() -> "Settings":
+    """Settings with a user ann."""
+    from pgqueue.http import Service, Settings, User
+    from pgqueue.http.passwords import hash_password
+
+    return Settings("", {"one": Service("one", "", ("one",))}, {"ann": User(hash_password("x"))})
 
 
-@pytest.fixture(scope="module")
-def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two managed queues."""
-    directory = tmp_path_factory.mktemp("served")
-    with serving(site.configuration(directory, users=users(site)), directory, "--log-json") as web:
-        web.create("order-1")
-        web.create("invoice-1")
-        yield web
-
-
-@pytest.fixture(scope="module")
-def config(site: Site, web: Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file of that server, for commands."""
-    assert web.url
-    return str(site.configuration(tmp_path_factory.mktemp("commands"), users=users(site)))
+@pytest.fixture(scope="module", autouse=True)
+def orders(web: Server) -> None:
+    """Two managed queues, of which users with limited rights see one."""
+    web.create("order-1")
+    web.create("invoice-1")
 
 
 def routes(given: Any) -> set[str]:
@@ -67,12 +54,17 @@ def routes(given: Any) -> set[str]:
     return found
 
 
-def test_every_route_has_an_entry_in_the_table_of_needs() -> None:
-    found = routes(create_app(SETTINGS, "controller").routes)
+def test_every_route_has_an_entry_in_the_table_of_needs(settings: "Settings") -> None:
+    from pgqueue.http import create_app
+    from pgqueue.http.rights import NEEDS
+
+    found = routes(create_app(settings, "controller").routes)
     assert found == set(NEEDS)
 
 
 def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
+    from pgqueue.http.rights import NEEDS
+
     matrix = dict(re.findall(r"\('(\w+)', '\{([\w,]+)\}'", (ROOT / "sql/grants.sql").read_text()))
     for route, need in NEEDS.items():
         verb = route.rpartition("/")[2]
@@ -87,8 +79,8 @@ def call(web: Server, user: str, route: str, database: str, queue: str) -> httpx
     path = path.format(service_id=SERVICE, queue_name=queue, action="nothing")
     more: dict[str, Any] = {}
     if path.startswith("/managed-services") and method == "POST":
-        body = {"messages": [{"payload": {}}]} if path.endswith("/messages") else {}
-        more["json"] = body or {"name": queue, "database_name": database}
+        is_batch = path.endswith("/messages")
+        more["json"] = {"messages": [{"payload": {}}]} if is_batch else {"name": queue, "database_name": database}
     elif path.startswith("/managed-services"):
         more["params"] = {"task_id": TASK}
     elif path.startswith("/v1/") and method == "POST":
@@ -109,59 +101,69 @@ def code(answer: httpx.Response) -> str:
     return str(body["error"]["code"]) if "error" in body else ""
 
 
-@pytest.mark.parametrize("route", sorted(NEEDS))
-def test_a_user_may_call_exactly_what_an_access_allows(web: Server, site: Site, route: str) -> None:
-    need = NEEDS[route]
-    creates = route in ("POST /managed-services/{service_id}/queues", "POST /create")
-    own = "order-1" if creates else "order-none"  # exists, so it is not created again
-    for user, allow in users(site).items():
-        may = any(each.partition(":")[0] in need.accesses for each in allow)
-        if need.of != "queue":
-            answer = call(web, user, route, site.databases[0], "order-none")
-            is_free = need.of == "nothing" or (need.of == "some" and may)
-            if route in ("GET /health", "POST /v1/queues/publish"):  # need an access to all queues of a database
-                is_free = user == "elsewhere"
-            assert (answer.status_code != 403) == is_free, (route, user, answer.text)
-            assert is_free or code(answer) == "forbidden"
-            continue
-        if user in LIMITED:
-            answer = call(web, user, route, site.databases[0], own)
-            if may:
-                assert code(answer) != "forbidden", (route, user, answer.text)
-                assert answer.status_code in (404, 409, 422), (route, user, answer.text)
-            else:
-                assert (answer.status_code, code(answer)) == (403, "forbidden"), (route, user, answer.text)
-        hidden = [call(web, user, route, site.databases[0], queue) for queue in ("invoice-1", "invoice-2")]
-        for answer in hidden:
-            assert answer.status_code in ((403, 404, 422) if creates else (404,)), (route, user, answer.text)
-        there, absent = hidden  # the answers do not tell which of the two exists
-        assert there.text.replace("invoice-1", "") == absent.text.replace("invoice-2", ""), (route, user)
+def test_a_user_may_call_exactly_what_an_access_allows(web: Server) -> None:
+    from pgqueue.http.rights import NEEDS
+
+    database = web.site.databases[0]
+    users = {name: allow for name, allow in rights(web.site).items() if name in (*LIMITED, "elsewhere", "none")}
+    for route, need in NEEDS.items():
+        creates = route in ("POST /managed-services/{service_id}/queues", "POST /create")
+        own = "order-1" if creates else "order-none"  # exists, so it is not created again
+        for user, allow in users.items():
+            may = any(each.partition(":")[0] in need.accesses for each in allow)
+            if need.of != "queue":
+                answer = call(web, user, route, database, "order-none")
+                is_free = need.of == "nothing" or (need.of == "some" and may)
+                if route in ("GET /health", "POST /v1/queues/publish"):  # need an access to all queues of a database
+                    is_free = user == "elsewhere"
+                assert (answer.status_code != 403) == is_free, (route, user, answer.text)
+                assert is_free or code(answer) == "forbidden"
+                continue
+            if user in LIMITED:
+                answer = call(web, user, route, database, own)
+                if may:
+                    assert code(answer) != "forbidden", (route, user, answer.text)
+                    assert answer.status_code in (404, 409, 422), (route, user, answer.text)
+                else:
+                    assert (answer.status_code, code(answer)) == (403, "forbidden"), (route, user, answer.text)
+            hidden = [call(web, user, route, database, queue) for queue in ("invoice-1", "invoice-2")]
+            for answer in hidden:
+                assert answer.status_code in ((403, 404, 422) if creates else (404,)), (route, user, answer.text)
+            there, absent = hidden  # the answers do not tell which of the two exists
+            assert there.text.replace("invoice-1", "") == absent.text.replace("invoice-2", ""), (route, user)
 
 
-def test_lists_and_figures_show_only_what_the_user_sees(web: Server, site: Site) -> None:
+def test_lists_and_figures_show_only_what_the_user_sees(web: Server) -> None:
     def seen(user: str, path: str) -> str:
         return web.get(path, auth=(user, ADMIN[1])).text
 
+    for name in ("invoice-1", "order-1"):
+        web.look(web.site.databases[0], name)
     web.until(lambda: "invoice-1" in seen("admin", "/") and "order-1" in seen("admin", "/"))
     for path in ("/", "/page/queues", "/v1/queues", web.queues):
         assert ("order-1" in seen("the-reader", path), "invoice-1" in seen("the-reader", path)) == (True, False), path
-    listed = json.loads(seen("elsewhere", "/v1/queues"))["queues"]  # of the database that it sees
-    assert {each["name"] for each in listed} <= {"parts"}  # which another test creates
-    assert site.databases[0] not in seen("elsewhere", "/v1/queues?database_name=none")
+    listed = json.loads(seen("elsewhere", "/v1/queues"))["queues"]
+    with psycopg.connect(web.site.other) as connection:  # the only database that this user sees
+        there = connection.execute("select array_agg(name::text) from pgqueue.queues").fetchone()
+    assert there is not None
+    assert {each["name"] for each in listed} <= set(there[0])
+    assert web.site.databases[0] not in seen("elsewhere", "/v1/queues?database_name=none")
     answer = web.get("/v1/queues", auth=("none", ADMIN[1]))
     assert (answer.status_code, code(answer)) == (403, "forbidden")
 
 
-def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: Server, site: Site) -> None:
-    web.create("parts", database_name=site.databases[1])
+def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: Server) -> None:
+    web.create("parts", database_name=web.site.databases[1])
     ours, theirs = (f"{web.queues}/{name}" for name in ("parts", "order-1"))
     assert web.get(ours, auth=("elsewhere", ADMIN[1])).status_code == 200
-    for method, path, more in (
-        ("GET", theirs, {}),
-        ("DELETE", theirs, {}),
-        ("POST", f"{theirs}/stats", {}),
-        ("POST", f"{theirs}/messages", {"json": {"messages": [{"payload": {}}]}}),
+    body: dict[str, Any] = {"messages": [{"payload": {}}]}
+    for method, path in (
+        ("GET", theirs),
+        ("DELETE", theirs),
+        ("POST", f"{theirs}/stats"),
+        ("POST", f"{theirs}/messages"),
     ):
+        more = {"json": body} if path.endswith("/messages") else {}
         answer = web.call(method, path, auth=("elsewhere", ADMIN[1]), **more)
         absent = web.call(method, path.replace("order-1", "order-9"), auth=("elsewhere", ADMIN[1]), **more)
         assert (answer.status_code, absent.status_code) == (404, 404), (method, path, answer.text)
@@ -171,6 +173,8 @@ def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: 
 
 
 def test_a_pattern_is_a_name_or_the_begin_of_names() -> None:
+    from pgqueue.http.rights import Right
+
     for text, place, covered in (
         ("reader:*", ("shop", "main", "q"), True),
         ("reader:order-*", ("shop", "main", "order-1"), True),
@@ -207,49 +211,52 @@ def by_token(web: Server, token: str, path: str, method: str = "GET", **more: An
     return web.http.send(web.http.build_request(method, path, headers=headers, **more), auth=None)
 
 
-def make_token(config: str, name: str, *words: str) -> str:
-    done = commands.run("token", "create", name, "--config", config, *words, TEST_PASSWORD="password")
+def make_token(web: Server, name: str, *words: str) -> str:
+    done = web.run("token", "create", name, *words)
     assert done.status == 0, done.err
     return done.out.strip()
 
 
-def test_a_token_may_do_what_its_user_and_its_own_rights_allow(web: Server, site: Site, config: str) -> None:
+def test_a_token_may_do_what_its_user_and_its_own_rights_allow(web: Server) -> None:
     name = new_name()
-    token = make_token(config, name, "--user", "the-producer", "--allow", f"producer:{SERVICE}/order-2")
+    token = make_token(web, name, "--user", "the-producer", "--allow", f"producer:{SERVICE}/order-2")
     web.until(lambda: by_token(web, token, "/v1/queues").status_code == 200)
     assert by_token(web, token, "/v1/queues/order-1/stats").status_code == 404  # beyond the token
-    wide = make_token(config, new_name(), "--user", "the-producer", "--allow", "admin:*", "--allow", "producer:*")
+    wide = make_token(web, new_name(), "--user", "the-producer", "--allow", "admin:*", "--allow", "producer:*")
     web.until(lambda: by_token(web, wide, "/v1/queues/order-1/stats").status_code == 200)
     assert by_token(web, wide, "/v1/queues/invoice-1/stats").status_code == 404  # beyond the user
     assert by_token(web, wide, "/v1/queues/order-1/redrive", "POST", json={}).status_code == 403
     for broken in (token[:-1], token + "x", "pgq_", "x" * 5000):
         assert by_token(web, broken, "/v1/queues").status_code == 401
-    with psycopg.connect(site.control) as connection:
+    with psycopg.connect(web.site.control) as connection:
         stored = connection.execute("select t::text from pgqueue_http.tokens t").fetchall()
     assert token not in str(stored)
-    listed = commands.run("token", "list", "--config", config, TEST_PASSWORD="password")
+    listed = web.run("token", "list")
     assert name in listed.out
     assert token not in web.command.err + listed.out
-    again = commands.run("token", "create", name, "--config", config, TEST_PASSWORD="password")
+    again = web.run("token", "create", name)
     assert (again.status, f"there is a token '{name}'" in again.err) == (1, True)
 
 
-def test_a_token_ends_when_it_expires_or_is_revoked(web: Server, site: Site, config: str) -> None:
-    revoked, expired = new_name(), new_name()
-    tokens = [make_token(config, name) for name in (revoked, expired)]
+def test_a_token_ends_when_it_expires_or_is_revoked(web: Server) -> None:
+    revoked, expired, orphaned = new_name(), new_name(), new_name()
+    tokens = [make_token(web, name) for name in (revoked, expired, orphaned)]
     for token in tokens:
         web.until(lambda token=token: by_token(web, token, "/v1/queues").status_code == 200)  # type: ignore[misc]
-    done = commands.run("token", "revoke", revoked, "--config", config, TEST_PASSWORD="password")
+    done = web.run("token", "revoke", revoked)
     assert done.status == 0, done.err
-    with psycopg.connect(site.control) as connection:
+    with psycopg.connect(web.site.control) as connection:
+        lifetime = "select distinct expires_at - created_at from pgqueue_http.tokens where name = any(%s)"
+        assert connection.execute(lifetime, [[expired, orphaned]]).fetchall() == [(timedelta(days=90),)]
         connection.execute("update pgqueue_http.tokens set expires_at = now() where name = %s", [expired])
+        connection.execute("update pgqueue_http.tokens set user_name = 'gone' where name = %s", [orphaned])
     for token in tokens:
         web.until(lambda token=token: by_token(web, token, "/v1/queues").status_code == 401)  # type: ignore[misc]
-    again = commands.run("token", "revoke", revoked, "--config", config, TEST_PASSWORD="password")
+    again = web.run("token", "revoke", revoked)
     assert again.status == 3
-    make_token(config, revoked, "--user", "the-producer")
-    assert commands.run("token", "create", revoked, "--config", config, TEST_PASSWORD="password").status == 1
-    with psycopg.connect(site.control) as connection:
+    make_token(web, revoked, "--user", "the-producer")
+    assert web.run("token", "create", revoked).status == 1
+    with psycopg.connect(web.site.control) as connection:
         role = connection.info.user
         rows = connection.execute(
             "select user_name, act, place, status from pgqueue_http.audit"
@@ -266,6 +273,8 @@ def test_a_token_ends_when_it_expires_or_is_revoked(web: Server, site: Site, con
 
 
 async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pgqueue.http import tokens as tokens_module
+
     for name in ("_REFRESH_SECONDS", "_RETRY_SECONDS"):
         monkeypatch.setattr(tokens_module, name, 0.0)
     rows = [("t", "ann", hashlib.sha256(b"pgq_x").digest(), None, 60.0)]
@@ -296,18 +305,14 @@ async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(mo
     assert await tokens.find("pgq_x") is None
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_a_wrong_token_command_says_what_is_wrong(web: Server) -> None:
+    for words, said in (
         (["--user", "nobody"], "there is no user 'nobody'"),
         (["--allow", "reader:none/*"], "there is no such service or database"),
         (["--expires", "4000d"], "--expires must be from"),
-    ],
-)
-def test_a_wrong_token_command_says_what_is_wrong(config: str, words: list[str], said: str) -> None:
-    done = commands.run("token", "create", "x", "--config", config, *words, TEST_PASSWORD="password")
-    assert done.status == 2
-    assert said in done.err
+    ):
+        done = web.run("token", "create", "x", *words)
+        assert (done.status, said in done.err) == (2, True), done.err
 
 
 @pytest.fixture
@@ -352,6 +357,8 @@ def test_a_log_in_begins_a_session_and_a_log_out_ends_it(browser: httpx.Client, 
 
 
 def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server) -> None:
+    from pgqueue.http.rights import NEEDS
+
     log_in(browser)
     other = httpx.Client(base_url=web.url, timeout=PATIENCE, trust_env=False)
     log_in(other)
@@ -361,9 +368,8 @@ def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server)
     pages = [path for path in posts if not path.startswith(("/v1", "/managed", "/login"))]
     assert "/logout" in pages
     for path in pages:
-        place = {"service": SERVICE, "database": json.loads(web.get(f"{web.queues}/order-1").text)["database_name"]}
         for token in ({}, {"csrf": ""}, {"csrf": "é"}, {"csrf": foreign}):
-            answer = browser.post(path, params=place | {"name": "order-1"}, data=token | {"typed": "order-1"})
+            answer = browser.post(path, params=web.place("order-1"), data=token | {"typed": "order-1"})
             assert answer.status_code == 403, (path, token)
             assert "not of this session" in answer.text
     templates = ROOT / "python/src/pgqueue/http/templates"
@@ -395,6 +401,8 @@ def test_a_wrong_password_begins_no_session_and_is_logged(browser: httpx.Client,
 
 
 def test_a_log_in_leads_to_no_other_site() -> None:
+    from pgqueue.http.admission import safe_target
+
     for to in ("queue?service=a&name=b", "health", "queue/message?id=1", "", "?done=x"):
         assert safe_target(to) == to
     for to in (
@@ -405,6 +413,8 @@ def test_a_log_in_leads_to_no_other_site() -> None:
 
 
 def test_a_session_ends_with_its_time_and_with_its_key() -> None:
+    from pgqueue.http.sessions import Sessions
+
     scope: dict[str, Any] = {"type": "http", "scheme": "http", "headers": []}
     sessions = Sessions("key", 60)
 
@@ -423,10 +433,14 @@ def test_a_session_ends_with_its_time_and_with_its_key() -> None:
     assert again.id != found.id
 
 
-async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatch, settings: "Settings") -> None:
+    from pgqueue.http import Limits, User, create_app
+    from pgqueue.http import admission as admission_module
+    from pgqueue.http.passwords import hash_password
+
     monkeypatch.setattr(admission_module, "_WINDOW_SECONDS", 3600)
     users = {name: User(hash_password("x"), ()) for name in ("ann", "bob")}
-    settings = replace(SETTINGS, users=users, limits=Limits(user_requests_per_second=2))
+    settings = replace(settings, users=users, limits=Limits(user_requests_per_second=2))
     transport = httpx.ASGITransport(create_app(settings, "controller"))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         seen = [await client.get("/docs", auth=("ann", "x")) for _ in range(3)]
@@ -436,18 +450,15 @@ async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatc
         assert (await client.get("/docs", auth=("ann", "wrong"))).status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("words", "address"), [((), "127.0.0.1"), (("--forwarded-allow-ips", "127.0.0.1"), "203.0.113.7")]
-)
-def test_the_address_of_a_client_is_that_which_a_trusted_proxy_reports(
-    site: Site, tmp_path: Path, words: tuple[str, ...], address: str
-) -> None:
-    name = new_name()
-    with serving(site.configuration(tmp_path), tmp_path / "run", *words) as web:
-        web.post(f"/v1/queues/{name}/redrive", {}, headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.7"})
+def test_the_address_of_a_client_is_that_which_a_trusted_proxy_reports(web: Server) -> None:
+    for client, address in (("127.0.0.1", "127.0.0.1"), (PROXY, "203.0.113.7")):
+        name = new_name()
+        transport = httpx.HTTPTransport(local_address=client)
+        with httpx.Client(base_url=web.url, auth=ADMIN, transport=transport, timeout=PATIENCE) as sender:
+            sender.post(f"/v1/queues/{name}/redrive", headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.7"}, json={})
 
-        def addresses() -> list[tuple[Any, ...]]:
-            with psycopg.connect(site.control) as connection:
+        def addresses(name: str = name) -> list[tuple[Any, ...]]:
+            with psycopg.connect(web.site.control) as connection:
                 found = "select address from pgqueue_http.audit where place like %s"
                 return connection.execute(found, [f"%/{name}"]).fetchall()
 
@@ -458,6 +469,8 @@ async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While the control database does not answer, acts wait for one connection, and those above a limit are logged."""
+    from pgqueue.http import audit as audit_module
+
     monkeypatch.setattr(audit_module, "_MOST_WAITING", 3)
     monkeypatch.setattr(audit_module, "_MOST_AT_ONCE", 2)
     stored: list[list[int]] = []
@@ -515,7 +528,7 @@ def test_the_server_works_with_the_rights_that_the_chapter_grants(
                 connection.execute(grants.encode())
             as_role = (psycopg.conninfo.make_conninfo(each, user=role, password="…") for each in (control, target))
             config = configuration(tmp_path, next(as_role), {SERVICE: (next(as_role), [database])})
-            with serving(config, tmp_path / "run") as web:
+            with in_process(config) as web:
                 web.create("shop-orders", max_attempts=1)
                 assert len(web.enqueue("shop-orders", {"n": 1})) == 1
                 path = "/v1/queues/shop-orders"
@@ -545,17 +558,16 @@ def test_the_server_works_with_the_rights_that_the_chapter_grants(
             one.execute(f"drop role {role}".encode())
 
 
-def test_administrative_acts_are_recorded(web: Server, site: Site, config: str) -> None:
+def test_administrative_acts_are_recorded(web: Server) -> None:
     name = new_name()
-    token = make_token(config, name)
-    place = f"{SERVICE}/{site.databases[0]}/order-1"
+    token = make_token(web, name)
+    place = f"{SERVICE}/{web.site.databases[0]}/order-1"
     web.until(lambda: by_token(web, token, "/v1/queues").status_code == 200)
     by_token(web, token, "/v1/queues/order-1/redrive", "POST", json={})
     web.post("/v1/queues/order-1/purge_dead_messages", {}, auth=("the-producer", ADMIN[1]))
     web.post("/v1/queues/order-1/enqueue", {"messages": [{"payload": 1}]})  # is none
-    of_queue = {"service": SERVICE, "database": site.databases[0], "name": "order-1"}
     form = {"payload": "1", "replaces": "1"}
-    web.http.post("/queue/send", params=of_queue, data=form, auth=("the-producer", ADMIN[1]))
+    web.http.post("/queue/send", params=web.place("order-1"), data=form, auth=("the-producer", ADMIN[1]))
     # An act that another access allows, too, is administrative if the user has no other one.
     acts = {
         "cancel": ({"id": 1}, 200),
@@ -570,7 +582,7 @@ def test_administrative_acts_are_recorded(web: Server, site: Site, config: str) 
     web.post(f"{web.queues}/order-1/stats", auth=("the-admin", ADMIN[1]))  # changes nothing
 
     def rows() -> list[tuple[Any, ...]]:
-        with psycopg.connect(site.control) as connection:
+        with psycopg.connect(web.site.control) as connection:
             return connection.execute(
                 "select user_name, token_name, act, place, status from pgqueue_http.audit"
                 " where token_name = %s or act <> 'POST redrive' and place = %s and user_name <> 'admin'",

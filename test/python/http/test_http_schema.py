@@ -1,63 +1,53 @@
 """OpenAPI: the schema is valid and correct, and every request that it allows gets a response that it describes."""
 
 import json
-import os
-import random
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
 from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
-from served import ADMIN, SERVICE, Server, Site, new_name, serving
-
-from pgqueue.http import Settings, create_app, models
-from pgqueue.http.passwords import hash_password
+from hypothesis.strategies import floats
+from served import ADMIN, SERVICE, Server, new_name
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::pytest.PytestWarning")
 
-PATIENT = {"request_seconds": 600, "database_seconds": 600, "connect_seconds": 60}
-
 
 @pytest.fixture(scope="module")
-def web(empty_database: Callable[[], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory: Path = tmp_path_factory.mktemp("served")
-    site = Site(empty_database)
-    with serving(site.configuration(directory, limits=PATIENT), directory) as web:
-        web.create("orders")
-        yield web
+def document() -> dict[str, Any]:
+    """The schema, which depends on no setting."""
+    from pgqueue.http import Settings, create_app
+    from pgqueue.http.passwords import hash_password
+
+    services = {SERVICE: {"dsn": "", "databases": ["x"]}}
+    users = {"admin": {"password_hash": hash_password("x")}}
+    return create_app(Settings.of({"control_dsn": "", "services": services, "users": users}), "controller").openapi()
 
 
-_SETTINGS = Settings.of(
-    {
-        "control_dsn": "",
-        "services": {SERVICE: {"dsn": "", "databases": ["x"]}},
-        "users": {"admin": {"password_hash": hash_password("x")}},
-    }
-)
-DOCUMENT = create_app(_SETTINGS, "controller").openapi()
-EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", "12"))
-OPERATIONS = [
-    (method, path, mode)
-    for path, methods in DOCUMENT["paths"].items()
-    for method, operation in methods.items()
-    for mode in GenerationMode
-    # Any query string is valid for the list of queues.
-    if mode == GenerationMode.POSITIVE or (operation.get("parameters") and path != "/v1/queues")
-]
+@pytest.fixture
+def orders(web: Server) -> str:
+    """A managed queue."""
+    name = new_name()
+    web.create(name)
+    return name
 
 
 def test_the_schema_is_valid(web: Server) -> None:
+    import schemathesis
+
+    from pgqueue.http.rights import NEEDS
+
     document = web.get("/openapi.json").json()
     loaded = schemathesis.openapi.from_dict(document)
     loaded.validate()
     assert document["components"]["securitySchemes"] == {
         each: {"type": "http", "scheme": each} for each in ("basic", "bearer")
     }
+    described = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
+    routes = {route for route in NEEDS if re.match("[A-Z]+ /(v1|managed-services)/", route)}
+    of_older_clients = {"POST messages", "POST ack-batch", "GET dead-letters", "POST purge-dead-letters"}
+    assert {re.sub("/v1/queues/{queue_name}/", "", route) for route in routes - described} == of_older_clients
     paths = {path for path in document["paths"] if path.startswith("/managed-services")}
     base = "/managed-services/{service_id}/queues"
     assert paths == {base, f"{base}/{{queue_name}}", f"{base}/{{queue_name}}/messages", f"{base}/{{queue_name}}/stats"}
@@ -79,14 +69,16 @@ _EXAMPLE = re.compile(
 
 
 def model_of(content: dict[str, Any]) -> Any:
+    from pgqueue.http import models
+
     return getattr(models, content["application/json"]["schema"]["$ref"].rpartition("/")[2])
 
 
-def test_the_readme_has_a_valid_example_of_every_body() -> None:
+def test_the_readme_has_a_valid_example_of_every_body(document: dict[str, Any]) -> None:
     text = (ROOT / "python/src/pgqueue/http/README.md").read_text()
     seen = set()
     for method, path, request, status, response in _EXAMPLE.findall(text):
-        operation = DOCUMENT["paths"][path][method.lower()]
+        operation = document["paths"][path][method.lower()]
         assert bool(request) == ("requestBody" in operation), (method, path)
         if request:
             model_of(operation["requestBody"]["content"]).model_validate(json.loads(request))
@@ -95,21 +87,22 @@ def test_the_readme_has_a_valid_example_of_every_body() -> None:
         dumped = json.loads(found.model_dump_json(exclude_none=True))
         assert all_names(dumped) <= all_names(json.loads(response)), (method, path)
         seen.add((method.lower(), path))
-    routes = {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    routes = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
 
 
-def test_the_documents_call_only_routes_of_the_schema() -> None:
+def test_the_documents_call_only_routes_of_the_schema(document: dict[str, Any]) -> None:
     """Routes of older names still work, but the schema does not show them."""
-    routes = [re.sub(r"\{\w+\}", r"[^/]+", path) for path in DOCUMENT["paths"]]
+    routes = [re.sub(r"\{\w+\}", r"[^/]+", path) for path in document["paths"]]
     seen = set()
-    for document in sorted([ROOT / "README.md", *(ROOT / "python").rglob("*.md")]):
-        for block in re.findall(r"^```\w*\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL):
+    for chapter in sorted([ROOT / "README.md", *(ROOT / "python").rglob("*.md")]):
+        for block in re.findall(r"^```\w*\n(.*?)^```$", chapter.read_text(), re.MULTILINE | re.DOTALL):
             variables = dict(re.findall(r"^(\w+)=(http\S+)$", block, re.MULTILINE))
             code = re.sub(r"^\w+=http\S+$", "", block, flags=re.MULTILINE)
-            code = re.sub(r"\$(\w+)", lambda found, known=variables: known.get(found[1], ""), code)
+            for name, value in variables.items():
+                code = code.replace(f"${name}", value)
             for path in re.findall(r"/(?:v1|managed-services)/[\w{}/-]+", code):
-                assert any(re.fullmatch(route, path) for route in routes), (document, path)
+                assert any(re.fullmatch(route, path) for route in routes), (chapter, path)
                 seen.add(path)
     assert {"/v1/queues/orders/claim", "/managed-services/local/queues/order-events"} <= seen
 
@@ -120,9 +113,11 @@ def all_names(value: Any) -> set[str]:
     return set(value).union(*map(all_names, value.values())) if isinstance(value, dict) else set()
 
 
-def test_direct_routes_have_the_names_and_arguments_of_sql_functions() -> None:
+def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: dict[str, Any]) -> None:
+    from pgqueue.http import models
+
     reference = (ROOT / "sql/REFERENCE.md").read_text()
-    for path, methods in DOCUMENT["paths"].items():
+    for path, methods in document["paths"].items():
         if not path.startswith("/v1/queues"):
             continue
         verb = path.removeprefix("/v1/queues").rpartition("/")[2] or "list_queues"
@@ -139,37 +134,41 @@ def test_direct_routes_have_the_names_and_arguments_of_sql_functions() -> None:
             assert {name.removesuffix("_seconds") for name in given} <= arguments, path
 
 
-def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(web: Server) -> None:
+def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(
+    web: Server, document: dict[str, Any]
+) -> None:
     answer = web.get("/docs")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    for path, methods in DOCUMENT["paths"].items():
+    for path, methods in document["paths"].items():
         for method in methods:
             assert f"<code>{method.upper()} {path}</code>" in answer.text
     assert re.findall(r"(?:src|href)=.?(?:https?:)?//", answer.text) == []
     assert web.call("GET", "/docs", auth=None).status_code == 401
 
 
-def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server) -> None:
+def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server, orders: str) -> None:
+    from pgqueue.http import models
+
     listed = web.get("/v1/queues").json()["queues"]
-    (orders,) = [each for each in listed if each["name"] == "orders"]
-    assert set(orders) == set(models.QueueSettings.model_fields)
-    assert (orders["visibility_timeout_seconds"], orders["max_attempts"]) == (30, 5)
+    (found,) = [each for each in listed if each["name"] == orders]
+    assert set(found) == set(models.QueueSettings.model_fields)
+    assert (found["visibility_timeout_seconds"], found["max_attempts"]) == (30, 5)
     error = web.get("/v1/queues", params={"database_name": "none"}).json()["error"]
     assert (error["code"], error["field"]) == ("database_not_found", "database_name")
 
 
-def test_head_is_answered_like_get_without_the_body(web: Server) -> None:
-    queue = f"{web.queues}/orders"
-    for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, "/v1/queues/orders/stats"):
+def test_head_is_answered_like_get_without_the_body(web: Server, orders: str) -> None:
+    queue = f"{web.queues}/{orders}"
+    for path in ("/healthz", "/readyz", "/", "/static/style.css", "/openapi.json", queue, f"/v1/queues/{orders}/stats"):
         got, protocol = web.get(path), web.call("HEAD", path)
         assert (protocol.status_code, protocol.content) == (got.status_code, b"") == (200, b""), path
         for name in ("content-type", "x-frame-options", *(["content-length"] if path != "/" else [])):
             assert protocol.headers[name] == got.headers[name], (path, name)
     assert web.call("HEAD", "/metrics").status_code == 200
     assert web.call("HEAD", f"{queue}-not").status_code == 404
-    assert web.call("HEAD", "/v1/queues/orders/claim").status_code == 405
+    assert web.call("HEAD", f"/v1/queues/{orders}/claim").status_code == 405
     assert web.call("HEAD", queue, auth=None).status_code == 401
-    counted = 'pgqueue_http_request_seconds_count{method="HEAD",route="/healthz",status="200"} 1.0'
+    counted = 'pgqueue_http_request_seconds_count{method="HEAD",route="/healthz",status="200"}'
     assert counted in web.get("/metrics").text
 
 
@@ -180,32 +179,62 @@ def within(value: Any) -> Any:
     return 2**63 - 1 if isinstance(value, (int, float)) and float(value) == 2.0**63 else value
 
 
-@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_every_response_matches_the_schema(web: Server, method: str, path: str, mode: GenerationMode) -> None:
-    api = schemathesis.openapi.from_dict(DOCUMENT)
+LONG = pytest.mark.long(part="http")
+
+
+@pytest.mark.parametrize(
+    ("mode", "examples"),
+    [("positive", 4), pytest.param("positive", 50, marks=LONG), pytest.param("negative", 12, marks=LONG)],
+)
+def test_every_response_matches_the_schema(
+    web: Server, document: dict[str, Any], orders: str, mode: str, examples: int
+) -> None:
+    """For each operation, with generated requests that the schema allows (positive) or refuses (negative). The few
+    examples of the short run are always the same.
+    """
+    import schemathesis
+    from schemathesis import GenerationMode
+
+    is_valid = mode == "positive"
+    api = schemathesis.openapi.from_dict(document)
     api.config.update(base_url=web.url)
     # PostgreSQL stores no NUL in JSON, which a schema cannot express.
-    api.config.generation.update(allow_x00=mode != GenerationMode.POSITIVE)
+    api.config.generation.update(allow_x00=not is_valid)
+    # Nor which messages are claimed, and with which tokens.
+    api.config.checks.positive_data_acceptance.expected_statuses = [
+        *("2xx", "3xx", "401", "403", "404", "409", "410", "429", "5xx")
+    ]
+    exploring = settings(
+        max_examples=examples, derandomize=examples == 4, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(case=api[path][method].as_strategy(generation_mode=mode))
-    def run(case: Any) -> None:
-        if isinstance(case.body, dict):
-            if mode == GenerationMode.POSITIVE:
-                case.body |= {name: within(value) for name, value in case.body.items()}
-            if mode == GenerationMode.POSITIVE and path.endswith("_schedule"):
-                # A schema cannot say which names, expressions and time zones are valid.
-                valid = {"name": "nightly", "cron": "@daily", "time_zone": "UTC"}
-                case.body |= {name: value for name, value in valid.items() if isinstance(case.body.get(name), str)}
-            if mode == GenerationMode.POSITIVE and path.endswith(("/publish", "subscribe")):  # nor which topics
-                valid = {"topic": "orders.paid", "base_topics": ["orders"]}
-                case.body |= {name: value for name, value in valid.items() if case.body.get(name) is not None}
-            case.body.pop("wait_seconds", None)  # no message is sent: waiting would only take time
-            case.body.pop("database_name", None)  # a schema cannot say which databases exist
-        if mode == GenerationMode.POSITIVE and "Idempotency-Key" in (case.headers or {}):
-            case.headers["Idempotency-Key"] = new_name()  # a schema cannot say which keys were used
-        if case.path_parameters and random.random() < 0.7:  # otherwise nearly all responses would be 404
-            case.path_parameters |= {"service_id": SERVICE, "queue_name": "orders"}
-        case.call_and_validate(auth=ADMIN, timeout=PATIENCE)
+    def explore(method: str, path: str) -> None:
+        @exploring
+        @given(case=api[path][method].as_strategy(generation_mode=GenerationMode(mode)), chance=floats(0, 1))
+        def run(case: Any, chance: float) -> None:
+            if isinstance(case.body, dict):
+                if is_valid:
+                    case.body |= {name: within(value) for name, value in case.body.items()}
+                if is_valid and path.endswith("_schedule"):
+                    # A schema cannot say which names, expressions and time zones are valid.
+                    valid = {"name": "nightly", "cron": "@daily", "time_zone": "UTC"}
+                    case.body |= {name: value for name, value in valid.items() if isinstance(case.body.get(name), str)}
+                if is_valid and path.endswith(("/publish", "subscribe")):  # nor which topics
+                    topics = {"topic": "orders.paid", "base_topics": ["orders"]}
+                    case.body |= {name: value for name, value in topics.items() if case.body.get(name) is not None}
+                case.body.pop("wait_seconds", None)  # no message is sent: waiting would only take time
+                case.body.pop("database_name", None)  # a schema cannot say which databases exist
+            if is_valid and "Idempotency-Key" in (case.headers or {}):
+                case.headers["Idempotency-Key"] = new_name()  # a schema cannot say which keys were used
+            if case.path_parameters and chance < 0.7:  # otherwise nearly all responses would be 404
+                known = {"service_id": SERVICE, "queue_name": orders}
+                case.path_parameters |= {name: known[name] for name in case.path_parameters}
+            case.call_and_validate(auth=ADMIN, timeout=PATIENCE)
 
-    run()
+        run()
+
+    operations = [(method, path) for path, methods in document["paths"].items() for method in methods]
+    for method, path in sorted(operations, key=lambda each: each[0] == "delete"):  # which deletes the queue
+        # Any query string is valid for the list of queues.
+        if is_valid or (document["paths"][path][method].get("parameters") and path != "/v1/queues"):
+            explore(method, path)

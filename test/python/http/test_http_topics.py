@@ -1,38 +1,14 @@
 """The routes of topics: subscriptions, and what a published message reaches."""
 
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-import commands
 import httpx
 import psycopg
 import pytest
-from served import ADMIN, SERVICE, Server, Site, failure, new_name, serving
+from served import ADMIN, SERVICE, Server, failure, new_name
 
 PUBLISH = "/v1/queues/publish"
-
-
-@pytest.fixture(scope="module")
-def users(site: Site) -> dict[str, list[str]]:
-    return {
-        "some": [f"producer:{SERVICE}/q-*", f"consumer:{SERVICE}/*"],
-        "all-elsewhere": [f"producer:{SERVICE}/{site.databases[1]}/*"],
-    }
-
-
-@pytest.fixture(scope="module")
-def config(site: Site, users: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(site.configuration(tmp_path_factory.mktemp("commands"), users=users))
-
-
-@pytest.fixture(scope="module")
-def web(site: Site, users: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("served")
-    with serving(site.configuration(directory, users=users), directory) as web:
-        for database in site.databases:
-            web.create(new_name(), database_name=database)  # installs pgqueue
-        yield web
 
 
 @pytest.fixture
@@ -131,17 +107,14 @@ def test_a_publish_that_is_repeated_with_a_key_takes_effect_once(
 
 
 def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
-    web: Server, site: Site, queues: tuple[str, str], topic: str, config: str
+    web: Server, queues: tuple[str, str], topic: str
 ) -> None:
     """The answer does not tell which queues are subscribed, or whether any is."""
-    made = commands.run(
-        "token", "create", queues[0], "--config", config, "--allow", f"producer:{SERVICE}/{queues[0]}",
-        TEST_PASSWORD="password",
-    )  # fmt: skip
+    made = web.run("token", "create", queues[0], "--allow", f"producer:{SERVICE}/{queues[0]}")
     token = {"Authorization": f"Bearer {made.out.strip()}"}
     web.until(lambda: web.http.get("/v1/queues", headers=token, auth=None).status_code == 200)
 
-    def publish(to: str, database: str = site.databases[0], **more: Any) -> httpx.Response:
+    def publish(to: str, database: str = web.site.databases[0], **more: Any) -> httpx.Response:
         return web.post(PUBLISH, {"topic": to, "payload": 1}, params={"database_name": database}, **more)
 
     refused = []
@@ -152,7 +125,7 @@ def test_a_user_publishes_only_with_the_access_to_all_queues_of_the_database(
     hidden = publish(topic, auth=("all-elsewhere", ADMIN[1]))
     assert failure(hidden) == (404, "database_not_found", "database_name")
     assert [claim(web, name) for name in queues] == [[], []]
-    there = publish(topic, site.databases[1], auth=("all-elsewhere", ADMIN[1]))
+    there = publish(topic, web.site.databases[1], auth=("all-elsewhere", ADMIN[1]))
     assert (there.status_code, there.json()) == (201, {"count": 0})
     assert web.post(PUBLISH, {"topic": topic, "payload": 1}, auth=("all-elsewhere", ADMIN[1])).status_code == 201
 
