@@ -73,10 +73,12 @@ def stop_keepers(home: Path) -> None:
     wait_for(lambda: not keepers(home))
 
 
-# Takes a second less than initdb, and waits while there is a file `hold` beside it. Its arguments begin with --pgdata.
+# Takes less time than initdb, and waits while there is a file `hold` in its directory, for two minutes at most. Its
+# arguments begin with --pgdata.
 INITDB = """#!/bin/sh
 mkdir -m 700 "$2" && echo partial > "$2/PG_VERSION" || exit
-while [ -e {directory}/hold ]; do sleep 0.05; done
+tries=2400
+while [ -e {directory}/hold ] && [ $tries -gt 0 ]; do sleep 0.05; tries=$((tries - 1)); done
 cp -a {cluster}/. "$2"
 """
 

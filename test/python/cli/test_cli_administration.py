@@ -41,6 +41,7 @@ def test_every_command_takes_a_name_that_looks_like_an_option(
     assert [message.payload for message in queue.browse()] == [-1, 2]
     assert len(cli("browse", "--json", "--", dashed).records) == 2
     claimed = cli("claim", "--max", "2", "--", dashed).out.splitlines()
+    assert claimed[0].split() == ["id", "attempt", "sent", "ago", "message"]
     settle = claimed[-1].partition(": pgqueue ")[2].split()
     assert cli("extend", *settle[1:]).out == "2 extended\n"
     assert cli(*settle).out == "2 done\n"

@@ -45,7 +45,9 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "name"), [each for each in METHODS if each[1] != "enqueue_copy"])
-def test_both_clients_send_each_argument_under_its_name(kind: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_clients_call_the_function_with_each_argument_under_its_name(
+    kind: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[_calls.Bound[Any]] = []
 
     def note(_: object, call: _calls.Bound[Any]) -> list[None]:
@@ -67,6 +69,7 @@ def test_both_clients_send_each_argument_under_its_name(kind: Any, name: str, mo
     getattr(kind(connection, *own), name)(**given)
     asyncio.run(getattr(TWINS[kind](connection, *own), name)(**given))
     for call in sent:
+        assert re.findall(rb" pgqueue\.(\w+)\(", call.text) == [name.encode()]
         assert re.findall(rb"(\w+) => %s", call.text) == [argument.encode() for argument in arguments]
         assert plain(call.values) == expected
     assert len(sent) == 2

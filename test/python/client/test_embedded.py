@@ -62,6 +62,7 @@ def test_concurrent_users_start_one_server(home: Path, server: str, monkeypatch:
     for name, key in (("PGHOST", "host"), ("PGPORT", "port"), ("PGUSER", "user"), ("PGPASSWORD", "password")):
         if key in given:
             monkeypatch.setenv(name, str(given[key]))
+    monkeypatch.setenv("PGSSLMODE", "prefer")  # which each connection string then overrides
     home.mkdir()
     (home / "dsn").touch()  # as after a full disk: it must not lead to the default server
     begun = Barrier(4)
@@ -137,8 +138,8 @@ def test_the_server_stays_while_it_is_used_and_then_stops(home: Path, tmp_path: 
             stack.callback(keeper.kill)
             assert keeper.stdout is not None
             dsn = keeper.stdout.readline().decode().removeprefix("ready ").strip()
-            connection = stack.enter_context(psycopg.connect(dsn, autocommit=True))
-            pgqueue.Queue(connection, "orders").create_queue()
+            with psycopg.connect(dsn) as connection:
+                pgqueue.Queue(connection, "orders").create_queue()
             command = stack.enter_context(running("stats", "--watch", "--json", directory=tmp_path, PGQUEUE_HOME=home))
             command.wait_for(lambda: command.out)
             before = time.time()
@@ -150,6 +151,7 @@ def test_the_server_stays_while_it_is_used_and_then_stops(home: Path, tmp_path: 
         wait_for_looks()
         # The server is kept for ten minutes after its dsn was printed, until the modification time of this file.
         assert before + 599 < (home / "dsn").stat().st_mtime < time.time() + 601
+        connection = stack.enter_context(psycopg.connect(dsn, autocommit=True))
         os.utime(home / "dsn")
         wait_for_looks()  # another program is connected
         assert connection.execute("select 1").fetchone() == (1,)
@@ -229,9 +231,11 @@ def test_a_kill_during_initdb_leaves_no_partial_cluster(
         kill(maker.pid, signal.SIGKILL)
     with ThreadPoolExecutor(1) as pool:
         starts = pool.submit(EmbeddedServer(data_dir=data).start)
-        if kill is os.kill:  # initdb runs on, and its directory must not be used before it ends
-            wait_for(lambda: is_waited_for(data))
-        quick_initdb.unlink()
+        try:
+            if kill is os.kill:  # initdb runs on, and its directory must not be used before it ends
+                wait_for(lambda: is_waited_for(data))
+        finally:
+            quick_initdb.unlink()
         server = starts.result()
     with psycopg.connect(server.dsn) as connection:
         assert connection.execute("select count(*) from pg_database").fetchone() == (3,)

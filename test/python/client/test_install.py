@@ -138,14 +138,7 @@ def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: NewDa
     dsn = empty_database()
 
     def psql() -> "subprocess.CompletedProcess[str]":
-        command = [
-            str(_packaged_bindir() / "psql"),
-            "--no-psqlrc",
-            "--quiet",
-            dsn,
-            "-f",
-            str(ROOT / "extension/pgqueue.sql"),
-        ]
+        command: list[str | Path] = [_packaged_bindir() / "psql", "-Xq", dsn, "-f", ROOT / "extension/pgqueue.sql"]
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
     first = psql()
