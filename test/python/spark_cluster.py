@@ -111,16 +111,20 @@ class FaultySource(PgQueueDataSource):
         return "pgqueue_faulty"
 
     def reader(self, schema: Any) -> Any:
-        return FaultyReader(super().reader(schema)._options, schema)
+        made: Any = super().reader(schema)
+        return FaultyReader(made._options, schema)
 
     def streamReader(self, schema: Any) -> Any:  # noqa: N802 - Spark's name
-        return FaultyStreamReader(super().streamReader(schema)._options, schema)
+        made: Any = super().streamReader(schema)
+        return FaultyStreamReader(made._options, schema)
 
     def writer(self, schema: Any, overwrite: bool) -> Any:
-        return FaultyWriter(super().writer(schema, overwrite).options, schema)
+        made: Any = super().writer(schema, overwrite)
+        return FaultyWriter(made.options, schema)
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
-        return FaultyStreamWriter(super().streamWriter(schema, overwrite).options, schema)
+        made: Any = super().streamWriter(schema, overwrite)
+        return FaultyStreamWriter(made.options, schema)
 
 
 def write(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:  # noqa: ARG001 - as the others
@@ -170,7 +174,7 @@ def drive(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
 
 def drive_to_points(spark: Any, format: str, dsn: str, queue: str, home: str) -> None:
     """Do that beside queries that each stop at a point."""
-    reach_points(spark, dsn, [f"{queue}-{point}" for point in POINTS])
+    reach_points(spark, dsn, {point: f"{queue}-{point}" for point in POINTS})
     drive(spark, format, dsn, queue, home)
 
 

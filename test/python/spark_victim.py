@@ -1,4 +1,4 @@
-"""A process with Spark that runs four queries and an archive run, each to a given point, and waits there to be killed.
+"""A process with Spark that runs queries and an archive run, each to a given point, and waits there to be killed.
 
 Each stream has the name of its point. Its checkpoint and output are also those of the query that continues it.
 """
@@ -50,7 +50,7 @@ class VictimSource(PgQueueDataSource):
         return "pgqueue_victim"
 
     def streamReader(self, schema: Any) -> Any:  # noqa: N802 - Spark's name
-        reader = super().streamReader(schema)
+        reader: Any = super().streamReader(schema)
         return VictimReader(reader._options, schema)
 
 
@@ -75,8 +75,8 @@ def noted(home: Path, point: str) -> list[Any]:
     return [json.loads(line) for line in (home / f"{point}.out").read_text().splitlines()]
 
 
-def reach_points(spark: Any, dsn: str, queues: list[str]) -> None:
-    """Start a query for each queue, and wait until it has reached its point."""
+def reach_points(spark: Any, dsn: str, queues: dict[str, str]) -> None:
+    """Start a query for the queue of each point, and wait until it has reached the point."""
     from pyspark.errors import StreamingQueryException
 
     home = Path(os.environ["PGQUEUE_TEST_DIR"])
@@ -92,7 +92,7 @@ def reach_points(spark: Any, dsn: str, queues: list[str]) -> None:
 
         return sink
 
-    for queue, point in zip(queues, POINTS, strict=True):
+    for point, queue in queues.items():
         # One after the other: Spark gives up a worker that needs more than 10 s to start. The query starts again then.
         running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
         while not (home / f"{point}.reached").exists():
@@ -105,20 +105,21 @@ def reach_points(spark: Any, dsn: str, queues: list[str]) -> None:
                 running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
 
 
-def main(dsn: str, archived: str, queues: list[str]) -> None:
+def main(dsn: str, points: list[str]) -> None:
     from sparks import session
 
-    from pgqueue.spark.pipelines import archive
+    from pgqueue.spark.pipelines import archive_to_parquet, delta
 
     home = Path(os.environ["PGQUEUE_TEST_DIR"])
     spark = session()
-    reach_points(spark, dsn, queues)
-    archive.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]
-    archive.archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[archived])
+    reach_points(spark, dsn, {point: f"killed-{point}" for point in points if point != ARCHIVE})
+    if ARCHIVE in points:
+        delta.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]
+        archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[f"killed-{ARCHIVE}"])
 
 
 if __name__ == "__main__":
     # Imported by name, so that workers can unpickle its classes.
     from spark_victim import main as run
 
-    run(sys.argv[1], sys.argv[2], sys.argv[3:])
+    run(sys.argv[1], sys.argv[2:])

@@ -1,5 +1,8 @@
 """Spark for the tests: one small session, in one JVM for the whole run."""
 
+import ast
+import importlib
+import inspect
 import os
 import secrets
 import socket
@@ -12,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
-import psutil
 import psycopg
 import pytest
 from clients import wait_for
@@ -41,6 +43,23 @@ SETTINGS = {
     "spark.python.authenticate.socketTimeout": "120s",
     "spark.log.level": "OFF",
 }
+
+
+def imports_of(name: str) -> Any:
+    """Return a fixture for a test module that runs its imports under `if TYPE_CHECKING:` before its first test.
+
+    They take seconds of processor time. Each process of a run collects all modules, and runs the tests of a few.
+    """
+
+    @pytest.fixture(scope="module", autouse=True)
+    def imports() -> None:
+        pytest.importorskip("pyspark")
+        module = importlib.import_module(name)
+        found = ast.parse(inspect.getsource(module)).body
+        (block,) = (one for one in found if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
+        exec(compile(ast.Module(block.body, []), str(module.__file__), "exec"), vars(module))
+
+    return imports
 
 
 def missing() -> str | None:
@@ -124,12 +143,14 @@ def s3(spark: Any) -> Iterator[str]:
 def has_made_bucket(url: str) -> bool:
     """Make a bucket; False if the server has not started yet."""
     with suppress(OSError):
-        return urlopen(Request(url, method="PUT"), timeout=PATIENCE).status == 200
+        return bool(urlopen(Request(url, method="PUT"), timeout=PATIENCE).status == 200)
     return False
 
 
 def kill(pid: int) -> None:
     """Kill a process and all its children at once."""
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         everything = [*process.children(recursive=True), process]
@@ -140,35 +161,37 @@ def kill(pid: int) -> None:
 
 
 class Killed(NamedTuple):
-    """The state after a driver was killed: its files, the sent ids and the stream of each point, the archived queue."""
+    """The state after a driver was killed: its files, and for each point the sent ids and the stream."""
 
     home: Path
     sent: dict[str, list[int]]
     streams: dict[str, pgqueue.Stream]
-    archived: str
 
 
 @pytest.fixture(scope="session")
-def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """Run a driver with four queries and an archive run, each stopped at another point, and kill it."""
+def killed(request: pytest.FixtureRequest, database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Run a driver with a query for each `point` of the selected tests, which stops there, and kill it.
+
+    If a selected test has no point, the driver also has an archive run, which stops after it has written its files.
+    """
     from spark_victim import ARCHIVE, POINTS
 
+    users = [item for item in request.session.items if "killed" in getattr(item, "fixturenames", ())]
+    asked = {item.callspec.params["point"] if hasattr(item, "callspec") else ARCHIVE for item in users}
+    points = [point for point in (*POINTS, ARCHIVE) if point in asked]
     home = tmp_path_factory.mktemp("killed")
+    sent = {}
     with psycopg.connect(database, autocommit=True) as connection:
-        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in (*POINTS, ARCHIVE)}
-        archived = queues.pop(ARCHIVE)
-        archived.create_queue(archive_for=timedelta(days=3000))
-        archived.enqueue_batch(list(range(1000)))
-        done = archived.claim(1000)
-        archived.ack_batch([message.id for message in done], done[0].claim_token)
-        sent = {}
+        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in points}
         for point, queue in queues.items():
-            queue.create_queue()
-            sent[point] = queue.enqueue_batch(list(range(25)))
+            queue.create_queue(archive_for=timedelta(days=3000) if point == ARCHIVE else None)
+            sent[point] = queue.enqueue_batch(list(range(1000 if point == ARCHIVE else 25)))
+            if point == ARCHIVE:
+                done = queue.claim(1000)
+                queue.ack_batch([message.id for message in done], done[0].claim_token)
         here = str(Path(__file__).parent)
         environment = os.environ | {"PGQUEUE_TEST_DIR": str(home), "PYTHONPATH": here}
-        names = [archived.name, *(queue.name for queue in queues.values())]
-        command = [sys.executable, "-m", "spark_victim", database, *names]
+        command = [sys.executable, "-m", "spark_victim", database, *points]
         with (
             (home / "log").open("w") as log,
             subprocess.Popen(command, env=environment, stdout=log, stderr=log) as victim,
@@ -177,13 +200,13 @@ def killed(database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
                 def has_reached_all_points() -> bool:
                     assert victim.poll() is None, (home / "log").read_text()
-                    return all((home / f"{point}.reached").exists() for point in (*POINTS, ARCHIVE))
+                    return all((home / f"{point}.reached").exists() for point in points)
 
                 wait_for(has_reached_all_points, PATIENCE)
             finally:
                 kill(victim.pid)
-        streams = {point: queue.list_streams()[0] for point, queue in queues.items()}
-    return Killed(home, sent, streams, archived.name)
+        streams = {point: queue.list_streams()[0] for point, queue in queues.items() if point != ARCHIVE}
+    return Killed(home, sent, streams)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Spark on clusters of several processes: what has to be where, and what happens when parts of the cluster are lost."""
 
+from __future__ import annotations
+
 import json
 import os
 import socket
@@ -9,28 +11,33 @@ import venv
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
 import pytest
 from clients import wait_for
-from spark_victim import PER_BATCH, POINTS, noted
-from sparks import PATIENCE, SETTINGS, kill
-
-pytest.importorskip("pyspark")
-
-import pyspark
-import venv_pack
+from sparks import PATIENCE, SETTINGS, imports_of, kill
 
 import pgqueue
 from pgqueue import Queue
 from pgqueue.embedded import EmbeddedServer
-from pgqueue.spark import PgQueueDataSource
 
+if TYPE_CHECKING:
+    import pyspark.cloudpickle
+    import venv_pack
+    from spark_victim import PER_BATCH, POINTS, noted
+
+    from pgqueue.spark import PgQueueDataSource
+
+imports = imports_of(__name__)
+Connection = psycopg.Connection[Any]
+pytestmark = pytest.mark.long(part="clusters")
+
+Client = Callable[..., list[Any]]
 Faults = dict[str, tuple[str, str]]  # for each queue the point and the fault
 
 HERE = Path(__file__).parents[1]
-SITE = Path(pyspark.__file__).parents[1]
+SITE = Path(psycopg.__file__).parents[1]
 SPARK_CLASS = SITE / "pyspark/bin/spark-class"
 SPARK_SUBMIT = SITE / "pyspark/bin/spark-submit"
 HURRY = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -235,14 +242,14 @@ def not_met(cluster: Cluster, faults: Faults) -> list[str]:
     return [queue for queue, (point, _) in faults.items() if not (cluster.home / f"{queue}.{point}.met").exists()]
 
 
-def numbers(connection: psycopg.Connection[Any], queue: str, number: str) -> Any:
+def numbers(connection: Connection, queue: str, number: str) -> Any:
     """Count, distinct count and sum of the numbers in a queue."""
     query = f"select count(*), count(distinct {number}), sum(({number})::int) from pgqueue.messages"
     return connection.execute(f"{query} where queue_name = %s", [queue]).fetchone()
 
 
 def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
-    cluster: Cluster, client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+    cluster: Cluster, client: Client, connection: Connection, name: str
 ) -> None:
     faults = {
         f"{name}-staging": ("stage", "lose all executors"),
@@ -260,7 +267,7 @@ def test_writes_are_whole_when_executors_and_hosts_are_lost_and_tasks_run_twice(
 
 
 def test_reads_of_three_servers_return_each_message_once_when_an_executor_and_a_host_are_lost_and_tasks_run_twice(
-    cluster: Cluster, client: Callable[..., list[Any]], database: str, name: str
+    cluster: Cluster, client: Client, database: str, name: str
 ) -> None:
     faults = {
         f"{name}-lost": ("read", "lose the executor"),
@@ -281,7 +288,7 @@ def test_reads_of_three_servers_return_each_message_once_when_an_executor_and_a_
 
 
 def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_twice(
-    cluster: Cluster, client: Callable[..., list[Any]], connection: psycopg.Connection[Any], name: str
+    cluster: Cluster, client: Client, connection: Connection, name: str
 ) -> None:
     faults = {
         f"{name}-read": ("read", "lose the executor"),
@@ -302,9 +309,9 @@ def test_streams_copy_each_message_once_when_executors_are_lost_and_tasks_run_tw
 
 def test_a_killed_driver_is_followed_by_one_that_completes_its_work_and_released_executors_lose_no_rows(
     cluster: Cluster,
-    client: Callable[..., list[Any]],
+    client: Client,
     database: str,
-    connection: psycopg.Connection[Any],
+    connection: Connection,
     name: str,
 ) -> None:
     faults = {
@@ -454,7 +461,17 @@ def test_a_packed_environment_with_the_package_can_be_shipped_with_the_job(
     cluster: Cluster, wheel: Path, database: str, orders: Queue, tmp_path: Path
 ) -> None:
     python = python_with(tmp_path / "venv", "psycopg*", "pyarrow*", "typing_extensions*")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    pip: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
     subprocess.run([*pip, wheel], check=True)
     packed = tmp_path / "environment.tar.gz"
     venv_pack.pack(prefix=str(tmp_path / "venv"), output=str(packed), compress_level=1)
@@ -504,11 +521,13 @@ def opened(python: Path, variables: dict[str, str]) -> str:
     """Send a reader to a Python, and return its error, without the traceback of this test."""
     given = {"dsn": "dbname=x", "queue": "orders"}
     schema = PgQueueDataSource(given).schema()
-    content = pyspark.cloudpickle.dumps(PgQueueDataSource(given).reader(schema))
+    dumps: Any = pyspark.cloudpickle.dumps
+    content = dumps(PgQueueDataSource(given).reader(schema))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run([python, "-c", OPENED], input=content, capture_output=True, env=environment)
     assert done.returncode == 1
-    return done.stderr.decode().splitlines()[-1]
+    last: str = done.stderr.decode().splitlines()[-1]
+    return last
 
 
 # While the file is there, the executors start a Python without the package.
@@ -545,7 +564,7 @@ def test_a_local_cluster_works_and_names_the_executor_that_lacks_the_package(
     jre: None,  # noqa: ARG001 - what it needs
     database: str,
     orders: Queue,
-    connection: psycopg.Connection[Any],
+    connection: Connection,
     tmp_path: Path,
 ) -> None:
     copy = f"{orders.name}-copy"

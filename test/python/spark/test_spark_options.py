@@ -1,21 +1,28 @@
 """The options of the data source: parsing, errors, connection strings, and that passwords are never shown."""
 
+from __future__ import annotations
+
 import socket
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
-
-pytest.importorskip("pyspark")
+from sparks import imports_of
 
 from pgqueue.embedded import EmbeddedServer
-from pgqueue.spark.connections import connect, resolve_conninfo
-from pgqueue.spark.options import OPTIONS, READ, STREAM, WRITE, OptionError, parse
 
+if TYPE_CHECKING:
+    from pgqueue.spark.connections import connect, resolve_conninfo
+    from pgqueue.spark.options import OPTIONS, OptionError, parse
+
+imports = imports_of(__name__)
+
+# Uses of options, as pgqueue.spark.options names them.
+READ, STREAM, WRITE = "read", "stream", "write"
 NEEDED = {READ: {"queue": "q"}, STREAM: {"queue": "q", "streamId": "s"}, WRITE: {}}
 
 
@@ -33,6 +40,7 @@ def test_omitted_options_have_their_defaults() -> None:
     assert options.lease_duration == timedelta(minutes=10)
     assert (options.fail_on_data_loss, options.on_ack, options.heartbeat_interval) == (True, None, None)
     assert parse(NEEDED[READ], READ).source == "ready"
+    assert parse(NEEDED[READ] | {"source": " Dead "}, READ).source == "dead"
 
 
 def test_option_names_are_case_insensitive() -> None:

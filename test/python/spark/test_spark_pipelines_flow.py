@@ -1,34 +1,40 @@
 """The metrics and the report of message flow: compared with PostgreSQL, in UTC, and as a self-contained page."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-
-pytest.importorskip("pyspark")
-
-from pyspark.sql import functions as F
+from sparks import imports_of
 
 from pgqueue import Queue
-from pgqueue.spark.options import OptionError
-from pgqueue.spark.pipelines import (
-    archive_to_parquet,
-    dead_letter_report,
-    duration_counts,
-    flow_metrics,
-    flow_report,
-    read_dead_letters,
-    read_finished,
-    replay,
-    report,
-    report_page,
-)
-from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Durations, Flow, Measure, render
-from pgqueue.spark.pipelines.times import utc_day, utc_floor, window_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import functions as F
+
+    from pgqueue.spark.options import OptionError
+    from pgqueue.spark.pipelines import (
+        archive_to_parquet,
+        dead_letter_report,
+        duration_counts,
+        flow_metrics,
+        flow_report,
+        read_dead_letters,
+        read_finished,
+        replay,
+        report,
+        report_page,
+    )
+    from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Durations, Flow, Measure, render
+    from pgqueue.spark.pipelines.times import window_of
+
+imports = imports_of(__name__)
+long = pytest.mark.long(part="spark")
 
 Connection = psycopg.Connection[Any]
 
@@ -94,6 +100,7 @@ def busy(database: str) -> Iterator[str]:
         Queue(connection, "flow").drop_queue()
 
 
+@long
 @pytest.mark.usefixtures("elsewhere")
 def test_percentiles_equal_those_of_percentile_cont(
     spark: Any, database: str, connection: Connection, busy: str
@@ -112,6 +119,7 @@ def test_percentiles_equal_those_of_percentile_cont(
         assert processed == pytest.approx(processing, rel=1e-9)
 
 
+@long
 @pytest.mark.usefixtures("elsewhere")
 def test_counts_by_duration_equal_those_of_postgresql(
     spark: Any, database: str, connection: Connection, busy: str
@@ -125,6 +133,7 @@ def test_counts_by_duration_equal_those_of_postgresql(
     assert len(found) > 50
 
 
+@long
 def test_durations_of_no_length_or_less_count_in_the_lowest_range(spark: Any) -> None:
     finished = spark.sql(
         "select 'q' as queue_name, at as enqueued_at, at - make_dt_interval(0, 0, 0, 1) as claimed_at, at as"
@@ -134,6 +143,7 @@ def test_durations_of_no_length_or_less_count_in_the_lowest_range(spark: Any) ->
     assert found == {"wait": -18, "processing": 0}
 
 
+@long
 def test_approximate_percentiles_are_within_their_accuracy(
     spark: Any, database: str, connection: Connection, busy: str
 ) -> None:
@@ -147,6 +157,7 @@ def test_approximate_percentiles_are_within_their_accuracy(
     assert low <= row["wait_p50"] <= high
 
 
+@long
 @pytest.mark.usefixtures("elsewhere")
 def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
     finished = spark.sql(
@@ -168,21 +179,7 @@ def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
     assert (row["window_start"], row["finished"], row["dead"], row["failure_rate"]) == (None, 1, 3, 0.75)
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_days_and_windows_are_in_utc(spark: Any) -> None:
-    moments = spark.sql(
-        "select explode(array(timestamp'2026-06-30 23:59:59.999999Z', timestamp'2026-07-01 00:00:00Z',"
-        " timestamp'1969-12-31 23:59:59.999999Z')) as at"
-    )
-    row = moments.select(
-        utc_day(F.col("at")).cast("string").alias("day"),
-        F.unix_micros(utc_floor(F.col("at"), timedelta(days=1))).alias("start"),
-    ).collect()
-    day = 86_400_000_000
-    start = round(MIDNIGHT.timestamp() * 1e6)
-    assert [tuple(one) for one in row] == [("2026-06-30", start - day), ("2026-07-01", start), ("1969-12-31", -day)]
-
-
+@long
 @pytest.mark.usefixtures("elsewhere")
 def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     spark: Any, database: str, busy: str, tmp_path: Path
@@ -210,6 +207,7 @@ def test_a_report_counts_messages_in_both_archive_and_parquet_once(
     assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
 
 
+@long
 def test_a_report_reads_no_payloads(
     spark: Any, database: str, busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,12 +223,14 @@ def test_a_report_reads_no_payloads(
     assert sorted(columns) == ["attempt_count", "died_at", "id", "last_error", "queue_name", "reason"]
 
 
+@long
 def test_more_than_10_000_windows_are_refused(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
         flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(seconds=0.5))
     assert [*tmp_path.iterdir()] == []
 
 
+@long
 @pytest.mark.parametrize("window", [timedelta(0), timedelta(seconds=-1)])
 def test_a_window_must_be_longer_than_zero(
     spark: Any, database: str, busy: str, tmp_path: Path, window: timedelta
@@ -242,17 +242,19 @@ def test_a_window_must_be_longer_than_zero(
         dead_letter_report(letters, window)
 
 
+@long
 def test_arguments_of_a_wrong_type_are_named(spark: Any, database: str, busy: str, tmp_path: Path) -> None:
     wrong: Any
     for wrong in ({"window": 3600}, {"since": "2026-01-01"}, {"until": 1}):
         with pytest.raises(OptionError, match=f"invalid .*{next(iter(wrong))}"):
             flow_report(spark, tmp_path, [busy], dsn=database, **wrong)
+    path = str(tmp_path)
     for call in (
         lambda: flow_report(spark, tmp_path, busy, dsn=database),
         lambda: read_finished(spark, queues=busy, dsn=database),
         lambda: read_dead_letters(spark, busy, dsn=database),
-        lambda: archive_to_parquet(spark, tmp_path, dsn=database, queues=busy),
-        lambda: replay(spark, tmp_path, busy, dsn=database, queues=busy),
+        lambda: archive_to_parquet(spark, path, dsn=database, queues=busy),
+        lambda: replay(spark, path, busy, dsn=database, queues=busy),
     ):
         with pytest.raises(OptionError, match=f"invalid queues: '{busy}' is a string; pass a list of names"):
             call()
@@ -262,6 +264,7 @@ def measure(queue: str, start: datetime | None, finished: int = 10, wait: float 
     return Measure(queue, start, finished, 1, 2, 3, 1 / (finished + 1), wait, wait, wait, 0.001, 0.5, 60.0)
 
 
+@long
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
     browser: Any, tmp_path: Path, scheme: str, width: int
@@ -318,7 +321,7 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
 def test_a_report_without_plotly_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"needs plotly: pip install 'pgqueue\[plots\]'"):
-        flow_report(None, tmp_path, ["q"])
+        flow_report(None, tmp_path, ["q"])  # type: ignore[arg-type]
 
 
 def test_durations_are_shown_in_the_unit_that_fits_and_shares_in_per_cent() -> None:

@@ -1,38 +1,49 @@
 """Predicates, the report on dead letters, redrive_where and replay."""
 
+from __future__ import annotations
+
 import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-
-pytest.importorskip("pyspark")
-
-from pyspark.errors import PySparkException
-from pyspark.sql import functions as F
+from sparks import PATIENCE, imports_of
 
 from pgqueue import Queue
-from pgqueue.spark.options import OptionError
-from pgqueue.spark.pipelines import (
-    PredicateError,
-    archive_to_parquet,
-    dead_letter_report,
-    matching,
-    normalized_error,
-    read_dead_letters,
-    redrive_where,
-    replay,
-)
-from pgqueue.spark.sink import commit_name
+
+if TYPE_CHECKING:
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F
+
+    from pgqueue.spark.options import OptionError
+    from pgqueue.spark.pipelines import (
+        PredicateError,
+        archive_to_parquet,
+        dead_letter_report,
+        matching,
+        normalized_error,
+        read_dead_letters,
+        redrive_where,
+        replay,
+    )
+    from pgqueue.spark.sink import commit_name
+
+imports = imports_of(__name__)
+pytestmark = pytest.mark.long(part="spark")
 
 Connection = psycopg.Connection[Any]
-# Attribute `replay` of the package is the function.
-replay_module = importlib.import_module("pgqueue.spark.pipelines.replay")
 BODY = b"\0\xff" * 1000
+
+
+@pytest.fixture
+def replay_module() -> ModuleType:
+    """The module, as attribute `replay` of the package is the function."""
+    return importlib.import_module("pgqueue.spark.pipelines.replay")
 
 
 @pytest.fixture
@@ -132,8 +143,8 @@ def test_normalized_errors_omit_the_parts_that_differ(spark: Any) -> None:
 def test_normalizing_a_long_line_takes_linear_time(spark: Any) -> None:
     error = f"Traceback (most recent call last):\n{'x' * 65_000}\nKeyError: 'b'{' ' * 400}"
     frame = spark.createDataFrame([(error,)] * 30, "error string")
-    # A pattern that is tried from each character of the line would take a quarter of an hour.
-    given_up = threading.Timer(60, spark.sparkContext.cancelAllJobs)
+    # A pattern that is tried from each character of the line would take hours. The limit ends only that.
+    given_up = threading.Timer(PATIENCE, spark.sparkContext.cancelAllJobs)
     given_up.start()
     try:
         found = frame.select(normalized_error(F.col("error"))).collect()
@@ -200,7 +211,7 @@ def test_invalid_app_ids_and_versions_are_refused_before_reading(
 
 
 def test_a_dead_letter_that_died_again_after_the_read_is_not_redriven(
-    spark: Any, database: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+    spark: Any, database: str, queue: Queue, replay_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = die(queue, "timeout")
     choose = replay_module.matching
@@ -290,7 +301,12 @@ def test_concurrent_replays_send_once(spark: Any, database: str, queue: Queue, p
 
 
 def test_equal_filters_give_the_same_replay_name(
-    spark: Any, database: str, queue: Queue, parquet: str, monkeypatch: pytest.MonkeyPatch
+    spark: Any,
+    database: str,
+    queue: Queue,
+    parquet: str,
+    replay_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moment = datetime(2020, 1, 1, 12, tzinfo=UTC)
     elsewhere = moment.astimezone(timezone(timedelta(hours=5, minutes=30)))
@@ -309,7 +325,14 @@ def test_equal_filters_give_the_same_replay_name(
     assert len({first, other, another}) == 3
 
 
-def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Queue, parquet: str) -> None:
+def test_a_replay_that_fails_sends_nothing(
+    spark: Any, database: str, connection: Connection, queue: Queue, parquet: str
+) -> None:
+    narrow = Queue(connection, f"{queue.name}-narrow")
+    narrow.create_queue(max_payload_bytes=1024)
+    with pytest.raises(PySparkException, match="body of 2000 bytes is over the limit"):
+        replay(spark, parquet, narrow.name, "body is not null or id > 0", dsn=database)
+    assert narrow.peek() == 0
     with pytest.raises(PySparkException, match="does not exist"):
         replay(spark, parquet, "nobodys-queue", dsn=database)
     with pytest.raises(PredicateError):
@@ -324,14 +347,3 @@ def test_a_replay_that_fails_sends_nothing(spark: Any, database: str, queue: Que
         replay(spark, str(nowhere), queue.name, dsn=database, app_id=queue.name)
     assert not nowhere.exists()
     assert queue.peek() == 0
-
-
-def test_a_replay_with_a_payload_over_the_limit_sends_nothing(
-    spark: Any, database: str, connection: Connection, queue: Queue, parquet: str
-) -> None:
-    narrow = Queue(connection, f"{queue.name}-narrow")
-    narrow.create_queue(max_payload_bytes=1024)
-    where = "body is not null or get_json_object(payload, '$.n') = '1'"
-    with pytest.raises(PySparkException, match="body of 2000 bytes is over the limit"):
-        replay(spark, parquet, narrow.name, where, dsn=database)
-    assert narrow.peek() == 0

@@ -1,5 +1,7 @@
 """Finding Java, and commands in processes of their own: errors in one line, and no files left after a signal."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -8,19 +10,22 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import commands
 import psycopg
 import pytest
 from clients import wait_for
-from sparks import PATIENCE
-
-pytest.importorskip("pyspark")
+from sparks import PATIENCE, imports_of
 
 from pgqueue import Queue
-from pgqueue.spark import java, register
-from pgqueue.spark.java import JavaNotFoundError, find_java
+
+if TYPE_CHECKING:
+    from pgqueue.spark import java, register
+    from pgqueue.spark.java import JavaNotFoundError, find_java
+
+imports = imports_of(__name__)
+long = pytest.mark.long(part="spark")
 
 
 @pytest.fixture
@@ -118,7 +123,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo",), ("demo", "--out", "x")])
+@pytest.mark.parametrize("words", [("spark", "archive-to-parquet", "x"), ("demo", "--out", "x")])
 def test_commands_without_java_fail_before_they_start_anything(words: tuple[str, ...], tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "JAVA", "PATH"))}
     done = subprocess.run(
@@ -215,6 +220,7 @@ for use in (
 """
 
 
+@long
 @pytest.mark.usefixtures("jre")
 def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) -> None:
     program(tmp_path, "exit 3").joinpath("bin/java").rename(tmp_path / "bin/python3")
@@ -231,15 +237,15 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
     said = done.stdout.splitlines()
     assert len(said) == 9, done
     without_dsn, unknown, streams = said[:4], said[4], said[5:]
-    for said in without_dsn:
-        assert "OptionError: option dsn is missing, and so are PGQUEUE_DSN and the libpq variables" in said
+    for line in without_dsn:
+        assert "OptionError: option dsn is missing, and so are PGQUEUE_DSN and the libpq variables" in line
     assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in unknown
-    for said in (*without_dsn, unknown):
-        assert said.startswith("[PYTHON_DATA_SOURCE_ERROR] ")
-        assert "Traceback" not in said
-        assert len(said) < 500
+    for line in (*without_dsn, unknown):
+        assert line.startswith("[PYTHON_DATA_SOURCE_ERROR] ")
+        assert "Traceback" not in line
+        assert len(line) < 500
     # Spark reports the reader of a stream only when the query runs, with the state of the query.
-    for said, sentence in zip(
+    for line, sentence in zip(
         streams,
         (
             "option streamId is missing",
@@ -249,9 +255,9 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
         ),
         strict=True,
     ):
-        assert f"OptionError: {sentence}" in said
-        assert "Traceback" not in said
-        assert "UnboundLocalError" not in said
+        assert f"OptionError: {sentence}" in line
+        assert "Traceback" not in line
+        assert "UnboundLocalError" not in line
 
 
 SESSION = """
@@ -278,6 +284,7 @@ HURRY = "-XX:TieredStopAtLevel=1"
 
 
 # In a process of its own, as the JVM has ended when the error is printed.
+@long
 @pytest.mark.usefixtures("jre")
 def test_the_log_of_a_failed_command_is_kept(database: str, queue: Queue, tmp_path: Path) -> None:
     words = ("archive-to-parquet", "nosuch://x", "--queue", queue.name)
@@ -293,6 +300,7 @@ def test_the_log_of_a_failed_command_is_kept(database: str, queue: Queue, tmp_pa
     assert (done.returncode, done.stdout, others) == (1, "", [])
 
 
+@long
 @pytest.mark.usefixtures("jre")
 def test_a_terminated_command_leaves_no_files(database: str, queue: Queue, tmp_path: Path) -> None:
     with subprocess.Popen(
@@ -308,6 +316,7 @@ def test_a_terminated_command_leaves_no_files(database: str, queue: Queue, tmp_p
     assert [*tmp_path.glob("*pgqueue*")] == []
 
 
+@long
 @pytest.mark.usefixtures("jre")
 def test_a_command_interrupted_during_the_start_of_spark_leaves_no_files(database: str, tmp_path: Path) -> None:
     with subprocess.Popen(
@@ -354,6 +363,7 @@ except SparkFailure as error:
 """
 
 
+@long
 @pytest.mark.usefixtures("jre")
 def test_interrupted_and_failed_sessions_end_at_once_without_output(tmp_path: Path) -> None:
     done = subprocess.run(

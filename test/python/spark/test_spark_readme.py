@@ -1,5 +1,7 @@
 """The chapter on Spark: its examples run, and its tables match the code."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
@@ -11,20 +13,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import commands
 import psycopg
 import pytest
 import sparks
 
-pytest.importorskip("pyspark")
-
 import pgqueue
 from pgqueue import Queue
-from pgqueue.spark import OPTIONS, pipelines
 
-CHAPTER = (Path(pipelines.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+if TYPE_CHECKING:
+    from pgqueue.spark import OPTIONS, pipelines
+
+imports = sparks.imports_of(__name__)
+long = pytest.mark.long(part="spark")
+
+CHAPTER = (Path(pgqueue.__file__).parent / "spark/README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -50,6 +55,7 @@ def queues(database: str) -> Iterator[tuple[Queue, Queue]]:
         bills.drop_queue()
 
 
+@long
 def test_the_python_examples_run(
     spark: Any,
     database: str,
@@ -83,6 +89,7 @@ def test_the_python_examples_run(
     assert spark.range(1).count() == 1
 
 
+@long
 @pytest.mark.usefixtures("spark")
 def test_the_commands_of_the_pipelines_run(
     database: str, queues: tuple[Queue, Queue], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,12 +128,17 @@ def test_the_table_of_contents_lists_all_chapters() -> None:
     assert re.findall(r"^\* \[(.+)\]\(#.+\)$", CHAPTER, re.MULTILINE) == chapters
 
 
-@pytest.mark.usefixtures("jre", "curl")
-def test_the_quick_start_runs_as_one_script(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_spark", [False, pytest.param(True, marks=long)])
+@pytest.mark.usefixtures("curl")
+def test_the_quick_start_runs_as_one_script(
+    home: Path, tmp_path: Path, request: pytest.FixtureRequest, with_spark: bool
+) -> None:
     """Nothing exists there but what it makes. It runs as a person pastes it, but on a free port.
 
     The `python3` of PATH lacks the package.
     """
+    if with_spark:
+        request.getfixturevalue("jre")
     text = (Path(pgqueue.__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     with socket.socket() as free:
@@ -135,6 +147,11 @@ def test_the_quick_start_runs_as_one_script(home: Path, tmp_path: Path) -> None:
     script = script.replace("127.0.0.1:8080", f"127.0.0.1:{port}").replace(
         "pgqueue serve", f"pgqueue serve --port {port}"
     )
+    if not with_spark:
+        script, programs = re.subn(
+            r"^python - <<'END'\nimport pgqueue\.spark .*?^END\n", "", script, flags=re.DOTALL | re.MULTILINE
+        )
+        assert programs == 1
     installs, _, commands_ = script.partition("\n")
     assert installs.startswith("pip install ")
     (tmp_path / "conf").mkdir()
@@ -161,5 +178,5 @@ def test_the_quick_start_runs_as_one_script(home: Path, tmp_path: Path) -> None:
     said = (tmp_path / "out").read_text()
     assert status == 0, (tmp_path / "err").read_text()
     assert "shipped 1001\n" in said
-    assert re.search(r"\|\{\"order_id\": 1002\} *\|", said), said
+    assert bool(re.search(r"\|\{\"order_id\": 1002\} *\|", said)) == with_spark, said
     assert re.search(r"^orders +1 +0 +0 +0 ", said, re.MULTILINE), said

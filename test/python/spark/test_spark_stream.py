@@ -1,36 +1,38 @@
 """The streaming source under all kinds of failures, driven by a model of Spark's engine (engines.py)."""
 
+from __future__ import annotations
+
 import gc
 import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-
-pytest.importorskip("pyspark")
-
 from clients import wait_for
-from engines import Checkpoint, Died, Engine
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
+from sparks import imports_of
 
 import pgqueue
+from pgqueue import Queue
 from pgqueue.embedded import EmbeddedServer
-from pgqueue.spark.connections import connect
-from pgqueue.spark.options import OptionError
 
-Start = Callable[..., Engine]
+if TYPE_CHECKING:
+    from engines import Checkpoint, Died, Engine
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
+    from pgqueue.spark.connections import connect
+    from pgqueue.spark.options import OptionError
 
-@pytest.fixture
-def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue()
-    return queue
+imports = imports_of(__name__)
+Connection = psycopg.Connection[Any]
+
+Start = Callable[..., "Engine"]
 
 
 @pytest.fixture
@@ -58,17 +60,17 @@ def ids(rows: Any) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def stream(queue: pgqueue.Queue) -> pgqueue.Stream:
+def stream(queue: Queue) -> pgqueue.Stream:
     return queue.list_streams()[0]
 
 
-def left(queue: pgqueue.Queue) -> int:
+def left(queue: Queue) -> int:
     """The number of messages in the queue, in any state."""
     stats = queue.stats()
     return stats.ready_messages + stats.inflight_messages + stats.scheduled_messages
 
 
-def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
+def lapse(connection: Connection, queue: Queue) -> None:
     """Let the reservation expire."""
     connection.execute(
         "update pgqueue.messages set visible_at = clock_timestamp() - interval '1 s' where queue_name = %s",
@@ -80,20 +82,24 @@ def lapse(connection: psycopg.Connection[Any], queue: pgqueue.Queue) -> None:
     )
 
 
-def test_a_stream_reads_each_message_once_in_batches(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_reads_each_message_once_in_batches(
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = orders.enqueue_batch([{"n": n} for n in range(10)])
     engine = start(numPartitions="3").begin()
+    # Messages are acknowledged also if Spark does not call commit().
+    monkeypatch.setattr(engine.reader, "commit", lambda _: None)
     assert [ids(rows) for rows in engine.drain()] == [sent[:4], sent[4:8], sent[8:]]
     assert left(orders) == 0
     more = orders.enqueue_batch([1])
     assert ids(engine.trigger()) == more
 
 
-def test_a_stream_returns_all_columns_unchanged(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_returns_all_columns_unchanged(orders: Queue, start: Start) -> None:
     orders.enqueue({"text": "né\n\t\x01"}, headers={"a": "1"}, expires_in=timedelta(hours=1))
     orders.enqueue(body=b"\x00\xff")
     (sent, _) = orders.browse()
-    message, raw = start().begin().trigger()
+    message, raw = start().begin().drain()[0]
     assert list(message) == [
         "id",
         "queue_name",
@@ -112,7 +118,7 @@ def test_a_stream_returns_all_columns_unchanged(orders: pgqueue.Queue, start: St
     assert (message["attempt_count"], raw["payload"], raw["body"]) == (1, None, b"\x00\xff")
 
 
-def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: Queue, start: Start) -> None:
     orders.enqueue(7)
     assert start(schema="payload string").begin().trigger() == [{"payload": "7"}]
     with pytest.raises(OptionError, match="source stream has no column visible_at"):
@@ -123,7 +129,7 @@ def test_a_user_schema_of_a_stream_selects_columns_and_is_checked(orders: pgqueu
 
 
 def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
-    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint
+    orders: Queue, start: Start, checkpoint: Checkpoint
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine, pytest.raises(Died):
@@ -138,7 +144,7 @@ def test_a_driver_that_dies_after_the_claim_leaves_its_batch_to_the_next_driver(
 @pytest.mark.parametrize("batch", [0, 1])
 @pytest.mark.parametrize("point", ["before the sink", "after the sink"])
 def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_messages(
-    orders: pgqueue.Queue, start: Start, point: str, batch: int
+    orders: Queue, start: Start, point: str, batch: int
 ) -> None:
     sent = orders.enqueue_batch(list(range(12)))
     engine = start(numPartitions="3").begin()
@@ -156,7 +162,7 @@ def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_m
     assert left(orders) == 0
 
 
-def test_a_driver_that_dies_after_the_commit_log_entry_causes_no_replay(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_driver_that_dies_after_the_commit_log_entry_causes_no_replay(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4, 5])
     with start().begin() as engine:
         assert ids(engine.trigger()) == sent[:4]
@@ -167,17 +173,21 @@ def test_a_driver_that_dies_after_the_commit_log_entry_causes_no_replay(orders: 
     assert left(orders) == 1
 
 
-def test_messages_are_acknowledged_without_a_call_of_commit(
-    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+def test_messages_of_a_finished_batch_that_others_take_after_the_lease_are_processed_twice(
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
-    sent = orders.enqueue_batch(list(range(10)))
-    engine = start()
-    monkeypatch.setattr(engine.reader, "commit", lambda _: None)
-    assert [row for rows in engine.begin().drain() for row in ids(rows)] == sent
+    sent = orders.enqueue_batch([1, 2, 3, 4])
+    with start().begin() as engine:
+        assert ids(engine.trigger()) == sent
+    # Spark has committed the batch, and the database does not know of it.
+    lapse(connection, orders)
+    assert len(wait_for(lambda: orders.receive(1))) == 1
+    again = start().begin()
+    assert (again.sink, again.trigger()) == ([], None)
     assert left(orders) == 0
 
 
-def test_commit_acknowledges_the_batch_once(orders: pgqueue.Queue, start: Start) -> None:
+def test_commit_acknowledges_the_batch_once(orders: Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2, 3, 4])
     engine = start().begin()
     end = engine.plan()
@@ -190,7 +200,7 @@ def test_commit_acknowledges_the_batch_once(orders: pgqueue.Queue, start: Start)
     assert engine.reader.partitions(end, end) == []
 
 
-def test_repeated_reads_of_a_partition_return_the_same_messages(orders: pgqueue.Queue, start: Start) -> None:
+def test_repeated_reads_of_a_partition_return_the_same_messages(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(4)))
     engine = start(numPartitions="2").begin()
     parts = engine.parts(engine.plan())
@@ -201,11 +211,11 @@ def test_repeated_reads_of_a_partition_return_the_same_messages(orders: pgqueue.
 
 
 def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, monkeypatch: pytest.MonkeyPatch
+    orders: Queue, connection: Connection, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(["x" * 1000] * 50)
     monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
-    engine = start(retryTimeout="10s", maxMessagesPerTrigger="50", numPartitions="1", schema="id long").begin()
+    engine = start(retryTimeout="5 min", maxMessagesPerTrigger="50", numPartitions="1", schema="id long").begin()
     (part,) = engine.parts(engine.plan())
     batches = engine.worker.read(part)
     found = ids(next(batches).to_pylist())
@@ -216,7 +226,7 @@ def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
 
 
 def test_messages_taken_by_others_after_the_lease_end_the_query(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine, pytest.raises(Died):
@@ -231,9 +241,7 @@ def test_messages_taken_by_others_after_the_lease_end_the_query(
     assert left(orders) == 0
 
 
-def test_a_message_claimed_by_plain_sql_counts_as_lost(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
+def test_a_message_claimed_by_plain_sql_counts_as_lost(orders: Queue, connection: Connection, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
     engine = start(numPartitions="1").begin()
     end = engine.plan()
@@ -244,7 +252,7 @@ def test_a_message_claimed_by_plain_sql_counts_as_lost(
         "update pgqueue.messages set visible_at = '2100-01-01', attempt_count = attempt_count + 1 where id = %s"
         " returning visible_at"
     )
-    until = connection.execute(taken, [sent[1]]).fetchone()
+    (until,) = connection.execute(taken, [sent[1]]).fetchall()
     (batch,) = orders.stream_extend("s", stream(orders).epoch)
     assert batch.lost == [sent[1]]
     with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 3 messages of batch 1: {sent[1]}"):
@@ -255,7 +263,7 @@ def test_a_message_claimed_by_plain_sql_counts_as_lost(
 
 
 def test_an_expired_lease_loses_nothing_if_no_message_was_taken(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine, pytest.raises(Died):
@@ -267,7 +275,7 @@ def test_an_expired_lease_loses_nothing_if_no_message_was_taken(
     assert orders.receive(10) == []
 
 
-def test_a_second_driver_fences_every_call_of_the_first(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_second_driver_fences_every_call_of_the_first(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(8)))
     old = start().begin()
     end = old.plan()
@@ -286,17 +294,7 @@ def test_a_second_driver_fences_every_call_of_the_first(orders: pgqueue.Queue, s
     assert ids(new.trigger()) == sent[4:]
 
 
-def test_a_driver_with_an_epoch_newer_than_the_database_is_fenced(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
-    orders.enqueue(1)
-    engine = start().begin()
-    connection.execute("update pgqueue.streams set epoch = epoch - 1 where queue_name = %s", [orders.name])
-    with pytest.raises(pgqueue.StreamFenced):
-        engine.trigger()
-
-
-def test_the_heartbeat_thread_of_a_fenced_driver_ends(orders: pgqueue.Queue, start: Start) -> None:
+def test_the_heartbeat_thread_of_a_fenced_driver_ends(orders: Queue, start: Start) -> None:
     orders.enqueue(1)
     others = set(threading.enumerate())
     old = start(heartbeatInterval="0.1s").begin()
@@ -308,7 +306,7 @@ def test_the_heartbeat_thread_of_a_fenced_driver_ends(orders: pgqueue.Queue, sta
 
 
 def test_without_its_checkpoint_a_query_continues_after_the_last_acknowledged_batch(
-    orders: pgqueue.Queue, start: Start
+    orders: Queue, start: Start
 ) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     with start().begin() as engine:
@@ -322,7 +320,7 @@ def test_without_its_checkpoint_a_query_continues_after_the_last_acknowledged_ba
 
 @pytest.mark.parametrize("done", [1, 2])
 def test_a_rolled_back_checkpoint_ends_the_query(
-    orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint, done: int
+    orders: Queue, start: Start, checkpoint: Checkpoint, done: int
 ) -> None:
     orders.enqueue_batch(list(range(13)))
     engine = start().begin()
@@ -346,7 +344,7 @@ def test_a_rolled_back_checkpoint_ends_the_query(
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, start: Start, is_new: bool) -> None:
+def test_a_checkpoint_of_another_stream_ends_the_query(orders: Queue, start: Start, is_new: bool) -> None:
     """Includes a checkpoint from before the first batch, which has no token."""
     if not is_new:
         orders.enqueue_batch([1, 2])
@@ -364,19 +362,18 @@ def test_a_checkpoint_of_another_stream_ends_the_query(orders: pgqueue.Queue, st
     ]
 
 
-def test_database_errors_are_short_and_name_spark_options(orders: pgqueue.Queue, start: Start) -> None:
-    with pytest.raises(pgqueue.InvalidArgument) as raised:
+def test_database_errors_are_short_and_name_spark_options(orders: Queue, start: Start) -> None:
+    with pytest.raises(pgqueue.InvalidArgument) as invalid:
         start(onAck="archive").begin()
     hint = f"onAck must be delete or null where queue '{orders.name}' has no archive_for."
-    assert str(raised.value) == f"invalid onAck: 'archive'\nHINT:  {hint}"
+    assert str(invalid.value) == f"invalid onAck: 'archive'\nHINT:  {hint}"
     orders.enqueue_batch(list(range(8)))
     with start().begin() as engine:
         engine.trigger()
         orders.drop_queue()
         orders.create_queue()
-        with pytest.raises(pgqueue.StreamNotFound) as raised:
+        with pytest.raises(pgqueue.StreamNotFound, match="Start the query with a new checkpoint"):
             engine.trigger()
-    assert "Start the query with a new checkpoint." in str(raised.value)
     with pytest.raises(pgqueue.StreamOutOfStep) as raised:
         start().begin().trigger()
     hint = "Use a new checkpoint, or set option failOnDataLoss=false to continue with the messages that are left."
@@ -384,7 +381,7 @@ def test_database_errors_are_short_and_name_spark_options(orders: pgqueue.Queue,
     assert "CONTEXT" not in str(raised.value)
 
 
-def test_a_dropped_stream_ends_the_query(orders: pgqueue.Queue, start: Start, checkpoint: Checkpoint) -> None:
+def test_a_dropped_stream_ends_the_query(orders: Queue, start: Start, checkpoint: Checkpoint) -> None:
     orders.enqueue_batch(list(range(4)))
     with start().begin() as engine:
         engine.drain()
@@ -396,19 +393,18 @@ def test_a_dropped_stream_ends_the_query(orders: pgqueue.Queue, start: Start, ch
     assert stream(orders).acked_seq == len(checkpoint.offsets) - 1
 
 
-def cut(connection: psycopg.Connection[Any]) -> int:
+def cut(connection: Connection) -> int:
     """End the connections of Spark."""
-    return connection.execute(
-        "select count(pg_terminate_backend(pid, 5000)) from pg_stat_activity"
+    ended = connection.execute(
+        "select pg_terminate_backend(pid, 120000) from pg_stat_activity"
         " where application_name = 'pgqueue spark' and datname = current_database()"
-    ).fetchone()[0]
+    )
+    return len(ended.fetchall())
 
 
-def test_a_lost_connection_is_reopened_in_the_same_epoch(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
+def test_a_lost_connection_is_reopened_in_the_same_epoch(orders: Queue, connection: Connection, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(6)))
-    engine = start(retryTimeout="10 s").begin()
+    engine = start(retryTimeout="5 min").begin()
     epoch = stream(orders).epoch
     assert cut(connection) >= 1
     end = engine.plan()
@@ -423,22 +419,9 @@ def test_a_lost_connection_is_reopened_in_the_same_epoch(
     assert stream(orders).epoch == epoch
 
 
-def test_a_connection_closed_by_idle_session_timeout_is_reopened(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], database: str
-) -> None:
-    with Engine(database, orders.name, Checkpoint(), retryTimeout="10 s") as engine:
-        engine.begin()
-        engine.reader._driver._connection.execute("set idle_session_timeout = '20ms'")
-        pid = engine.reader._driver._connection.info.backend_pid
-        there = "select count(*) from pg_stat_activity where pid = %s"
-        wait_for(lambda: connection.execute(there, [pid]).fetchone() == (0,))
-        sent = orders.enqueue(1)
-        assert ids(engine.trigger()) == [sent]
-
-
-def test_a_connection_to_a_read_only_server_is_replaced(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_connection_to_a_read_only_server_is_replaced(orders: Queue, start: Start) -> None:
     sent = orders.enqueue(1)
-    engine = start(retryTimeout="10 s").begin()
+    engine = start(retryTimeout="5 min").begin()
     # As behind a proxy that notices a failover late.
     engine.reader._driver._connection.execute("set default_transaction_read_only to on")
     assert ids(engine.trigger()) == [sent]
@@ -465,10 +448,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_retry_timeout_starts_again_with_each_outage_of_the_driver(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start, clock: Clock
+    orders: Queue, connection: Connection, start: Start, clock: Clock
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
-    engine = start(retryTimeout="10 s", maxMessagesPerTrigger="1").begin()
+    engine = start(retryTimeout="5 min", maxMessagesPerTrigger="1").begin()
     for number in sent:
         clock.now += 3600
         cut(connection)
@@ -477,18 +460,23 @@ def test_retry_timeout_starts_again_with_each_outage_of_the_driver(
 
 @pytest.mark.parametrize("silently", [False, True])
 def test_retry_timeout_starts_again_with_each_outage_of_a_task(
-    orders: pgqueue.Queue,
-    connection: psycopg.Connection[Any],
+    orders: Queue,
+    connection: Connection,
     start: Start,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     silently: bool,
 ) -> None:
     sent = orders.enqueue_batch(["x" * 50_000] * 50)
-    made: list[psycopg.Connection[Any]] = []
+    made: list[Connection] = []
     monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
-    monkeypatch.setattr("pgqueue.spark.stream.connect", lambda *given: made.append(connect(*given)) or made[-1])
-    engine = start(retryTimeout="10 s", maxMessagesPerTrigger="50", numPartitions="1").begin()
+
+    def kept(*given: Any) -> Connection:
+        made.append(connect(*given))
+        return made[-1]
+
+    monkeypatch.setattr("pgqueue.spark.stream.connect", kept)
+    engine = start(retryTimeout="5 min", maxMessagesPerTrigger="50", numPartitions="1").begin()
     (part,) = engine.parts(engine.plan())
     found: list[int] = []
     # Each batch is larger than all buffers, so that the loss is noticed before the next one.
@@ -505,7 +493,7 @@ def test_retry_timeout_starts_again_with_each_outage_of_a_task(
 
 
 def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
     orders.enqueue(1)
     engine = start(retryTimeout="0").begin()
@@ -515,16 +503,17 @@ def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(
     assert any("retryTimeout" in note for note in raised.value.__notes__)
 
 
-def test_a_failed_first_connection_is_not_retried() -> None:
+def test_a_reader_connects_at_its_first_call_and_does_not_retry_that() -> None:
+    engine = Engine("host=/nowhere", "orders", Checkpoint(), retryTimeout="1 h")
     with pytest.raises(psycopg.OperationalError):
-        Engine("host=/nowhere", "orders", Checkpoint(), retryTimeout="1 h").begin()
+        engine.begin()
 
 
-def test_a_server_restart_is_bridged_by_retries(name: str) -> None:
+def test_a_server_restart_is_bridged_by_retries(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedServer(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("create extension pgqueue")
-            queue = pgqueue.Queue(connection, name)
+            queue = Queue(connection, name)
             queue.create_queue()
             sent = queue.enqueue_batch(list(range(8)))
         with Engine(server.dsn, name, Checkpoint(), maxMessagesPerTrigger="4", retryTimeout="60 s") as engine:
@@ -532,23 +521,24 @@ def test_a_server_restart_is_bridged_by_retries(name: str) -> None:
             end = engine.plan()
             parts = engine.parts(end)
             server.kill()
-            back = threading.Timer(0.5, server.start)
-            back.start()
-            assert [number for part in parts for number in ids(engine.read(part))] == sent[:4]
-            back.join()
+            with monkeypatch.context() as patch:
+                # The server starts when a task has been refused a connection.
+                clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: server.start())
+                patch.setattr("pgqueue.spark.connections.time", clock)
+                assert [number for part in parts for number in ids(engine.read(part))] == sent[:4]
             server.restart(immediate=True)
             engine.start = end
             assert ids(engine.trigger()) == sent[4:]
             assert engine.trigger() is None
         with psycopg.connect(server.dsn, autocommit=True) as connection:
-            assert left(pgqueue.Queue(connection, name)) == 0
+            assert left(Queue(connection, name)) == 0
 
 
 # Offsets, triggers, heartbeats and options.
 
 
 def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
     orders.enqueue(1)
     engine = start().begin()
@@ -562,7 +552,7 @@ def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
     assert connection.execute(version, [orders.name]).fetchone() == before
 
 
-def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(orders: pgqueue.Queue, start: Start) -> None:
+def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2])
     engine = start()
     first = {"stream": "s", "queues": {}}
@@ -574,7 +564,7 @@ def test_the_initial_offset_is_stable_also_when_batch_0_is_replayed(orders: pgqu
     assert ids(again.begin().sink[0][1]) == sent
 
 
-def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders: Queue, start: Start) -> None:
     orders.enqueue_batch(list(range(8)))
     with start(numPartitions="3").begin() as engine:
         assert len(engine.parts(engine.plan())) == 3
@@ -583,7 +573,7 @@ def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders:
     assert len(again.sink[0][1]) == 4
 
 
-def test_a_stream_prepares_no_statements(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_stream_prepares_no_statements(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start(maxMessagesPerTrigger="1").begin()
     assert len(engine.drain()) == len(sent)
@@ -591,7 +581,7 @@ def test_a_stream_prepares_no_statements(orders: pgqueue.Queue, start: Start) ->
     assert prepared.fetchall() == []
 
 
-def test_triggers_limit_the_batch_size(orders: pgqueue.Queue, start: Start) -> None:
+def test_triggers_limit_the_batch_size(orders: Queue, start: Start) -> None:
     orders.enqueue_batch(list(range(30)))
     engine = start(maxMessagesPerTrigger="5").begin()
     assert engine.reader.getDefaultReadLimit() == ReadMaxRows(5)
@@ -600,7 +590,7 @@ def test_triggers_limit_the_batch_size(orders: pgqueue.Queue, start: Start) -> N
         assert len(engine.trigger() or []) == expected
 
 
-def test_available_now_ends_although_more_messages_are_sent(orders: pgqueue.Queue, start: Start) -> None:
+def test_available_now_ends_although_more_messages_are_sent(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(10)))
     engine = start()
     engine.reader.prepareForTriggerAvailableNow()
@@ -616,34 +606,7 @@ def test_available_now_ends_although_more_messages_are_sent(orders: pgqueue.Queu
     assert [message.id for message in orders.receive(100)][-10:] == more
 
 
-def test_available_now_reads_messages_that_became_due_before(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
-    late = orders.enqueue("late", delay=timedelta(hours=1))
-    orders.enqueue_batch([1, 2])
-    connection.execute("update pgqueue.scheduled_messages set due_at = clock_timestamp() where id = %s", [late])
-    connection.execute("select pgqueue.wake(%s)", [orders.name])
-    connection.execute(
-        "select setval(first_due_at, 1) from pgqueue.queues where name = %s and first_due_at is not null", [orders.name]
-    )
-    engine = start()
-    engine.reader.prepareForTriggerAvailableNow()
-    assert late in [number for rows in engine.begin().drain() for number in ids(rows)]
-
-
-def test_available_now_omits_messages_without_attempts_left(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
-    spent, fresh = orders.enqueue_batch([1, 2])
-    connection.execute("update pgqueue.messages set attempt_count = max_attempts where id = %s", [spent])
-    engine = start()
-    engine.reader.prepareForTriggerAvailableNow()
-    assert [ids(rows) for rows in engine.begin().drain()] == [[fresh]]
-
-
-def test_a_heartbeat_extends_the_reservation_of_a_batch(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
-) -> None:
+def test_a_heartbeat_extends_the_reservation_of_a_batch(orders: Queue, connection: Connection, start: Start) -> None:
     orders.enqueue_batch([1, 2])
     engine = start(leaseDuration="1 min", heartbeatInterval="0.1 s").begin()
     end = engine.plan()
@@ -661,12 +624,12 @@ def test_a_heartbeat_extends_the_reservation_of_a_batch(
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), psycopg.OperationalError("gone")])
 def test_a_heartbeat_continues_after_errors(
-    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     orders.enqueue_batch([1, 2])
     failures = iter([error, error])
 
-    def fail_at_first(*given: Any, **named: Any) -> psycopg.Connection[Any]:
+    def fail_at_first(*given: Any, **named: Any) -> Connection:
         if threading.current_thread().name == "pgqueue heartbeat" and (failure := next(failures, None)):
             raise failure
         return connect(*given, **named)
@@ -680,7 +643,7 @@ def test_a_heartbeat_continues_after_errors(
     assert next(failures, None) is None
 
 
-def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: Queue, start: Start) -> None:
     orders.enqueue_batch([1, 2])
     with start(leaseDuration="1 min").begin() as engine, pytest.raises(Died):
         engine.trigger(dies="after the claim")
@@ -692,23 +655,31 @@ def test_a_heartbeat_extends_a_batch_that_the_previous_driver_claimed(orders: pg
 
 
 def test_there_is_no_heartbeat_without_an_open_batch(
-    orders: pgqueue.Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beats: list[Any] = []
-    extend = pgqueue.Queue.stream_extend
-    monkeypatch.setattr(pgqueue.Queue, "stream_extend", lambda *a, **k: beats.append(a) or extend(*a, **k))
-    engine = start(heartbeatInterval="0.1 s").begin()
-    assert engine.trigger() is None
-    orders.enqueue(1)
-    engine.trigger()
-    wait_for(lambda: len(beats) > 1)
-    assert engine.trigger() is None
-    count = len(beats)
-    threading.Event().wait(0.5)
-    assert len(beats) <= count + 1
+    orders.enqueue_batch([1, 2])
+    rounds: list[Any] = []
+
+    class Stopped:
+        """Ends the loop of the heartbeat after one round."""
+
+        def wait(self, _seconds: float) -> bool:
+            rounds.append(stream(orders).claimed_until)
+            return len(rounds) % 2 == 0
+
+    engine = start(leaseDuration="12 h", heartbeatInterval="1 h").begin()
+    driver = engine.reader._driver
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_stopped", Stopped())
+        for _ in range(2):  # with an open batch, and without one
+            engine.trigger()
+            driver._heartbeat_loop()
+    before, after, *without = rounds
+    assert before < after
+    assert without == [None, None]
 
 
-def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: pgqueue.Queue, start: Start) -> None:
+def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     with start().begin() as engine, pytest.raises(Died):
         engine.trigger(dies="after the sink")
@@ -729,23 +700,13 @@ def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: pgqueue.Queu
     assert ids(again.trigger()) == sent[4:]
 
 
-def test_a_replay_does_not_count_as_an_attempt(orders: pgqueue.Queue, start: Start) -> None:
-    orders.alter_queue(max_attempts=1)
-    orders.enqueue(1)
-    with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="after the sink")
-    for _ in range(3):
-        with start() as engine:
-            assert [row["attempt_count"] for row in engine.begin().sink[0][1]] == [1]
-            engine.checkpoint.done -= 1
-
-
 def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(
-    orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start
+    orders: Queue, connection: Connection, start: Start
 ) -> None:
     orders.alter_queue(archive_for=timedelta(days=1))
     kept: list[int] = []
-    for number, options in enumerate(({}, {"onAck": "delete"}, {"onAck": "archive"})):
+    choices: list[dict[str, str]] = [{}, {"onAck": "delete"}, {"onAck": "archive"}]
+    for number, options in enumerate(choices):
         sent = orders.enqueue_batch([1, 2])
         start(on=Checkpoint(), streamId=f"s{number}", **options).begin().drain()
         kept += [] if "delete" in options.values() else sent
@@ -756,7 +717,7 @@ def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(
     assert left(orders) == 0
 
 
-def test_progress_reports_the_backlog(orders: pgqueue.Queue, connection: psycopg.Connection[Any], start: Start) -> None:
+def test_progress_reports_the_backlog(orders: Queue, connection: Connection, start: Start) -> None:
     engine = start()
     assert engine.reader.reportLatestOffset() is None
     engine.begin()
@@ -765,30 +726,15 @@ def test_progress_reports_the_backlog(orders: pgqueue.Queue, connection: psycopg
     engine.trigger()
     report = engine.reader.reportLatestOffset()
     assert report["ready_messages"] == 2
-    assert 0 <= report["oldest_age_seconds"] < 60
+    assert report["oldest_age_seconds"] >= 0
     cut(connection)
     assert engine.reader.reportLatestOffset() is None
     assert engine.trigger() is not None
 
 
-@pytest.mark.parametrize("available_now", [False, True])
-def test_a_paused_queue_returns_nothing_and_the_query_continues(
-    orders: pgqueue.Queue, start: Start, available_now: bool
-) -> None:
-    sent = orders.enqueue_batch([1, 2])
-    orders.pause_queue()
-    engine = start()
-    if available_now:
-        engine.reader.prepareForTriggerAvailableNow()
-    engine.begin()
-    assert engine.trigger() is None
-    orders.resume_queue()
-    assert ids(engine.trigger()) == sent
-
-
 def test_a_checkpoint_of_another_source_is_refused(start: Start) -> None:
     engine = start()
-    named = ({"seq": 1, "token": "no"}, {"seq": 1, "token": 5}, {"seq": None, "token": None}, {}, 3)
+    named: list[Any] = [{"seq": 1, "token": "no"}, {"seq": 1, "token": 5}, {"seq": None, "token": None}, {}, 3]
     for offset in ({"topic": 3}, {"stream": "s"}, *({"stream": "s", "queues": {"orders": at}} for at in named)):
         with pytest.raises(OptionError, match="the checkpoint is not one of format pgqueue"):
             engine.reader.latestOffset(offset, engine.limit)
@@ -801,13 +747,7 @@ def test_an_unknown_queue_raises_queue_not_found(start: Start) -> None:
     gc.collect()
 
 
-def test_a_reader_connects_at_its_first_call() -> None:
-    engine = Engine("host=/nowhere", "orders", Checkpoint())
-    with pytest.raises(psycopg.OperationalError):
-        engine.begin()
-
-
-def test_access_consumer_is_sufficient_for_streams(orders: pgqueue.Queue, role: Callable[[str], str]) -> None:
+def test_access_consumer_is_sufficient_for_streams(orders: Queue, role: Callable[[str], str]) -> None:
     sent = orders.enqueue_batch([1, 2])
     dsn = role("consumer")
     with Engine(dsn, orders.name, Checkpoint(), heartbeatInterval="0.1s") as engine:
@@ -817,7 +757,7 @@ def test_access_consumer_is_sufficient_for_streams(orders: pgqueue.Queue, role: 
     assert left(orders) == 0
 
 
-def test_stop_closes_all_connections(orders: pgqueue.Queue, start: Start, connection: Any) -> None:
+def test_stop_closes_all_connections(orders: Queue, start: Start, connection: Any) -> None:
     orders.enqueue(1)
     engine = start(heartbeatInterval="0.1s").begin()
     engine.trigger()
