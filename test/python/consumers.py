@@ -408,10 +408,6 @@ def each_of(forms: list[Form]) -> pytest.MarkDecorator:
 
 
 each = pytest.mark.parametrize("form", FORMS, ids=str)
-each_transactional = pytest.mark.parametrize("form", TRANSACTIONAL, ids=str)
-each_lease = pytest.mark.parametrize("form", LEASES, ids=str)
-each_plain = pytest.mark.parametrize("form", PLAIN, ids=str)
-each_mode = pytest.mark.parametrize("form", THREADS, ids=str)
 
 
 def failing(error: BaseException | None = None) -> Work:
