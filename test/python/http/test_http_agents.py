@@ -12,14 +12,10 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from served import ADMIN, Server, Site, locked, new_name, serving, terminate, waiters
+from psycopg.types.json import Json, Jsonb
+from served import ADMIN, Server, Site, in_process, locked, new_name, serving, terminate, waiters
 
-from pgqueue.http import registry, statements
-from pgqueue.http.agent import Agent
-from pgqueue.http.registry import AgentTask
-from pgqueue.http.request_body import LARGE_BATCH
-from pgqueue.http.settings import Settings
-
+LONG = pytest.mark.long(part="http")
 TASK_ROW = "select from pgqueue_http.tasks where id = %s for update"
 KINDS = ["provision", "enqueue", "deprovision"]
 STEPS = ["begun", "effect", "recorded"]
@@ -32,17 +28,17 @@ def config(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def controller(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def controller(config: Path) -> Iterator[Server]:
     """A controller without an agent: tasks stay pending until a test starts an agent."""
-    with serving(config, tmp_path_factory.mktemp("controller"), role="controller") as web:
+    with in_process(config, "controller") as web:
         yield web
 
 
 @pytest.fixture(scope="module")
-def prepared(config: Path, controller: Server, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def prepared(config: Path, controller: Server) -> list[str]:
     """Queues for the tasks that need one; the target database has the tables of the server."""
     names = [new_name() for _ in range(len(STEPS) * (len(KINDS) - 1) + 1)]  # the first one stays
-    with serving(config, tmp_path_factory.mktemp("first"), role="agent"):
+    with in_process(config):
         for name in names:
             controller.create(name)
     return names
@@ -129,6 +125,7 @@ class Job:
             assert len(self.sent) == recreated
 
 
+@LONG
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", STEPS)
 def test_the_task_of_a_killed_agent_takes_effect_once(
@@ -174,6 +171,33 @@ def test_the_task_of_a_killed_agent_takes_effect_once(
     job.check(recreated)
 
 
+def test_a_task_that_is_delivered_twice_sends_once(site: Site, config: Path, controller: Server) -> None:
+    """An agent has died between the commit of the effect and the record of it."""
+    name = new_name()
+    with in_process(config):
+        controller.create(name)
+    path = f"{controller.queues}/{name}/messages"
+    task = controller.post(path, {"messages": [{"payload": {}}, {"payload": {}}]}).json()["task_id"]
+    with psycopg.connect(site.control, autocommit=True) as connection:
+        ((sent,),) = connection.execute("select request from pgqueue_http.tasks where id = %s", [task]).fetchall()
+        with in_process(config):
+            first = controller.task(path, task)
+        connection.execute(
+            "update pgqueue_http.tasks set status = 'running', result = null, request = %s where id = %s",
+            [Json(sent), task],
+        )
+        connection.execute("select pgqueue.enqueue('pgqueue-http-tasks', %s)", [Jsonb({"task_id": task})])
+        with in_process(config):
+            again = controller.task(path, task)
+    with psycopg.connect(site.target) as connection:
+        rows = connection.execute(
+            "select id from pgqueue.messages where queue_name = %s order by id", [name]
+        ).fetchall()
+    assert first["result"] == again["result"] == {"message_ids": [row[0] for row in rows]}
+    assert len(rows) == 2
+
+
+@LONG
 @pytest.mark.usefixtures("prepared")
 def test_a_stalled_agent_does_not_repeat_the_effect_of_another(
     site: Site, config: Path, controller: Server, tmp_path: Path
@@ -197,55 +221,47 @@ def test_a_stalled_agent_does_not_repeat_the_effect_of_another(
     assert [row[0] for row in rows] == done["result"]["message_ids"]
 
 
-@pytest.mark.usefixtures("prepared")
-def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
+def test_a_task_whose_agents_all_died_fails(site: Site, config: Path, controller: Server) -> None:
     name = new_name()
     controller.create(name, wait=False)
     with psycopg.connect(site.control, autocommit=True) as connection:
         connection.execute("update pgqueue.messages set attempt_count = max_attempts")
         connection.execute("select id from pgqueue.claim('pgqueue-http-tasks')")
-    with serving(config, tmp_path, role="agent"):
-        controller.until(lambda: controller.status(name) == "Failed")  # agents look for such tasks every 30 s
+    with in_process(config):
+        controller.until(lambda: controller.status(name) == "Failed")  # agents look for such tasks when they start
     assert "died" in controller.get(f"{controller.queues}/{name}").json()["error_message"]
 
 
-@pytest.mark.usefixtures("prepared")
-def test_a_queue_deleted_before_provisioning_is_never_created(
-    site: Site, config: Path, controller: Server, tmp_path: Path
-) -> None:
+def test_a_queue_deleted_before_provisioning_is_never_created(site: Site, config: Path, controller: Server) -> None:
     name = new_name()
     controller.create(name, wait=False)
-    controller.call("DELETE", f"{controller.queues}/{name}")
-    controller.call("DELETE", f"{controller.queues}/{name}")
-    with serving(config, tmp_path, role="agent") as agent:
-        agent.until(lambda: controller.status(name) is None)
-        with psycopg.connect(site.control, autocommit=True) as connection:
-            agent.until(
-                lambda: (
-                    not connection.execute(
-                        "select from pgqueue_http.tasks where status in ('pending', 'running')"
-                    ).fetchall()
-                )
-            )
-            tasks = connection.execute(
-                "select t.kind from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
-                " where q.name = %s order by t.created_at",
-                [name],
-            ).fetchall()
+    for _ in range(2):
+        controller.call("DELETE", f"{controller.queues}/{name}")
+    with in_process(config), psycopg.connect(site.control, autocommit=True) as connection:
+        controller.until(lambda: controller.status(name) is None)
+        unfinished = "select from pgqueue_http.tasks where status in ('pending', 'running')"
+        controller.until(lambda: not connection.execute(unfinished).fetchall())
+        tasks = connection.execute(
+            "select t.kind from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id"
+            " where q.name = %s order by t.created_at",
+            [name],
+        ).fetchall()
     assert tasks == [("provision",), ("deprovision",)]  # requested twice, done once
     with psycopg.connect(site.target) as connection:
         assert connection.execute("select from pgqueue.queues where name = %s", [name]).fetchall() == []
 
 
-def test_users_take_turns_with_their_tasks(site: Site, controller: Server, prepared: list[str], tmp_path: Path) -> None:
+def test_users_take_turns_with_their_tasks(site: Site, config: Path, controller: Server, tmp_path: Path) -> None:
     """A user that submits many tasks does not delay the task of another."""
-    path = f"{controller.queues}/{prepared[0]}/stats"
+    name = new_name()
+    with in_process(config):
+        controller.create(name)
+    path = f"{controller.queues}/{name}/stats"
     tasks = [controller.post(path).json()["task_id"] for _ in range(20)]
     task = controller.post(path, auth=("other", ADMIN[1])).json()["task_id"]
-    with serving(site.configuration(tmp_path, tasks={"concurrency": 1}), tmp_path / "agent", role="agent"):
-        for each in tasks:
+    with in_process(site.configuration(tmp_path, tasks={"concurrency": 1})):
+        for each in [*tasks, task]:
             assert controller.task(path, each)["status"] == "completed"
-        assert controller.task(path, task)["status"] == "completed"
     with psycopg.connect(site.control) as connection:
         ended = connection.execute(
             "select id::text from pgqueue_http.tasks where id = any(%s) order by updated_at", [[*tasks, task]]
@@ -253,11 +269,17 @@ def test_users_take_turns_with_their_tasks(site: Site, controller: Server, prepa
     assert ended.index((task,)) <= 2
 
 
-@pytest.mark.parametrize(("size", "most"), [(LARGE_BATCH, 3), (LARGE_BATCH + 1, 1)])
+@pytest.mark.parametrize(("more", "most"), [(0, 3), (1, 1)])
 async def test_an_agent_reads_one_large_request_at_a_time_in_a_turn(
-    monkeypatch: pytest.MonkeyPatch, size: int, most: int
+    monkeypatch: pytest.MonkeyPatch, more: int, most: int
 ) -> None:
     """It connects before: requests that wait for a turn can have all connections."""
+    from pgqueue.http import registry, statements
+    from pgqueue.http.agent import Agent
+    from pgqueue.http.registry import AgentTask
+    from pgqueue.http.request_body import LARGE_BATCH
+    from pgqueue.http.settings import Settings
+
     reading, found = 0, 0
     connected = []
 
@@ -279,7 +301,7 @@ async def test_an_agent_reads_one_large_request_at_a_time_in_a_turn(
     databases: Any = SimpleNamespace(service=lambda _id: None, control=nullcontext, target=connect)
     agent = Agent(Settings("", {}, {}), databases, cast("Any", None))
     queue: Any = SimpleNamespace(service_id="one", database_name="db")
-    task = AgentTask(uuid4(), "enqueue", size, datetime.now(UTC), uuid4())
+    task = AgentTask(uuid4(), "enqueue", LARGE_BATCH + more, datetime.now(UTC), uuid4())
     ended = await asyncio.gather(*(agent._enqueue(task, queue) for _ in range(3)), return_exceptions=True)
     assert [type(each) for each in ended] == [NotImplementedError] * 3
     assert found == most

@@ -2,60 +2,65 @@
 and of the connections to a database.
 """
 
+from __future__ import annotations
+
 import asyncio
-import gc
 import resource
 import socket
 import threading
-import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from contextvars import Context
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
-import psutil
 import psycopg
 import pytest
-import uvloop
 from clients import PATIENCE, drop
-from served import ADMIN, SERVICE, Site, locked, new_name, serving, waiters
-from starlette.types import Receive, Scope, Send
-from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
+from later import run_type_checking_blocks
+from served import ADMIN, SERVICE, Site, in_process, locked, new_name, waiters
 
 from pgqueue._tasks import end_tasks
-from pgqueue.http import (
-    create_app,
-    idempotency,
-    page_forms,
-    page_routes,
-    protocol,
-    registry,
-    request_body,
-    server,
-    statements,
-)
-from pgqueue.http.client_connections import ClientConnections
-from pgqueue.http.databases import Databases
-from pgqueue.http.request_body import PART_BYTES
-from pgqueue.http.rights import Caller, begin
-from pgqueue.http.sampling import History
-from pgqueue.http.settings import Limits, Service, Settings
-from pgqueue.http.statements import Statement
-from pgqueue.http.turns import Gate, TurnLimiter
 from pgqueue.message import QueueStats
 
+if TYPE_CHECKING:
+    import uvloop
+    from starlette.types import Receive, Scope, Send
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+    from pgqueue.http import (
+        create_app,
+        page_forms,
+        page_routes,
+        protocol,
+        request_body,
+        server,
+        statements,
+    )
+    from pgqueue.http.client_connections import ClientConnections
+    from pgqueue.http.request_body import PART_BYTES
+    from pgqueue.http.rights import Caller, begin
+    from pgqueue.http.sampling import History
+    from pgqueue.http.settings import Limits, Service, Settings
+    from pgqueue.http.statements import Statement
+    from pgqueue.http.turns import Gate, TurnLimiter
+
+    SETTINGS = Settings("", {"one": Service("one", "", ("one", "two"))}, {})
+    LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $1::int)")
+
+LONG = pytest.mark.long(part="http")
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HALF + b"\r\n"
-SETTINGS = Settings("", {"one": Service("one", "", ("one", "two"))}, {})
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    run_type_checking_blocks(globals())
 
 
 class Listening:
@@ -140,6 +145,7 @@ async def closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
+@LONG
 async def test_a_refused_client_has_some_time_to_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server closed the connection while the client still sends, the client would not get the answer."""
     async with listening(greeting, ClientConnections(10)) as served:
@@ -159,32 +165,6 @@ async def test_a_refused_client_has_some_time_to_read_why(monkeypatch: pytest.Mo
                 writer.close()
             while served.protocols:  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.001)
-
-
-async def test_a_large_body_is_parsed_in_large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no body is parsed in parts of 1 KB. So would be what follows the body."""
-    parsed: list[int] = []
-    parse = HttpToolsProtocol.data_received
-    monkeypatch.setattr(
-        HttpToolsProtocol, "data_received", lambda connection, data: (parsed.append(len(data)), parse(connection, data))
-    )
-    size, following = 4_000_000, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100
-    async with listening(discarding, ClientConnections(10)) as served:
-        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
-        reader, writer = await served.connect(head)
-        writer.write(b"x" * size + following)
-        for _ in range(101):
-            await reader.readuntil(b"\r\n\r\nok")
-    assert sum(parsed) == len(head) + size + len(following)
-    assert len(parsed) < size / 4096
-    assert max(parsed[-3:]) <= 1024
-
-
-async def discarding(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the body before the greeting."""
-    while (await receive()).get("more_body"):
-        pass
-    await greeting(scope, receive, send)
 
 
 class Holding:
@@ -287,25 +267,8 @@ def test_a_network_of_ipv6_counts_as_one_address(one: str, other: str, is_one_cl
     assert [each.is_open for each in first] == [not is_one_client] + [True] * 7
 
 
-def test_closed_connections_leave_nothing_behind() -> None:
-    clients = ClientConnections(10)
-    for _ in range(20):
-        connection = Connected()
-        assert clients.add(connection, HERE) is None
-        clients.set_busy(connection)
-        clients.set_idle(connection)
-        clients.remove(connection)
-        clients.remove(connection)
-        clients.set_idle(connection)
-        clients.set_busy(connection)
-    assert (len(clients._clients), len(clients._numbers), len(clients._idle)) == (
-        0,
-        0,
-        0,
-    )
-
-
-FULL = 2000 + 3 * 12 + 8 + server._BACKLOG + server._OTHER_FILES
+# Of clients, to databases, of agents, of clients that wait to be accepted, and of other files.
+FULL = 2000 + 3 * 12 + 8 + 4096 + 100
 
 
 @pytest.mark.parametrize(
@@ -332,11 +295,14 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
     assert server._most_client_connections(more) == min(most, 10)
 
 
-def test_many_connections_are_accepted_in_a_turn_of_the_event_loop() -> None:
+def test_many_connections_are_accepted_in_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns of a busy server are long, and the client that connected last would wait for all of them. Connections
     that their clients have left are closed without a transport.
     """
-    number, announced, made = 320, [], []
+    monkeypatch.setattr(server, "_ACCEPT_SECONDS", PATIENCE)
+    announced: list[tuple[str, int]] = []
+    made: list[protocol.LimitedHttpProtocol] = []
+    number = 320
 
     def make(**given: Any) -> protocol.LimitedHttpProtocol:
         made.append(protocol.LimitedHttpProtocol(**given, clients=ClientConnections(1000)))
@@ -436,28 +402,6 @@ def test_the_server_reads_little_of_a_body_for_which_no_request_waits(begin: byt
     uvloop.run(hold())
 
 
-async def test_requests_that_never_start_leave_nothing_to_the_garbage_collector() -> None:
-    """It runs seldom, and a client can send dozens of requests on each of its connections, and close them."""
-    app = Holding()
-    async with listening(app, ClientConnections(10)) as served:
-        await served.connect(10 * WHOLE)
-        await app.until(1)
-        (connection,) = (weakref.ref(each) for each in served.protocols)
-        gc.disable()
-        try:
-            for each in served.protocols:
-                each.transport.abort()
-            del each
-            while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
-                await asyncio.sleep(0)
-            app.released.set()
-            for _ in range(100):  # turns of the event loop, in which the request ends
-                await asyncio.sleep(0)
-            assert connection() is None
-        finally:
-            gc.enable()
-
-
 @pytest.mark.parametrize("others", ["192.0.2.1", "2001:db8::{:x}"], ids=["IPv4", "IPv6"])
 async def test_clients_take_turns_to_start_requests(others: str) -> None:
     """So the thousands of requests of one address, or of one network of IPv6, delay another by a few."""
@@ -474,32 +418,7 @@ async def test_clients_take_turns_to_start_requests(others: str) -> None:
     assert sorted(began) == sorted(addresses)
 
 
-def test_thousands_of_idle_connections_keep_no_client_waiting(site: Site, tmp_path: Path) -> None:
-    with serving(site.configuration(tmp_path, limits={"client_connections": 50}), tmp_path) as web:
-        process = psutil.Process(web.command.process.pid)
-        files = process.num_fds()
-        url, idle = httpx.URL(web.url), []
-        try:
-            for number in range(2000):
-                connection = socket.create_connection((url.host, url.port), PATIENCE)
-                connection.setblocking(False)
-                idle.append(connection)
-                if number % 2:
-                    with suppress(ConnectionError):  # the server has closed it
-                        connection.send(HALF)
-            # Before the first of them reaches its time limit, after which it would be closed in any case.
-            answer = httpx.get(
-                f"{web.url}/healthz",
-                timeout=protocol.HEADERS_SECONDS / 2,
-                trust_env=False,
-            )
-            assert answer.status_code == 200
-            assert process.num_fds() <= files + 60
-        finally:
-            for connection in idle:
-                connection.close()
-
-
+@LONG
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_client_that_reads_slowly_is_disconnected(monkeypatch: pytest.MonkeyPatch, drains: bool) -> None:
     """It reads all the time, so the kernel does not close the connection."""
@@ -537,54 +456,17 @@ async def test_a_client_that_reads_slowly_is_disconnected(monkeypatch: pytest.Mo
             await asyncio.sleep(0)
 
 
-async def test_a_client_that_reads_in_time_is_not_disconnected_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paused, deadlines = asyncio.Event(), []
-    pause_writing = protocol.LimitedHttpProtocol.pause_writing
-
-    def pause(connection: protocol.LimitedHttpProtocol) -> None:
-        paused.set()
-        pause_writing(connection)
-        assert connection._read_deadline is not None
-        deadlines.append(connection._read_deadline)
-
-    monkeypatch.setattr(protocol.LimitedHttpProtocol, "pause_writing", pause)
-
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(500):
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": bytes(PART_BYTES),
-                    "more_body": True,
-                }
-            )
-        await send({"type": "http.response.body", "body": b""})
-
-    async with listening(app, ClientConnections(10)) as served:
-        reader, _ = await served.connect(WHOLE)
-        await paused.wait()
-        while b"\r\n0\r\n\r\n" not in (read := await reader.read(2**20))[-7:]:
-            assert read
-        (connection,) = served.protocols
-        assert connection._read_deadline is None
-        assert all(each.cancelled() for each in deadlines)
-
-
 def test_searches_of_two_users_leave_connections_to_the_database_to_others(site: Site, tmp_path: Path) -> None:
     """The searches wait for a lock that does not concern the message that is sent meanwhile."""
     users = {"one": ["reader:*"], "two": ["reader:*"], "sender": ["producer:*"]}
     limits = {"connections": 6, "database_seconds": 600, "request_seconds": 600}
     name = new_name()
-    with serving(site.configuration(tmp_path, limits=limits, users=users), tmp_path) as web:
+    with in_process(site.configuration(tmp_path, limits=limits, users=users)) as web:
         web.create(name)
         place = {"service": SERVICE, "database": site.databases[0], "name": name, "state": "dead", "id": "1"}
 
         def search(user: str) -> int:
-            auth = (user, ADMIN[1])
-            return httpx.get(f"{web.url}/queue", params=place, auth=auth, timeout=PATIENCE, trust_env=False).status_code
+            return web.get("/queue", params=place, auth=(user, ADMIN[1])).status_code
 
         with ThreadPoolExecutor(16) as threads:
             with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
@@ -615,7 +497,7 @@ async def test_slow_requests_of_two_users_leave_a_place_to_a_third() -> None:
     assert [each.done() for each in waiting] == [True] * 4
 
 
-LONG = "[" + ", ".join(["[]"] * 60_000) + "]"  # nearly 256 KB
+LONG_LIST = "[" + ", ".join(["[]"] * 60_000) + "]"  # nearly 256 KB
 
 
 @asynccontextmanager
@@ -672,14 +554,15 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
     ):
         threads.watch(module, name)
     async with serving_here(site, tmp_path) as (client, place, sql):
-        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[20]))", [place["name"], LONG])
+        send = "select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[5]))"
+        await sql.execute(send, [place["name"], LONG_LIST])
         cursor = await sql.execute("select min(id) from pgqueue.messages where queue_name = %s", [place["name"]])
         ((first,),) = await cursor.fetchall()
         at = place | {"state": "ready", "id": str(first)}
         answer = await client.get("/queue", params=place)
         assert answer.status_code == 200
-        assert answer.text.count("The whole payload") == 20
-        assert threads.taken() == [("pretty_json", False)] * 20
+        assert answer.text.count("The whole payload") == 5
+        assert threads.taken() == [("pretty_json", False)] * 5
         answer = await client.get("/queue/message", params=at)
         assert answer.status_code == 200
         assert answer.text.count("[]") == 60_000
@@ -687,7 +570,7 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         answer = await client.get("/queue/send", params=at)
         assert answer.text.count("[]") == 60_000
         assert threads.taken() == [("pretty_json", False)]
-        answer = await client.post("/queue/send", params=place, data={"payload": LONG})
+        answer = await client.post("/queue/send", params=place, data={"payload": LONG_LIST})
         assert answer.status_code == 303
         assert threads.taken() == [("read_json", False), ("check_sizes", False)]
         # A thread costs more than a short text.
@@ -699,6 +582,7 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         assert {here for _, here in threads.taken()} == {True}
 
 
+@LONG
 async def test_a_long_table_is_rendered_beside_the_event_loop(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,6 +606,7 @@ async def test_a_long_table_is_rendered_beside_the_event_loop(
     assert (copied.last.depth, len(copied.throughputs)) == (0, 1)
 
 
+@LONG
 async def test_of_many_recorded_failures_the_last_ones_are_shown(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -736,10 +621,6 @@ async def test_of_many_recorded_failures_the_last_ones_are_shown(
         answer = await client.get("/queue", params=place)
         assert answer.text.count("<b>Attempt") == 20 * 20
         assert answer.text.count("<b>Attempt 2999</b>") == answer.text.count("<b>Attempt 2980</b>") == 20
-
-
-LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $1::int)")
-LENGTH = Statement("length", "select length($1)")
 
 
 async def connect(dsn: str) -> psycopg.AsyncConnection[Any]:
@@ -778,134 +659,7 @@ async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) 
     assert (gate._free, gate._passed) == (1, {})
 
 
-async def test_little_of_a_large_answer_is_received_before_its_turn(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many can wait, so libpq keeps little of each."""
-    read: list[int] = []
-    readable = statements._readable_bytes
-
-    def counted(descriptor: int) -> int:
-        read.append(readable(descriptor))
-        return read[-1]
-
-    monkeypatch.setattr(statements, "_readable_bytes", counted)
-    gate = statements._LARGE_TURNS
-    async with asyncio.timeout(PATIENCE), await connect(site.target) as connection:
-        assert gate.try_pass("")
-        receiving = asyncio.create_task(LARGE.fetch(connection, "100"))
-        while not gate._waiting:
-            assert not receiving.done()
-            await asyncio.sleep(0)
-        assert sum(read[:-1]) <= 256 * 1024 < sum(read)
-        gate.leave("")
-        assert (await receiving).ntuples == 100
-
-
-async def test_a_task_with_a_turn_receives_large_answers_without_another(site: Site) -> None:
-    async with asyncio.timeout(PATIENCE), await connect(site.target) as connection, statements.large_turn():
-        assert (await LARGE.fetch(connection, "100")).ntuples == 100
-        async with await connect(site.target) as other:
-            waiting = asyncio.create_task(LARGE.fetch(other, "100"), context=Context())
-            while not statements._LARGE_TURNS._waiting:
-                assert not waiting.done()
-                await asyncio.sleep(0)
-            assert (await LARGE.fetch(connection, "100")).ntuples == 100
-            await end_tasks([waiting])
-
-
-async def test_an_agent_receives_a_large_request_in_parts(
-    empty_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """libpq has a buffer as large as the largest row."""
-    text, rows = '{"messages": ["' + "é" * 1_500_000 + '"]}', []
-
-    class Watched(Statement):
-        async def fetch(self, *arguments: Any) -> Any:
-            result = await super().fetch(*arguments)
-            rows.extend(len(result.get_value(row, 0) or b"") for row in range(result.ntuples))
-            return result
-
-    monkeypatch.setattr(registry, "_READ_REQUEST", Watched("parts", registry._READ_REQUEST._text.decode()))
-    task = uuid4()
-    async with await connect(empty_database()) as connection:
-        await connection.execute("create schema pgqueue_http")
-        await connection.execute("create table pgqueue_http.tasks (id uuid, request json)")
-        await connection.execute("insert into pgqueue_http.tasks values (%s, %s), (%s, null)", [task, text, uuid4()])
-        assert (await registry.read_request(connection, task)).decode() == text
-        assert (await registry.read_request(connection, uuid4())) == b"{}"
-    assert rows == [1_999_985, 1_000_033]
-
-
-async def test_a_large_value_is_forgotten_when_libpq_has_a_copy(site: Site) -> None:
-    values = bytearray(b"x" * 1000), bytearray(b"x" * 3_000_000)
-    async with await connect(site.target) as connection:
-        lengths = [(await LENGTH.fetch(connection, each)).get_value(0, 0) for each in values]
-    assert lengths == [b"1000", b"3000000"]
-    assert [len(each) for each in values] == [1000, 0]
-
-
-async def test_an_agent_keeps_no_large_request_when_libpq_has_a_copy(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_READ_REQUEST", Statement("large", "select repeat('x', 3000000) where $1 > ''"))
-    async with await connect(site.target) as connection:
-        request = await registry.read_request(connection, uuid4())
-        assert (await LENGTH.fetch(connection, request)).get_value(0, 0) == b"3000000"
-    assert len(request) == 0
-
-
-async def test_a_connection_that_has_carried_a_large_statement_is_replaced(site: Site) -> None:
-    """libpq would keep a buffer of its size for minutes."""
-    name = site.databases[0]
-    service = Service("one", site.target, (name,))
-    databases = Databases(Settings("", {"one": service}, {}, limits=Limits(connections=1)))
-    pids = []
-    async with asyncio.timeout(PATIENCE):
-        for size in (1000, 3_000_000, 1000):
-            async with databases.target(service, name) as connection:
-                pids.append(connection.info.backend_pid)
-                assert (await LENGTH.fetch(connection, "x" * size)).get_value(0, 0) == b"%d" % size
-    assert [each == pids[0] for each in pids] == [True, True, False]
-    await databases.close()
-
-
-async def test_messages_are_received_as_rows(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """libpq keeps a buffer as large as the largest row for minutes. After a large answer in one row, which was stored,
-    the connection is replaced.
-    """
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-    rows: list[int] = []
-    stored: list[int] = []
-    fetch = Statement.fetch
-
-    async def watched(statement: Statement, connection: Any, *given: str | None) -> Any:
-        result = await fetch(statement, connection, *given)
-        if not statement._name.endswith(b"_effect"):
-            rows.append(result.ntuples)
-        return result
-
-    monkeypatch.setattr(Statement, "fetch", watched)
-    monkeypatch.setattr(idempotency, "note_size", lambda _, size: stored.append(size))
-    async with serving_here(site, tmp_path) as (client, place, sql):
-        name, key = place["name"], {"Idempotency-Key": "1"}
-        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[8]))", [name, LONG])
-        await sql.execute("select pgqueue.alter_queue(%s, dlq_enabled => true)", [name])
-        await sql.execute("select pgqueue.reject(%s, m.id, m.claim_token) from pgqueue.claim(%s, 2) m", [name, name])
-        for method, path, body, headers, stored_length in (
-            ("GET", f"{name}/browse_dead_messages", None, {}, []),
-            ("POST", f"{name}/claim", {"max_messages": 2}, {}, []),
-            ("POST", "claim_any", {"queue_names": [name], "max_messages": 2}, {}, []),
-            ("POST", f"{name}/claim", {"max_messages": 2}, key, []),
-            ("POST", f"{name}/claim", {"max_messages": 2}, key, None),
-        ):
-            answer = await client.request(method, f"/v1/queues/{path}", json=body, headers=headers)
-            assert answer.status_code == 200
-            assert answer.text.count("[]") == 2 * 60_000
-            assert stored == ([len(answer.text)] if stored_length is None else stored_length)
-    assert rows == [2] * 4
-
-
+@LONG
 async def test_the_copies_of_an_answer_that_is_stored_for_a_key_are_counted(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -913,7 +667,7 @@ async def test_the_copies_of_an_answer_that_is_stored_for_a_key_are_counted(
     monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
     async with serving_here(site, tmp_path) as (client, place, sql):
         name = place["name"]
-        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[4]))", [name, LONG])
+        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[4]))", [name, LONG_LIST])
         monkeypatch.setattr(request_body, "BODIES_LIMIT", 900_000)
         for headers, expected in (({}, 200), ({"Idempotency-Key": name}, 503)):
             body = {"max_messages": 2, "visibility_timeout_seconds": 3600}

@@ -1,5 +1,7 @@
 """The middleware and the HTTP protocol: each request is answered once and in time, whatever the application does."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import json
@@ -8,35 +10,42 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from clients import PATIENCE
-from psycopg_pool import PoolTimeout
+from later import run_type_checking_blocks
 from served import ADMIN
-from starlette.types import Message, Receive, Scope, Send
-from uvicorn import Config
-from uvicorn.server import ServerState
 
-from pgqueue._tasks import end_tasks
-from pgqueue.http import User, create_app, protocol, readiness, request_body
-from pgqueue.http.admission import Admission
-from pgqueue.http.audit import Audit
-from pgqueue.http.client_connections import ClientConnections
-from pgqueue.http.context import Context
-from pgqueue.http.databases import Databases
-from pgqueue.http.metrics import Metrics
-from pgqueue.http.middleware import RequestMiddleware
-from pgqueue.http.notifications import NotificationListeners
-from pgqueue.http.passwords import hash_password
-from pgqueue.http.request_body import PART_BYTES, Bodies
-from pgqueue.http.sampling import History, Sampler
-from pgqueue.http.settings import Limits, Service, Settings
-from pgqueue.message import QueueStats
+if TYPE_CHECKING:
+    from psycopg_pool import PoolTimeout
+    from starlette.types import Message, Receive, Scope, Send
+    from uvicorn import Config
+    from uvicorn.server import ServerState
 
-SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
+    from pgqueue.http import User, create_app, protocol, readiness, request_body
+    from pgqueue.http.admission import Admission
+    from pgqueue.http.audit import Audit
+    from pgqueue.http.client_connections import ClientConnections
+    from pgqueue.http.context import Context
+    from pgqueue.http.databases import Databases
+    from pgqueue.http.metrics import Metrics
+    from pgqueue.http.middleware import RequestMiddleware
+    from pgqueue.http.notifications import NotificationListeners
+    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.request_body import PART_BYTES, Bodies
+    from pgqueue.http.sampling import Sampler
+    from pgqueue.http.settings import Limits, Service, Settings
+
+    SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
+
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    run_type_checking_blocks(globals())
 
 
 def wrap(app: Any, seconds: float, bodies: Bodies | None = None) -> RequestMiddleware:
@@ -51,7 +60,7 @@ async def serve(
     app: Any,
     answers: list[Message],
     answered: asyncio.Event,
-    seconds: float = 0.2,
+    seconds: float = PATIENCE,
     bodies: Bodies | None = None,
     deliver: Send | None = None,
 ) -> None:
@@ -111,17 +120,6 @@ async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPa
     answers: list[Message] = []
     await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [413]
-
-
-async def test_an_error_after_the_response_started_is_raised() -> None:
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise RecursionError
-
-    answers: list[Message] = []
-    with pytest.raises(RecursionError):
-        await serve(app, answers, asyncio.Event())
-    assert statuses(answers) == [200]
 
 
 async def test_few_parts_of_large_bodies_are_received_in_a_turn_of_the_event_loop() -> None:
@@ -196,7 +194,7 @@ async def test_a_request_over_the_time_limit_is_cancelled_and_answered() -> None
         await receive()
 
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event())
+    await serve(app, answers, asyncio.Event(), 0.2)
     assert statuses(answers) == [503]
     assert b'"timeout"' in answers[-1]["body"]
 
@@ -213,7 +211,7 @@ async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
 
     answers: list[Message] = []
     began = time.monotonic()
-    serving = asyncio.create_task(serve(app, answers, answered))
+    serving = asyncio.create_task(serve(app, answers, answered, 0.2))
     async with asyncio.timeout(PATIENCE):
         await answered.wait()
     assert time.monotonic() - began >= 0.2
@@ -222,16 +220,6 @@ async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
     await serving
     assert statuses(answers) == [503]
     assert len(answers) == 2
-
-
-async def test_a_started_response_is_not_followed_by_a_timeout_response() -> None:
-    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await receive()
-
-    answers: list[Message] = []
-    await serve(app, answers, asyncio.Event())
-    assert statuses(answers) == [200]
 
 
 END = b"0\r\n\r\n"  # of a chunked response
@@ -309,42 +297,6 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_are_refused(
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
-async def test_a_connection_with_tiny_chunks_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_PARSE_SECONDS", 0)
-    sizes = []
-
-    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        more = True
-        while more:
-            message = await receive()
-            sizes.append(len(message["body"]))
-            more = message["more_body"]
-        await answer(send)
-
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        chunks = b"1\r\nz\r\n" * 10_000 + b"0\r\n\r\n"
-        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
-        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
-    assert sum(sizes) == 10_000
-    assert max(sizes) <= 1024
-
-
-async def test_trailers_are_dropped() -> None:
-    seen: list[Any] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive()).get("more_body"):
-            pass
-        seen.append(scope["headers"])
-        await answer(send)
-
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        for _ in range(2):
-            writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nz\r\n0\r\nx: y\r\n\r\n")
-            await reader.readuntil(END)
-    assert seen == [[(b"transfer-encoding", b"chunked")]] * 2
-
-
 async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.5)
     async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
@@ -379,16 +331,6 @@ async def test_an_incomplete_body_times_out() -> None:
         async with talking(app) as (reader, writer):
             writer.write(b"\r\n".join([*lines, length, b"", body]))
             assert await refusal(reader) == (b"HTTP/1.1 503 Service Unavailable", "timeout")
-
-
-async def test_incomplete_headers_of_a_second_request_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
-    async with talking() as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(PATIENCE):
-            await reader.readuntil(END)
-        writer.write(b"GET / HT")
-        assert await refusal(reader) == (b"HTTP/1.1 408 Request Timeout", "timeout")
 
 
 async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,52 +369,6 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         assert await ask(1) == [503]
 
 
-async def test_a_failed_sample_is_retried_soon() -> None:
-    """The retry does not wait for a share of the failed attempt's time, here 19 s, during which the page
-    would show old figures.
-    """
-    third = asyncio.Event()
-
-    class Locked(Databases):
-        tries = 0
-
-        @asynccontextmanager
-        async def target(self, *_: object, **__: object) -> AsyncIterator[Any]:
-            self.tries += 1
-            if self.tries == 3:
-                third.set()
-            await asyncio.sleep(1)
-            raise PoolTimeout
-            yield
-
-    settings = replace(SETTINGS, limits=Limits(sample_seconds=0.2))
-    looking = asyncio.create_task(Sampler(settings, Locked(settings)).run())
-    try:
-        async with asyncio.timeout(30):
-            await third.wait()
-    finally:
-        await end_tasks([looking])
-
-
-async def test_the_sampler_ends_although_a_pool_swallows_its_cancellation() -> None:
-    entered = asyncio.Event()
-
-    class Overlooking(Databases):
-        @asynccontextmanager
-        async def target(self, *_: object, **__: object) -> AsyncIterator[Any]:
-            entered.set()
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(3600)
-            raise PoolTimeout
-            yield
-
-    looking = asyncio.create_task(Sampler(SETTINGS, Overlooking(SETTINGS)).run())
-    await entered.wait()
-    looking.cancel()
-    done, _ = await asyncio.wait({looking}, timeout=PATIENCE)
-    assert done == {looking}
-
-
 @pytest.mark.parametrize("rest", [b"", b"z", b"zzz"], ids=["none", "some", "all"])
 async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_closed(
     monkeypatch: pytest.MonkeyPatch, rest: bytes
@@ -486,7 +382,8 @@ async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_clo
         writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
         await reader.readuntil(END)
         writer.write(rest)
-        await reader.read()
+        with suppress(ConnectionError):  # the server can have closed it before
+            await reader.read()
 
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,54 +400,6 @@ async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.M
     async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await ended.wait()
-
-
-async def test_a_response_waits_for_a_client_that_does_not_read_yet() -> None:
-    """Otherwise the connection would keep the whole response after its memory is no longer counted."""
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        begun.set()
-        for _ in range(1000):
-            await send({"type": "http.response.body", "body": bytes(request_body.PART_BYTES), "more_body": True})
-        ended.set()
-
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await begun.wait()
-        assert not ended.is_set()
-        while not ended.is_set():
-            await reader.read(2**20)
-
-
-async def test_a_body_that_no_application_takes_is_not_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the server had stopped reading because it has much to parse."""
-    monkeypatch.setattr(protocol, "_PARSE_SECONDS", 0)
-    parse_on = protocol.LimitedHttpProtocol._parse_on
-
-    def parse_all(connection: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(protocol, "_PARSE_SECONDS", PATIENCE)
-            parse_on(connection)
-
-    monkeypatch.setattr(protocol.LimitedHttpProtocol, "_parse_on", parse_all)
-    cycles: list[Any] = []
-
-    async def app(_scope: Scope, receive: Any, _send: Send) -> None:
-        cycles.append(receive.__self__)
-        await asyncio.Event().wait()
-
-    async with talking(app) as (_, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 100000000\r\n\r\n" + bytes(20_000_000))
-        sending = asyncio.create_task(writer.drain())
-        # No event tells when the server stops reading.
-        while not (sending.done() or (cycles and cycles[0].flow.read_paused and not cycles[0].flow.is_full)):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        assert not sending.done()
-        assert len(cycles[0].body) < 2_000_000
-        writer.transport.abort()
-        await asyncio.wait({sending})
 
 
 async def test_a_request_on_a_used_connection_is_not_recorded_under_the_previous_user(
@@ -596,22 +445,6 @@ async def test_data_that_is_not_http_gets_an_error_of_the_common_form(begin: byt
     async with talking(app) as (reader, writer):
         writer.write(begin)
         assert await refusal(reader) == (b"HTTP/1.1 400 Bad Request", "bad_request")
-
-
-async def test_a_protocol_error_is_not_sent_as_the_response_of_the_previous_request() -> None:
-    entered = asyncio.Event()
-
-    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        entered.set()
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        await answer(send)
-
-    async with talking(app) as (reader, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await entered.wait()
-        writer.write(b"nonsense\r\n\r\n")
-        assert await reader.read() == b""
 
 
 async def test_a_disconnect_reaches_the_running_request_of_a_pipeline() -> None:
@@ -685,19 +518,3 @@ async def test_an_offer_to_upgrade_the_protocol_is_ignored(caplog: pytest.LogCap
             writer.write(request + b"\r\n" + (b"{}" if request.startswith(b"POST") else b""))
             assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
     assert caplog.records == []
-
-
-def test_the_counters_of_dropped_queues_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(SETTINGS, Databases(SETTINGS))
-    counted = Metrics(sampler)
-    there = History()
-    there.add(0.0, QueueStats("there", 0, 0, 0, 0, None, False, []))
-    monkeypatch.setattr(sampler, "histories", lambda: iter([(("one", "one", "there"), there)]))
-    for queue in ("there", "gone"):
-        for operation in ("enqueued", "claimed"):
-            counted.messages("one", "one", queue, operation, 1)
-    assert counted.exposition().count(b'operation="claimed",queue="gone"') == 2  # with the time at which it was created
-    later = time.monotonic() + 3600
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert b"gone" not in counted.exposition()
-    assert counted.exposition().count(b'operation="claimed",queue="there"') == 2

@@ -4,8 +4,8 @@ import asyncio
 import re
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
-from served import ADMIN, Server, Site, locked, new_name, serving
+from served import ADMIN, Server, Site, in_process, locked, new_name, serving
+
+LONG = pytest.mark.long(part="http")
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +36,26 @@ def pair(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
         yield [one, two]
 
 
-def test_of_two_controllers_one_creates_the_queue(pair: list[Server], site: Site) -> None:
-    names = [new_name() for _ in range(8)]
+def test_of_two_servers_one_creates_the_queue(config: Path, site: Site) -> None:
+    """Each has a controller and an agent."""
+    names = [new_name() for _ in range(4)]
 
     def create(web: Server, name: str) -> int:
         return web.post(web.queues, {"name": name}).status_code
 
-    with ThreadPoolExecutor(8) as threads:
-        answers = {name: [threads.submit(create, web, name) for web in pair * 3] for name in names}
-    for answer in answers.values():
-        assert sorted(each.result() for each in answer) == [201, 409, 409, 409, 409, 409]
-    for name in names:
-        pair[0].until(lambda name=name: pair[1].status(name) == "Active")  # type: ignore[misc]
+    with in_process(config) as one, in_process(config) as two:
+        servers: Sequence[Server] = [one, two] * 3
+        with ThreadPoolExecutor(8) as threads:
+            answers = {name: [threads.submit(create, web, name) for web in servers] for name in names}
+        for answer in answers.values():
+            assert sorted(each.result() for each in answer) == [201, 409, 409, 409, 409, 409]
+        one.until(lambda: all(two.status(name) == "Active" for name in names))
     with psycopg.connect(site.target) as connection:
         rows = connection.execute("select from pgqueue.queues where name = any(%s)", [names]).fetchall()
     assert len(rows) == len(names)
 
 
+@LONG
 def test_a_thousand_parallel_enqueues_are_each_completed_exactly_once(pair: list[Server], site: Site) -> None:
     name = new_name()
     pair[0].create(name)
@@ -99,6 +104,7 @@ def test_a_thousand_parallel_enqueues_are_each_completed_exactly_once(pair: list
     assert len(rows) == 1000
 
 
+@LONG
 def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site) -> None:
     name = new_name()
     pair[0].create(name)
@@ -133,7 +139,11 @@ def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site
                     return str(error.sqlstate)
 
     with ThreadPoolExecutor(4) as threads:
-        writers = [threads.submit(brokered, pair[0]), threads.submit(direct, pair[1]), threads.submit(raw)]
+        writers: list[Future[Any]] = [
+            threads.submit(brokered, pair[0]),
+            threads.submit(direct, pair[1]),
+            threads.submit(raw),
+        ]
         writing.wait()
         pair[0].until(lambda: len(tasks) > 20)
         assert pair[1].call("DELETE", f"{pair[1].queues}/{name}").status_code == 202
@@ -150,6 +160,7 @@ def test_a_queue_is_deleted_while_producers_write(pair: list[Server], site: Site
             assert connection.execute(f"select from pgqueue.{table} = %s", [name]).fetchall() == []
 
 
+@LONG
 def test_the_memory_for_a_client_that_pipelines_is_bounded(pair: list[Server]) -> None:
     """The client needs no password for this, and reads no response."""
     web = pair[0]
@@ -186,6 +197,7 @@ def test_the_memory_for_a_client_that_pipelines_is_bounded(pair: list[Server]) -
     assert grown < 50_000
 
 
+@LONG
 def test_a_longer_transaction_delays_a_deletion_and_does_not_break_it(pair: list[Server], site: Site) -> None:
     name = new_name()
     pair[0].create(name)
