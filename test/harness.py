@@ -62,9 +62,10 @@ class Server:
 
     def environment(self, database: str) -> dict[str, str]:
         """The environment in which psql and other programs use that database."""
-        names = {option.keyword.decode(): option.envvar for option in psycopg.pq.Conninfo.get_defaults()}
+        options = psycopg.pq.Conninfo.get_defaults()
+        names = {option.keyword.decode(): option.envvar.decode() for option in options if option.envvar}
         given = conninfo_to_dict(self.dsn_of(database))
-        variables = {names[key].decode(): str(value) for key, value in given.items() if names[key]}
+        variables = {names[key]: str(value) for key, value in given.items() if key in names}
         return os.environ | variables | {"PGAPPNAME": "pgqueue test"}
 
     @contextmanager

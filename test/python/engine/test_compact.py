@@ -282,7 +282,7 @@ def test_large_batches_are_compacted_although_they_are_few_transactions(empty_da
         assert value(connection, "select pgqueue._pinned_transactions()") < 50_000
 
 
-def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_value(
+def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
     site: tuple[Server, str], owner: psycopg.Connection[Any]
 ) -> None:
     server, database = site
@@ -462,7 +462,7 @@ def test_a_standby_that_is_promoted_beside_compactions_has_every_message(tmp_pat
 
 
 @pytest.mark.long(part="engine")
-def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_unused_value(tmp_path: Path) -> None:
+def test_doctor_names_the_slot_of_a_standby_whose_query_pins_the_horizon_and_an_unused_one(tmp_path: Path) -> None:
     copy = tmp_path / "standby"
     found = "select detail, repair from pgqueue.doctor() where finding = 'pinned_horizon'"
     with EmbeddedServer(settings=QUIET) as primary, connect(primary.dsn) as owner:
