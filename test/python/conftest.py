@@ -43,30 +43,16 @@ _numbers = count(1)
 
 
 # The groups that take longest come first, by the start of their names, so that none of them ends alone.
-# Groups that compute (Spark) and groups that wait take turns, so that they run at the same time.
 FIRST = (
     "spark",
-    "test_consumer_server_failures",
-    "test_spark_cluster",
-    "test_late_commit",
-    "test_spark_pipelines_flights",
     "http",
-    "test_soak",
-    "test_spark_processes",
-    "test_http",
-    "test_consumer_misbehaving_handlers",
     "test_scenarios",
+    "test_consumer",
+    "test_cli",
+    "test_http",
     "test_embedded",
-    "test_consumer_connections",
-    "test_cli_work",
-    "test_demo",
-    "test_races",
     "test_spark",
 )
-
-
-# The files whose tests have a Spark session of their own. That of the archive shares `killed` with others.
-PIPELINES = ("test_spark_pipelines_cli", "test_spark_pipelines_flow", "test_spark_pipelines_replay")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,12 +76,10 @@ SERVED = (
 
 
 def group(item: pytest.Item) -> str:
-    """The tests of a group run in one process. Two Spark sessions share the tests that use one."""
+    """The tests of a group run in one process: a file, the tests of the Spark session, those of the HTTP server."""
     if item.path.stem in SERVED:
         return "http"
-    if "spark" not in getattr(item, "fixturenames", ()):
-        return item.path.stem
-    return "spark-pipelines" if item.path.stem in PIPELINES else "spark"
+    return "spark" if "spark" in getattr(item, "fixturenames", ()) else item.path.stem
 
 
 @pytest.hookimpl(wrapper=True)

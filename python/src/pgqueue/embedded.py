@@ -523,12 +523,15 @@ def _locked(path: Path, how: int) -> Iterator[int]:
 def _running_dsn(home: Path) -> str | None:
     """The connection string of the server that runs on this data; None if there is none."""
     try:
-        written = (home / _DSN_FILE).read_text()
+        with (home / _DSN_FILE).open() as file:
+            written = file.read()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
-    if not written:  # the disk was full when it was written; for libpq an empty string is the default server
-        return None
-    dsn = make_conninfo(written, **_connection_defaults())
+    except BlockingIOError:  # its keeper is there
+        dsn = make_conninfo(written, **_connection_defaults())
+    else:
+        return None  # the keeper has ended, and its server ends, although it may still accept connections
     while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # the server recovers from a crash, or shuts down
         time.sleep(_POLL_SECONDS)
     return dsn if answer == Ping.OK else None
@@ -570,6 +573,8 @@ def _run_keeper(home: Path) -> None:
                 connection.execute("create extension if not exists pgqueue")
                 connection.execute("alter extension pgqueue update")
             (home / _DSN_FILE).write_text(server.dsn)
+            # A lock that ends with this process, however it ends. It tells that the server goes on.
+            fcntl.flock(os.open(home / _DSN_FILE, os.O_RDONLY), fcntl.LOCK_EX)
         except (EmbeddedServerError, psycopg.Error, OSError) as error:
             sys.exit(str(error))
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)

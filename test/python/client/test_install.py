@@ -119,7 +119,7 @@ def test_make_help_lists_every_target(checkout: Path) -> None:
     done = make(checkout, "help")
     told = {line.split()[0] for line in done.stdout.splitlines()}
     phony = (checkout / "Makefile").read_text().split(".PHONY: ")[1].replace("\\\n", " ").split()
-    assert set(phony) - told == {"help", "test-all", "test-sql"} - told
+    assert set(phony) - told == {"test-sql", "long-postgres", "long-mutants"}
     assert {"build", "install", "uninstall", "installcheck", "test", "lint", "demo"} <= told
 
 
