@@ -126,8 +126,9 @@ def tree() -> Any:
 
 
 def in_process(dsn: str, *words: str, stdin: str | bytes | None = None, **variables: str) -> Done:
-    """Run a command in this process."""
+    """Run a command in this process. What it sets for logging is undone."""
     status = 0
+    handlers, level = logging.root.handlers.copy(), logging.root.level
     with CliRunner().isolation(stdin, {"PGQUEUE_DSN": dsn} | variables) as (out, err, _):
         try:
             tree().main(args=words, prog_name="pgqueue")
@@ -136,6 +137,8 @@ def in_process(dsn: str, *words: str, stdin: str | bytes | None = None, **variab
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
         return Done(status, out.getvalue().decode(), err.getvalue().decode())
 
 

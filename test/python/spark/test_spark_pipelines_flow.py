@@ -346,6 +346,7 @@ def test_axes_of_durations_are_logarithmic_only_for_wide_ranges() -> None:
     assert report_page._time_axis({"p50": [None], "p99": [0.0]}) == {}
 
 
+@long
 def test_only_the_busiest_queues_have_charts() -> None:
     hour = timedelta(hours=1)
     names = [f"q{number}" for number in range(110)]
