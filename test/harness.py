@@ -289,8 +289,9 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="pgTAP files that run at once")
     parser.add_argument("--accept", action="store_true", help="take what the specs print as expected from now on")
-    parser.add_argument("files", nargs="*", type=lambda name: Path(name).resolve(), help="only these pgTAP files and specs")
+    parser.add_argument("files", nargs="*", type=Path, help="only these pgTAP files and specs")
     arguments = parser.parse_args()
+    arguments.files = [file.resolve() for file in arguments.files]
 
     turns = Semaphore(os.cpu_count() or 1)
     if arguments.external:
