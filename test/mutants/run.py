@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "test"))
 
 from promises import references, rows  # noqa: E402 - a module beside, whoever starts this program
 
+COPIES = Path(os.environ.get("MUTANTS", ROOT / ".cache/mutants"))
 SECONDS = 600  # for the tests of one fault; a fault that makes tests hang is seen
 COPIED = ("extension", "sql", "python", "test", "Makefile", "META.json", "pgqueue.control", "README.md", "SECURITY.md")
 # Exit status of pytest and of the harness if tests were run and some failed, and the line that names the first of them.
@@ -141,7 +142,7 @@ def main() -> int:
         found = [fault for fault in found if {fault.name, fault.promise} & {*arguments.names}]
     copies: SimpleQueue[Path] = SimpleQueue()
     for number in range(os.cpu_count() or 1):
-        copy = ROOT / f".cache/mutants/{number}"
+        copy = COPIES / str(number)
         make_copy(copy)
         copies.put(copy)
 
