@@ -272,6 +272,8 @@ def test_an_argument_that_is_none_is_not_sent() -> None:
     call = _calls.claim("orders", None, SECOND, None)
     assert call.text.endswith(b" from pgqueue.claim(queue_name => %s::text, visibility_timeout => %s::interval)")
     assert call.values == ["orders", SECOND]
+    # A value that is zero, false or empty is sent.
+    assert _calls.claim("orders", 0, 0 * SECOND, "").values == ["orders", 0, 0 * SECOND, ""]
     required = _calls.ack("orders", 1, None)
     assert required.text == (b"select pgqueue.ack(queue_name => %s::text, id => %s::bigint, claim_token => %s::uuid)")
     assert required.values == ["orders", 1, None]
