@@ -20,7 +20,7 @@ as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.findin
 create function pg_temp.last(queue text) returns pgqueue.archived_message language sql
 as $$ select a from pgqueue.browse_archived_messages(queue, 1) a $$;
 
-select plan(168);
+select plan(170);
 
 -- The default privileges of the owner would grant rights on new tables. Archive days must not have them.
 alter default privileges in schema pgqueue grant select on tables to public;
@@ -88,6 +88,7 @@ begin
     return next is((select array_agg((r.id, r.attempt_count)::text) from pgqueue.receive(queue, 2) r), array[(ids[1], 1)::text, (ids[2], 1)::text], queue || ': receive returns messages in order of id, with one attempt each');
     return next is((select array_agg(((l.id, l.attempt_count, l.claimed_at, l.finished_at)::text) order by l.id) from pgqueue.browse_archived_messages(queue, 2) l),
         array[(ids[1], 1, null::timestamptz, pgqueue._now())::text, (ids[2], 1, null::timestamptz, pgqueue._now())::text], queue || ': receive archives messages with one attempt and without claimed_at');
+    return next is((select count(*) from pgqueue.messages l where l.queue_name = queue and l.id = any (ids)), 0::bigint, queue || ': what receive archives is no longer in the queue');
 
     -- Streams.
     ids := array(select pgqueue.enqueue_batch(queue, array['9', '10', '11', '12']::jsonb[]));

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(96);
+select plan(97);
 
 -- enqueued, acknowledged, failed, dead
 create function pg_temp.totals(queue text) returns text language sql volatile as $$
@@ -202,6 +202,11 @@ insert into pgqueue.staged_messages (token, row_number, payloads, delays) values
 select is(pg_temp.totals('counted-sink'), '0 0 0 0', 'staged messages do not count');
 select pgqueue.sink_commit(:'run', array[:'token']::uuid[], '{14}') is not null as sent \gset
 select is(pg_temp.totals('counted-sink'), '14 0 0 0', 'sink_commit counts the messages that it sends');
+select gen_random_uuid() as run \gset
+select pgqueue.sink_stage('counted-sink', :'run', 0, 1) as token \gset
+insert into pgqueue.staged_messages (token, row_number, payloads, dedup_keys, delays) values (:'token', 1, pg_temp.payloads(3), '{a,b,a}', '{1 h,0,0}');
+select pgqueue.sink_commit(:'run', array[:'token']::uuid[], '{3}') is not null as sent \gset
+select is(pg_temp.totals('counted-sink'), '16 0 0 0', 'sink_commit counts the messages with new dedup_keys, delayed ones included');
 
 -- A queue without counters.
 select pgqueue.create_queue('uncounted', counters => false) is not null as made \gset
