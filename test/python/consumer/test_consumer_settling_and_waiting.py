@@ -633,6 +633,16 @@ async def test_claims_of_released_messages_are_not_extended() -> None:
     assert [one.is_lost for one in held] == [False, False]
 
 
+async def test_a_claim_is_extended_again_long_before_it_ends() -> None:
+    desk = Desk(extend_batch=[[1]])
+    [held] = desk.hold(1, seconds=30)
+    assert held.renew_at <= held.claimed_until - 15
+    held.renew_at = 0.0
+    await desk.claims._heartbeat()
+    assert desk.asked == ["extend_batch"]
+    assert 0 < held.renew_at <= held.claimed_until - 15
+
+
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-two-claims"])
 async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_messages(marked: bool) -> None:
     parts = runtime(transactional=True, batch_size=3)

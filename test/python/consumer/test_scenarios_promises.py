@@ -227,6 +227,7 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, visibility_timeout=LONG)
+    other = prepare(connection, f"{name}-errors")
     outcomes = ["returns", "raises", "Retry", "Reject", "marks retry", "marks reject"]
     ids = queue.enqueue_batch(outcomes)
     connection.execute(f'create table "{name}" (n int)')
@@ -244,7 +245,10 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
         elif outcome != "returns":
             raise {"raises": ValueError("x"), "Retry": Retry(NOW), "Reject": Reject("no")}[outcome]
 
-    with form.consuming(database, name, work, concurrency=6) as run:
+    async def policy(step: Step) -> None:
+        await step.send(other.name)
+
+    with form.consuming(database, name, work, policy=policy, concurrency=6) as run:
         wait_for(lambda: run.running == 6)
         assert steal(connection, name) == [(new_id,) for new_id in ids]
         gate.set()
@@ -253,6 +257,7 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
     assert (stats.lost, stats.succeeded, stats.failed) == (6, 0, 0)
     assert sorted(event.message_id for event in run.events if event.kind == "lost") == ids
     assert rows(connection, f'select * from "{name}"') == []
+    assert (len(run.failures), other.peek()) == (1, 0)
     kept = queue.browse("inflight")
     assert [(one.claimed_by, one.last_error, one.attempt_count) for one in kept] == [("thief", None, 2)] * 6
     assert queue.stats().dead_messages == 0
