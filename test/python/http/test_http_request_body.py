@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     USERS = {
         ADMIN[0]: User(HASH),
         "nobody": User(HASH, parse_rights(["reader:x"])),
+        "of-one-queue": User(HASH, parse_rights(["producer:s/d/q"])),
         **{f"the-{each}": User(HASH, parse_rights([f"{each}:*"])) for each in ACCESSES},
     }
     SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, USERS)
@@ -521,6 +522,8 @@ async def test_the_body_of_a_request_that_the_user_may_not_make_is_not_read(
     assert len(routes) > 10
     for route in routes:
         assert await call("nobody", "q") == (403 if route.endswith("/publish") else 404, False), route
+        if route.endswith("/publish"):
+            assert await call("of-one-queue", "q") == (403, False)
         if "{queue_name}" in route:
             assert await call(ADMIN[0], "Q") == (404, False), route
         for access in ACCESSES:

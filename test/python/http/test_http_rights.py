@@ -301,7 +301,9 @@ async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(mo
     down = True
     assert await tokens.find("pgq_x") is not None
     assert await tokens.find("pgq_y") is None
-    down, rows = False, []
+    down, rows = False, [(*rows[0][:4], 0.0)]
+    assert await tokens.find("pgq_x") is None, "it has expired since it was read"
+    rows = []
     assert await tokens.find("pgq_x") is None
 
 
