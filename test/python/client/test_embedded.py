@@ -350,6 +350,7 @@ def test_libpq_variables_for_other_servers_do_not_affect_the_embedded_server(
         monkeypatch.setenv(name, value)
     with plain, psycopg.connect(plain.dsn) as connection:
         assert connection.execute("show server_encoding").fetchone() == ("UTF8",)
+        assert connection.execute("show listen_addresses").fetchone() == ("",)
     with EmbeddedServer(durable=False, port=port) as server:
         for dsn in (server.dsn, server.tcp_dsn):
             with psycopg.connect(dsn) as connection:
