@@ -185,7 +185,7 @@ def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = "host=db password=s3cret oops"
     # Spark only hides options whose text contains the word password.
     assert "s3cret" not in repr(parse({"queue": "q", "dsn": "host=db password=s3cret"}, READ))
-    for given in (broken, DSN):
+    for given in (broken, DSN, DSN + "?passfile=x"):
         assert refused(READ, dsn=given) == (
             "invalid option dsn: it is not a connection string of libpq, such as 'host=db dbname=app' or"
             " postgresql://db/app, without user:password@, which Spark would show in plans; for a batch read also a"
