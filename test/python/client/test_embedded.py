@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Barrier
 
@@ -78,10 +78,18 @@ def test_concurrent_users_start_one_server(home: Path, server: str, monkeypatch:
     assert psycopg.conninfo.conninfo_to_dict(dsn)["host"] != given["host"]
 
 
+def is_unlocked(path: Path) -> bool:
+    with path.open() as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def test_a_killed_keeper_and_a_killed_server_are_replaced(home: Path) -> None:
     command(home, "create", "orders")
     (keeper,) = keepers(home)
     os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: is_unlocked(home / "dsn"))  # a killed process ends a moment later
     # At once, so that the old server may still be stopping.
     done = command(home, "send", "orders", "1")
     assert done.status == 0, done.err
