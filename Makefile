@@ -174,9 +174,8 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready  ## also fetch what only
 # The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
 PARTS = spark clusters soak http consumer engine postgres mutants
 
-# verify runs before any target that builds, because it checks extension/ as committed. lint runs beside the SQL suites,
-# which often wait. The Python tests come after them: they use all processors. The end of the output shows the time of
-# each part and the last line of pytest.
+# verify runs before any target that builds, because it checks extension/ as committed. The SQL suites and lint run beside
+# the Python tests, which often wait. The end of the output shows the time of each part and the last line of pytest.
 test:  ## prove every promise once; with PG=16 only the SQL suites of one major
 ifdef PG
 	@$(MAKE) --no-print-directory test-sql
@@ -184,10 +183,12 @@ else
 	@rm -rf .cache/run; mkdir -p .cache/run
 	@$(call timed,set-up,$(MAKE) --no-print-directory test-tools)
 	@$(call timed,verify,$(MAKE) --no-print-directory verify)
-	@{ $(call timed,lint,$(MAKE) --no-print-directory lint); } & lint=$$!; failed=0; \
-	{ $(call timed,SQL suites,$(MAKE) --no-print-directory test-sql); } || failed=1; wait $$lint || failed=1; \
+	@{ failed=0; \
+	    { $(call timed,SQL suites,$(MAKE) --no-print-directory test-sql); } || failed=1; \
+	    { $(call timed,lint,$(MAKE) --no-print-directory lint); } || failed=1; exit $$failed; \
+	} > .cache/run/beside 2>&1 & beside=$$!; failed=0; \
 	{ $(call timed,Python tests,$(MAKE) --no-print-directory test-python | tee .cache/run/python); } || failed=1; \
-	cat .cache/run/times; tail -n 1 .cache/run/python; exit $$failed
+	wait $$beside || failed=1; cat .cache/run/{beside,times}; tail -n 1 .cache/run/python; exit $$failed
 endif
 
 test-long:  ## prove the rest; with PART=spark one part

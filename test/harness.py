@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TEST = ROOT / "test"
 sys.path.insert(0, str(TEST / "python"))
 
-from clients import QUIET  # noqa: E402 - a module of the Python tests
+from clients import QUIET, use_memory  # noqa: E402 - a module of the Python tests
 
 CACHE = ROOT / ".cache"
 # The majors, and how pgqueue gets into the database of their pgTAP files: each door is on one of them.
@@ -293,6 +294,9 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.files = [file.resolve() for file in arguments.files]
 
+    # "make test" runs this program in the background, where the shell ignores Ctrl-C for it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    use_memory()
     turns = Semaphore(os.cpu_count() or 1)
     if arguments.external:
         with external() as server:

@@ -7,6 +7,7 @@ import os
 import random
 import statistics
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 
 import pgqueue
@@ -32,6 +34,21 @@ QUIET = {
     "max_wal_size": "8GB",
     "jit": "off",
 }
+
+
+def use_memory() -> None:
+    """Put temporary files of the tests into memory, if TMPDIR names no other place and there is enough of it.
+
+    A database is created in a tenth of the time: each of its 300 relations is a file.
+    """
+    memory = Path("/dev/shm")
+    if "TMPDIR" in os.environ or not os.access(memory, os.W_OK | os.X_OK):
+        return
+    system = os.statvfs(memory)
+    executable = not system.f_flag & os.ST_NOEXEC
+    if executable and min(system.f_bavail * system.f_frsize, psutil.virtual_memory().available // 2) > 6 * 2**30:
+        os.environ["TMPDIR"] = str(memory)
+        tempfile.tempdir = None
 
 
 def new_seed() -> int:

@@ -16,7 +16,7 @@ import hypothesis
 import psutil
 import psycopg
 import pytest
-from clients import PATIENCE, QUIET
+from clients import PATIENCE, QUIET, use_memory
 from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -36,6 +36,7 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("pgqueue")
+use_memory()
 
 __all__ = ["home", "jre", "killed", "programs", "quick_initdb", "role", "s3", "spark"]  # fixtures
 
