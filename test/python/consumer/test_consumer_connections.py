@@ -218,8 +218,9 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
 
 
 def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
-    database: str, connection: Connection, name: str
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timings, "end_calls", 0.1)
     queue = prepare(connection, name)
     queue.enqueue(1)
     gate = Gate(database)
@@ -241,8 +242,9 @@ def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
 
 
 async def test_the_connection_of_a_handler_that_outlives_a_stop_is_closed(
-    database: str, connection: Connection, name: str
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timings, "end_calls", 0.1)
     prepare(connection, name).enqueue(1)
     inside, go_on = asyncio.Event(), asyncio.Event()
     used: list[Any] = []

@@ -573,8 +573,7 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
     with form.consuming(database, name, work, concurrency=1, prefetch=6, peek_delay=LONG) as run:
         wait_for(lambda: run.consumer.stats.prefetched == 6)
         run.consumer.concurrency = 4
-        wait_for(lambda: run.running == 4)
-        assert run.consumer.stats.prefetched == 3
+        wait_for(lambda: run.running == 4 and run.consumer.stats.prefetched == 3)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))
     assert run.most == 4

@@ -677,39 +677,6 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
 # Waiting
 
 
-@each_of(PAIR[:1])
-def test_preparing_to_wait_again_counts_as_a_look(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    # The registration has lapsed whenever the next look is due.
-    monkeypatch.setattr(PollSchedule, "are_notifications_on", property(lambda _: False))
-    prepare(connection, name)
-    with form.consuming(database, name) as run:
-        wait_for(lambda: run.consumer.stats.waits >= 3)
-        before = run.consumer.stats
-        wait_for(lambda: run.consumer.stats.waits >= before.waits + 8)
-        after = run.consumer.stats
-    assert after.peeks - before.peeks <= after.waits - before.waits + 2  # twice as many otherwise
-
-
-@each_of(PAIR)
-def test_each_of_several_successive_messages_costs_one_look(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    for pause in ("quiet", "trust", "registration"):
-        monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only a notification ends it.
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=LONG) as run:
-        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
-        before = run.consumer.stats
-        for number in range(30):
-            queue.enqueue(number)
-            wait_for(partial(lambda number: number in run.returned, number))
-        after = run.consumer.stats
-    assert after.waits <= before.waits + 1  # The first word comes from the listener itself.
-    assert after.peeks <= before.peeks + 35
-
-
 @each_of(OTHER_PAIR[:1])
 def test_a_consumer_sleeps_while_a_rate_limit_holds(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
@@ -750,20 +717,6 @@ def test_a_consumer_uses_a_place_that_it_has_freed(
         before = run.consumer.stats
         queue.enqueue_batch([1, 2, 3])
         wait_for(lambda: run.returned == [1, 2, 3])
-
-
-@each_of(OTHER_PAIR[:1])
-def test_acknowledgements_are_delayed_to_form_batches(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    monkeypatch.setattr(timings, "ack_batch", LONG.total_seconds())  # Only a stop ends it.
-    queue = prepare(connection, name)
-    with form.consuming(database, name) as run:
-        for number in range(5):
-            queue.enqueue(number)
-            wait_for(partial(lambda number: number in run.returned, number))
-        stats = queue.stats()
-    assert (stats.inflight_messages, is_empty(connection, name)) == (5, True)
 
 
 @each_of(PAIR[:1])
@@ -828,29 +781,6 @@ def test_a_look_that_may_have_missed_messages_is_repeated(
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         queue.enqueue_batch(list(range(60)))
         wait_for(lambda: len(run.returned) == 60)
-
-
-@each_of(PAIR)
-def test_messages_behind_others_in_flight_are_claimed_in_batches(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name)
-    with form.consuming(database, name) as run:
-        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
-        before = run.consumer.stats
-        with connection.transaction():
-            connection.execute(
-                "select pgqueue.enqueue_batch(%s, array_agg(to_jsonb(n))) from generate_series(1, 520) n", (name,)
-            )
-            connection.execute("select count(*) from pgqueue.claim(%s, 520, '1 h')", (name,))
-            connection.execute(
-                "update pgqueue.messages set visible_at = clock_timestamp()"
-                " where queue_name = %s and payload::text::int > 420",
-                (name,),
-            )
-        wait_for(lambda: len(run.returned) == 100)
-        after = run.consumer.stats
-    assert after.waits - before.waits < 50  # one for each message otherwise
 
 
 # Running

@@ -91,13 +91,14 @@ def test_the_circuit_is_armed_opens_and_closes_again(
             line.cut(connection)
             queue.enqueue_batch(list(range(20)))
         for run, _, _ in runs:
-            wait_for(lambda: run.circuits[-1:] == ["open"])  # noqa: B023
-            assert run.circuits[-2:] == ["armed", "open"]
+            wait_for(lambda: "open" in run.circuits)  # noqa: B023
         for _, line, _ in runs:
             line.down = False
         for run, _, queue in runs:
             wait_for(lambda: run.circuits[-1] == "closed")  # noqa: B023
-            assert run.circuits[-3:] == ["armed", "open", "closed"]
+            # What failed while the line was down may be reported after the circuit has closed, and arm it once more.
+            opened = run.circuits.index("open")
+            assert run.circuits[opened - 1 : opened + 2] == ["armed", "open", "closed"]
             assert run.circuits.count("open") == 1
             wait_for(lambda: is_empty(connection, queue.name))  # noqa: B023
         for run, _, _ in runs:

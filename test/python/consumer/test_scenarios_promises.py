@@ -264,6 +264,33 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
     assert run.circuits == []
 
 
+@each_of([form for form in LEASES if form.is_transactional])
+def test_nothing_of_a_batch_is_committed_if_one_of_its_claims_was_lost_unnoticed(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name, visibility_timeout=LONG)
+    ids = queue.enqueue_batch([0, 1, 2])
+    connection.execute(f'create table "{name}" (n int, batch int)')
+    gate = Event()
+
+    async def work(step: Step) -> None:
+        for delivery in step.deliveries:
+            values = (delivery.message.payload, len(step.deliveries))
+            await step.execute(f'insert into "{name}" values (%s, %s)', values)
+        await step.until(gate.is_set)
+
+    with form.consuming(database, name, work, concurrency=1, batch_size=3) as run:
+        wait_for(lambda: run.running == 1)
+        connection.execute("update pgqueue.messages set visible_at = enqueued_at where id = %s", (ids[1],))
+        assert rows(connection, "select id from pgqueue.claim(%s, 3, '1 h', 'thief')", name) == [(ids[1],)]
+        gate.set()
+        wait_for(lambda: run.consumer.stats.succeeded >= 2)
+    # The others are handled once more, without it.
+    assert rows(connection, f'select n, batch from "{name}" order by n') == [(0, 2), (2, 2)]
+    assert [kept.claimed_by for kept in queue.browse("inflight")] == ["thief"]
+    assert run.consumer.stats.lost == 1
+
+
 @pytest.mark.parametrize(("form", "force"), [(PLAIN[0], False), (PLAIN[1], True)], ids=str)
 def test_a_stop_gives_prefetched_messages_back(
     form: Form, force: bool, database: str, connection: Connection, name: str
@@ -573,8 +600,8 @@ def test_retries_end_when_the_attempts_of_the_message_are_exhausted(
     queue = prepare(connection, name, max_attempts=2, backoff_base=timedelta(hours=1))
     queue.enqueue(1)
     with form.consuming(database, name, failing(), retries=Retries(immediate=5, delayed=0)) as run:
-        assert any("attempts" in record.getMessage() for record in caplog.records)
         [dead] = dead_letters(connection, name)
+    assert any("attempts" in record.getMessage() for record in caplog.records)
     assert run.attempts == [1, 2]
     assert dead.reason == "attempts_exhausted"
 

@@ -37,6 +37,7 @@ from consumers import (
 from psycopg.types.json import Jsonb
 
 from pgqueue import Handled, Queue, Retry
+from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
 
@@ -301,6 +302,10 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
         starts.append((run.running, run.consumer.concurrency))
         await step.until(lambda: permits.acquire(blocking=False))
 
+    def runs(number: int) -> bool:
+        # A handler that has begun reads the limit before this test changes it.
+        return run.running == number and len(starts) == len(run.calls)
+
     def finish(number: int) -> None:
         done = len(run.returned)
         permits.release(number)
@@ -308,23 +313,22 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
 
     with form.consuming(database, name, work, concurrency=10) as run:
         queue.enqueue_batch(list(range(40)))
-        wait_for(lambda: run.running == 10)
-        assert run.consumer.stats.running == 10
+        wait_for(lambda: runs(10) and run.consumer.stats.running == 10)
         for done in range(1, 4):  # As many are started as have ended.
             finish(1)
-            wait_for(lambda: len(run.calls) == 10 + done and run.running == 10)  # noqa: B023
+            wait_for(lambda: len(run.calls) == 10 + done and runs(10))  # noqa: B023
         run.consumer.concurrency = 2
         finish(8)
-        wait_for(lambda: run.running == 2)
+        wait_for(lambda: runs(2))
         finish(1)
-        wait_for(lambda: run.running == 2)
+        wait_for(lambda: runs(2) and len(run.calls) == 14)
         run.consumer.concurrency = 10
-        wait_for(lambda: run.running == 10)
+        wait_for(lambda: runs(10))
         for limit in (5, 10, 1):
             run.consumer.concurrency = limit
         finish(9)
         finish(3)
-        wait_for(lambda: run.running == 1)
+        wait_for(lambda: runs(1))
         assert run.consumer.concurrency == 1
         permits.release(100)
         wait_for(lambda: is_empty(connection, name))
@@ -447,8 +451,10 @@ def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(
 
 @together(THREADS)
 def test_a_thread_that_ignores_the_stop_does_not_block_it(
-    form: Form, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timings, "cancel", 0.0)
+    monkeypatch.setattr(timings, "end_calls", 1.0)  # for the aborts of their connections to begin
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
     queue.enqueue(1)
     connection.execute(f'create table "{name}" (n int)')
