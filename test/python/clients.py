@@ -1,5 +1,4 @@
-"""What client processes do in the tests of races, late commits and crashes: real processes, so that they
-race, and can be killed. Each takes what it needs by value and returns what it has seen."""
+"""Settings and waits of all tests, and what sessions do in the tests of races and crashes."""
 
 import json
 import multiprocessing
@@ -9,11 +8,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -56,16 +54,6 @@ def new_seed() -> int:
     seed = int(os.environ.get("PGQUEUE_TEST_SEED") or random.SystemRandom().randrange(1_000_000))
     print(f"PGQUEUE_TEST_SEED={seed}")
     return seed
-
-
-@contextmanager
-def processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of that many client processes, all of them up before the first starts to work."""
-    barrier = CONTEXT.Barrier(number)
-    with ProcessPoolExecutor(number, mp_context=CONTEXT, initializer=barrier.wait) as pool:
-        for started in [pool.submit(int) for _ in range(number)]:
-            started.result()
-        yield pool
 
 
 def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
@@ -201,7 +189,7 @@ def produce(dsn: str, queue: str, number: int, seed: int) -> list[int]:
     return ids
 
 
-def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
+def misuse(dsn: str, queue: str, stop: Event, seed: int) -> list[int]:
     """Consume in every way, with failures, until told to stop and nothing is left; returns the ids that left."""
     chance = random.Random(seed)
     gone: list[int] = []
@@ -254,7 +242,7 @@ def misuse(dsn: str, queue: str, stop: str, seed: int) -> list[int]:
                 rolled_back("select id from pgqueue.receive(%s, %s)")
             elif (
                 not (received() if kind < 0.5 else exchanged() if kind < 0.75 else settled())
-                and Path(stop).exists()
+                and stop.is_set()
                 and is_empty(connection, queue)
             ):
                 return gone
@@ -265,13 +253,9 @@ def code_of(error: psycopg.Error) -> str:
     return str(error.sqlstate) if str(error.sqlstate).startswith("PQ") else f"{error.sqlstate} {error}"
 
 
-def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
-    """Use queues that come and go, alone and two in one transaction; returns the SQLSTATEs of the errors met.
-
-    After five errors, writes a file beside `stop`.
-    """
+def disturbed(dsn: str, queues: list[str], stop: Event, seed: int, errors: list[str]) -> None:
+    """Use queues that come and go, alone and two in one transaction; adds the SQLSTATEs of the errors met to a list."""
     chance = random.Random(seed)
-    errors: Counter[str] = Counter()
     with connect(dsn) as connection:
         held: list[tuple[str, int, Any]] = []
 
@@ -304,7 +288,7 @@ def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
                 else:
                     connection.execute(f"select {verb}", (name, number, token))
 
-        while not Path(stop).exists():
+        while not stop.is_set():
             try:
                 if chance.random() < 0.7:
                     use(chance.choice(queues))
@@ -313,18 +297,15 @@ def disturbed(dsn: str, queues: list[str], stop: str, seed: int) -> list[str]:
                         for queue in chance.sample(queues, 2):
                             use(queue)
             except psycopg.Error as error:
-                errors[code_of(error)] += 1
-                if errors.total() == 5:
-                    Path(f"{stop}-{seed}").touch()
-    return sorted(errors)
+                errors.append(code_of(error))
 
 
-def administer(dsn: str, queues: dict[str, bool], stop: str, seed: int) -> list[str]:
+def administer(dsn: str, queues: dict[str, bool], stop: Event, seed: int) -> set[str]:
     """Purge, drop and create queues (name: dedicated or not) until told to stop; returns the SQLSTATEs met."""
     chance = random.Random(seed)
     errors: set[str] = set()
     with connect(dsn) as connection:
-        while not Path(stop).exists():
+        while not stop.is_set():
             queue, dedicated = chance.choice(list(queues.items()))
             try:
                 verb = chance.choice(["purge_queue", "drop_queue", "purge_dead_messages", "redrive"])
@@ -337,75 +318,8 @@ def administer(dsn: str, queues: dict[str, bool], stop: str, seed: int) -> list[
                 )
             except psycopg.Error as error:
                 errors.add(code_of(error))
-            time.sleep(chance.random() / 20)
-    return sorted(errors)
-
-
-def flood(dsn: str, queue: str, number: int, seconds: float) -> int:
-    """Enqueue a number of messages in batches of 100, spread over some seconds; returns how many."""
-    start = time.monotonic()
-    with connect(dsn) as connection:
-        for sent in range(0, number, 100):
-            connection.execute(
-                "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[100]))", (queue,)
-            )
-            time.sleep(max(0, start + seconds * sent / number - time.monotonic()))
-    return number
-
-
-def watch(dsn: str, queue: str, stop: str) -> int:
-    """Claim and acknowledge batches of 50 until told to stop; returns how many were acknowledged.
-
-    A message that is not 0 is kept, and noted in a table.
-    """
-    acked = 0
-    with connect(dsn) as connection:
-        while not Path(stop).exists():
-            rows = claim(connection, queue, 50)
-            for row in rows:
-                if row[2] != 0:
-                    connection.execute("insert into sightings values (%s, %s)", (queue, row[0]))
-            ids = [row[0] for row in rows if row[2] == 0]
-            if ids:
-                acked += value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1])
-            if len(rows) < 50:
-                time.sleep(0.01)  # short, and other processes get the processor meanwhile
-    return acked
-
-
-def send_until_down(dsn: str, queue: str, log: str) -> list[int]:
-    """Enqueue one by one until the server is gone; returns the ids of which it is known."""
-    sent: list[int] = []
-    with Path(log).open("a") as notes:
-        try:
-            with connect(dsn) as connection:
-                while True:
-                    sent.append(value(connection, "select pgqueue.enqueue(%s, '0')", queue))
-                    notes.write(".")
-                    notes.flush()
-        except psycopg.OperationalError:
-            return sent
-
-
-def settle_until_down(dsn: str, queue: str, number: int, log: str) -> tuple[list[int], list[int]]:
-    """Claim and acknowledge until the server is gone; returns the ids acknowledged, and those that may have been."""
-    acked: list[int] = []
-    ids: list[int] = []
-    with Path(log).open("a") as notes:
-        try:
-            with connect(dsn) as connection:
-                while True:
-                    rows = claim(connection, queue, number)
-                    ids = [row[0] for row in rows]
-                    if ids:
-                        done = value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1])
-                        assert done == len(ids)
-                        acked += ids
-                        ids = []
-                        notes.write(".")
-                        notes.flush()
-        except psycopg.OperationalError:
-            return acked, ids
+            stop.wait(chance.random() / 20)
+    return errors
 
 
 def hold(dsn: str, queue: str, verb: str, log: str) -> None:

@@ -1,10 +1,9 @@
-"""A client of the transport, in its own statements, written anew from what is known of them; and processes of it."""
+"""A client of the transport, in its own statements, written anew from what is known of them; and sessions of it."""
 
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import psycopg
@@ -173,19 +172,19 @@ def send_numbered(dsn: str, address: str, sender: int, number: int) -> None:
             transport.send(f'{{"sender":"{sender}","n":"{n}"}}', b"\x00%d" % n)
 
 
-def pump(dsn: str, address: str, stop: str, roll_back_every: int) -> list[str]:
+def pump(dsn: str, address: str, stop: Event, roll_back_every: int) -> list[str]:
     """Peek and receive as the transport does until told to stop and nothing is left; returns what was committed."""
     done: list[str] = []
     count = 0
     with psycopg.connect(dsn, autocommit=True) as connection:
         transport = Transport(connection, address)
         while True:
-            told = Path(stop).exists()
+            told = stop.is_set()
             estimate = transport.peek()
             if not estimate and told:
                 return done
             if not estimate:
-                time.sleep(0.01)
+                stop.wait(0.01)
             for _ in range(estimate):
                 with connection.transaction():
                     received = transport.receive()
@@ -195,12 +194,3 @@ def pump(dsn: str, address: str, stop: str, roll_back_every: int) -> list[str]:
                     if roll_back_every and count % roll_back_every == 0:
                         raise psycopg.Rollback
                     done.append(received.headers)
-
-
-def hold_a_receive(dsn: str, address: str, log: str) -> None:
-    """Receive one and never end; to be killed."""
-    with psycopg.connect(dsn) as connection:
-        received = Transport(connection, address).receive()
-        assert received is not None
-        Path(log).write_text(str(received.id))
-        time.sleep(600)

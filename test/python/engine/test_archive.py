@@ -6,7 +6,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, value
+from clients import PATIENCE, connect, is_empty
 from conftest import Client
 
 import pgqueue
@@ -40,29 +40,17 @@ def test_acknowledged_and_received_messages_are_archived(client: Client, name: s
     assert len(queue.browse_archived_messages()) == 2
 
 
-def test_maintain_archive_recreates_a_missing_day(
-    client: Client, name: str, connection: psycopg.Connection[Any]
-) -> None:
-    client.queue(name).create_queue(archive_for=DAY)
-    client.queues.maintain_archive()
-    assert client.queues.maintain_archive() == []
-    day = value(connection, "select pgqueue._utc_day(now()) + 5")
-    connection.execute(f"drop table pgqueue.archived_messages_{day:%Y%m%d}")
-    assert client.queues.maintain_archive() == [pgqueue.ArchiveChange(day, "made")]
-
-
 def test_acknowledgements_succeed_while_the_archive_is_maintained(
     database: str, name: str, connection: psycopg.Connection[Any]
 ) -> None:
     """The partition of an old day is created and dropped repeatedly while messages are acknowledged."""
-    sent = 600
-    done = Event()
+    began, done = Event(), Event()
     changes: list[pgqueue.ArchiveChange] = []
     failures: list[BaseException] = []
     with connect(database) as setup:
         queue = pgqueue.Queue(setup, name)
         queue.create_queue(archive_for=DAY)
-        ids = queue.enqueue_batch(range(sent))
+        ids = queue.enqueue_batch(range(600))
         pgqueue.Queues(setup).maintain_archive()
         setup.execute("update pgqueue.archive_clock set confirmed_at = checked_at")
 
@@ -71,9 +59,11 @@ def test_acknowledgements_succeed_while_the_archive_is_maintained(
             with connect(database) as own:
                 consumer = pgqueue.Queue(own, name)
                 own.execute("set lock_timeout = '60 s'")
-                while messages := consumer.claim(step):
-                    token = messages[0].claim_token
-                    assert consumer.ack_batch([message.id for message in messages], token) == len(messages)
+                began.wait(PATIENCE)
+                while not is_empty(own, name):
+                    if messages := consumer.claim(step):
+                        token = messages[0].claim_token
+                        assert consumer.ack_batch([message.id for message in messages], token) == len(messages)
         except BaseException as error:
             failures.append(error)
 
@@ -86,6 +76,7 @@ def test_acknowledgements_succeed_while_the_archive_is_maintained(
                         "select pgqueue._create_day_partition(d) from (select pgqueue._utc_day(now()) - 4000) as t (d)"
                         " where pgqueue._has_day_partition(d) is not true"
                     )
+                    began.set()
                 changes.extend(pgqueue.Queues(own).maintain_archive())
         except BaseException as error:
             failures.append(error)

@@ -6,23 +6,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
 import pytest
-from clients import (
-    CONTEXT,
-    QUIET,
-    claim,
-    connect,
-    drain,
-    hold,
-    processes,
-    send_until_down,
-    settle_until_down,
-    value,
-    wait_for,
-)
+from clients import CONTEXT, QUIET, claim, connect, drain, hold, value, wait_for
 from psycopg.conninfo import make_conninfo
 
 from pgqueue.embedded import EmbeddedServer
@@ -39,6 +29,28 @@ def durable() -> Iterator[EmbeddedServer]:
         yield server
 
 
+def send_until_down(dsn: str, queue: str, sent: list[int]) -> None:
+    """Enqueue one by one until the server is gone; adds the ids of which it is known to a list."""
+    with suppress(psycopg.OperationalError), connect(dsn) as connection:
+        while True:
+            sent.append(value(connection, "select pgqueue.enqueue(%s, '0')", queue))
+
+
+def settle_until_down(dsn: str, queue: str, number: int, acked: list[int]) -> list[int]:
+    """Claim and acknowledge until the server is gone; adds the ids to a list, and returns those without an answer."""
+    ids: list[int] = []
+    with suppress(psycopg.OperationalError), connect(dsn) as connection:
+        while True:
+            rows = claim(connection, queue, number)
+            ids = [row[0] for row in rows]
+            if ids:
+                done = value(connection, "select pgqueue.ack_batch(%s, %s, %s)", queue, ids, rows[0][1])
+                assert done == len(ids)
+                acked += ids
+                ids = []
+    return ids
+
+
 @pytest.mark.parametrize(
     ("dedicated", "crashes"),
     [
@@ -48,32 +60,34 @@ def durable() -> Iterator[EmbeddedServer]:
     ],
 )
 def test_a_killed_server_loses_no_message_and_restores_no_acknowledged_one(
-    durable: EmbeddedServer, name: str, tmp_path: Path, dedicated: bool, crashes: int
+    durable: EmbeddedServer, name: str, dedicated: bool, crashes: int
 ) -> None:
     dsn = durable.dsn
     with connect(dsn) as connection:
         connection.execute("select pgqueue.create_queue(%s, '1 h', 100, dedicated => %s)", (name, dedicated))
     sent: set[int] = set()
     acked: set[int] = set()
-    for crash in range(crashes):
-        logs = [tmp_path / f"{crash}-{number}" for number in range(4)]
-        with processes(4) as pool:
-            senders = [pool.submit(send_until_down, dsn, name, str(log)) for log in logs[:2]]
+    for _ in range(crashes):
+        answers: list[list[int]] = [[], [], [], []]
+        with ThreadPoolExecutor(4) as pool:
+            senders = [pool.submit(send_until_down, dsn, name, answers[place]) for place in (0, 1)]
             settlers = [
-                pool.submit(settle_until_down, dsn, name, number, str(log))
-                for number, log in zip((1, 10), logs[2:], strict=True)
+                pool.submit(settle_until_down, dsn, name, *more) for more in ((1, answers[2]), (10, answers[3]))
             ]
-            wait_for(lambda: all(log.exists() and log.stat().st_size > 100 for log in logs))  # noqa: B023
-            durable.kill()
-            new = {number for sender in senders for number in sender.result()}
-            outcomes = [settler.result() for settler in settlers]
+            try:
+                wait_for(lambda: all(len(each) > 100 for each in answers))  # noqa: B023
+            finally:
+                durable.kill()
+            for sender in senders:
+                sender.result()
+            uncertain = {number for settler in settlers for number in settler.result()}
         durable.start()
+        new = {*answers[0], *answers[1]}
         assert not new & sent, "an id was given twice"
         sent |= new
-        uncertain = {number for outcome in outcomes for number in outcome[1]}
-        for outcome in outcomes:
-            assert not acked & set(outcome[0])
-            acked |= set(outcome[0])
+        for each in answers[2:]:
+            assert not acked & set(each)
+            acked |= set(each)
 
         with connect(dsn) as connection:
             rows = connection.execute(
@@ -185,10 +199,14 @@ def test_a_full_disk_loses_nothing_and_consumers_still_free_space(small_disk: tu
             fill_up()
 
         acked: list[int] = []
-        while rows := claim(connection, "full", 7):
-            for number, token, _ in rows:
+
+        def all_acked() -> bool:
+            for number, token, _ in claim(connection, "full", 7):
                 assert connection.execute("select pgqueue.ack('full', %s, %s)", (number, token)).fetchone() == (True,)
                 acked.append(number)
+            return len(acked) == len(sent) - 2
+
+        wait_for(all_acked)
         assert sorted(acked) == sorted(set(sent) - {spent[0], due[0]})
         for look in ("stats('full')", "peek('full')", "browse('full')", "doctor()"):
             connection.execute(f"select * from pgqueue.{look}")

@@ -4,12 +4,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, QUIET, claim, connect, flood, processes, wait_for, watch
+from clients import PATIENCE, QUIET, claim, connect, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +24,6 @@ def embedded() -> Iterator[EmbeddedServer]:
     with EmbeddedServer(durable=False, settings=QUIET | {"max_prepared_transactions": "10"}) as server:
         with connect(server.dsn) as connection:
             connection.execute("create extension pgqueue")
-            connection.execute("create table sightings (queue text, id bigint)")
         yield server
 
 
@@ -91,36 +89,6 @@ def by_a_savepoint(connection: psycopg.Connection[Any], queue: str) -> list[int]
     ids = by_enqueue(connection, queue)
     connection.execute("release savepoint here")
     return ids
-
-
-@pytest.mark.long(part="soak")
-@pytest.mark.parametrize(
-    ("send", "seconds", "prepared"),
-    [(by_enqueue, 3, False), (by_enqueue, 20, False), (by_enqueue_batch, 3, True), (by_insert_into_the_leaf, 3, False)],
-)
-def test_messages_that_are_committed_after_30_000_later_ones_were_consumed_are_delivered(
-    dsn: str, late_queue: str, tmp_path: Path, send: Send, seconds: float, prepared: bool
-) -> None:
-    stop, sightings = tmp_path / "stop", "select id from sightings where queue = %s order by id"
-    with connect(dsn) as observer, psycopg.connect(dsn) as producer, processes(3) as pool, pinned_horizon(dsn):
-        ids = send(producer, late_queue)
-        if prepared:
-            producer.execute("prepare transaction 'late'")
-        consumers = [pool.submit(watch, dsn, late_queue, str(stop)) for _ in range(2)]
-        assert pool.submit(flood, dsn, late_queue, 30_000, seconds).result() == 30_000
-        left = "select id from pgqueue.messages where queue_name = %s and payload = '0' limit 1"
-        wait_for(lambda: not numbers(observer, left, late_queue))
-        assert numbers(observer, sightings, late_queue) == []
-        if prepared:
-            observer.execute("commit prepared 'late'")
-        else:
-            producer.commit()
-        try:
-            wait_for(lambda: len(numbers(observer, sightings, late_queue)) >= len(ids))
-        finally:
-            stop.touch()
-        assert sum(consumer.result() for consumer in consumers) == 30_000
-        assert numbers(observer, sightings, late_queue) == sorted(ids)
 
 
 def record_vacant_ids(connection: psycopg.Connection[Any], queue: str) -> list[Any]:
@@ -217,7 +185,6 @@ def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str)
         last = pass_by(connection, late_queue, 5)
         assert head(connection, late_queue) <= late
         writer.rollback()
-        # On a busy machine a sweep can end before it has recorded the ids.
         wait_for(lambda: record_vacant_ids(connection, late_queue) == [] and head(connection, late_queue) > last)
 
 
@@ -229,8 +196,8 @@ def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue:
             number, token, _ = wait_for(lambda: claim(connection, late_queue, 1))[0]
             assert number == first
             connection.execute("select pgqueue.nack(%s, %s, %s, '1 h')", (late_queue, number, token))
-            pass_by(connection, late_queue)
-            assert head(connection, late_queue) > first
+            # On a busy machine a sweep can end before it has recorded the ids.
+            wait_for(lambda: pass_by(connection, late_queue) and head(connection, late_queue) > first)
             connection.execute(
                 "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (late_queue,)
             )
@@ -287,22 +254,16 @@ STEPS = [
 ]
 
 
-any_steps = given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=10, max_size=60))
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.long(part="soak"))])
+def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(dsn: str, examples: int) -> None:
+    """The short run takes the same steps each time. A failure of the long one is printed with its steps."""
 
+    @settings(max_examples=examples, derandomize=examples == 8)
+    @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3)), min_size=10, max_size=60))
+    def check(steps: list[tuple[str, int]]) -> None:
+        check_vacant_ids(dsn, steps)
 
-@settings(max_examples=8, derandomize=True)
-@any_steps
-def test_live_messages_and_ids_of_running_writers_are_never_taken_for_vacant(
-    dsn: str, steps: list[tuple[str, int]]
-) -> None:
-    check_vacant_ids(dsn, steps)
-
-
-@pytest.mark.long(part="soak")
-@settings(max_examples=200)
-@any_steps
-def test_live_messages_are_never_taken_for_vacant_at_length(dsn: str, steps: list[tuple[str, int]]) -> None:
-    check_vacant_ids(dsn, steps)
+    check()
 
 
 def check_vacant_ids(dsn: str, steps: list[tuple[str, int]]) -> None:

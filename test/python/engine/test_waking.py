@@ -14,6 +14,7 @@ Session = psycopg.Connection[Any]
 def waiting(connection: Session, database: str, name: str) -> Iterator[Session]:
     """A session that listens to a queue and has called prepare_wait."""
     connection.execute("select pgqueue.create_queue(%s)", [name])
+    connection.execute("select pgqueue.subscribe(%s, %s)", [f"to.{name}", name])
     with connect(database) as session:
         session.execute(f'listen "pgqueue_{name}"')
         session.execute("select pgqueue.prepare_wait(%s)", [name])
@@ -24,9 +25,10 @@ def is_notified(session: Session) -> bool:
     return bool(list(session.notifies(timeout=PATIENCE, stop_after=1)))
 
 
-def test_a_notification_has_no_content(waiting: Session, connection: Session, name: str) -> None:
+@pytest.mark.parametrize("send", ["enqueue('{}', '1')", "publish('to.{}', '1')"])
+def test_a_notification_has_no_content(waiting: Session, connection: Session, name: str, send: str) -> None:
     """Every role can listen on every channel."""
-    connection.execute("select pgqueue.enqueue(%s, '1')", [name])
+    connection.execute(f"select pgqueue.{send.format(name)}".encode())
     assert [note.payload for note in waiting.notifies(timeout=PATIENCE, stop_after=1)] == [""]
 
 
