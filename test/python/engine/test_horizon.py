@@ -3,13 +3,12 @@
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -38,7 +37,6 @@ BENCH = Path(__file__).parents[2] / "bench"
 MANIFEST = json.loads((BENCH / "harness/adapter.json").read_text())
 EVERY = 0.2
 _numbers = count(1)
-URL = "postgres://nobody@127.0.0.1:1/nothing"
 REQUIRED = {"claim_p50_ms", "claim_p95_ms", "claim_p99_ms", "enqueue_rate", "completion_rate", "queue_depth"}
 
 
@@ -157,13 +155,6 @@ def test_every_tick_has_all_required_metrics(start: Callable[..., Adapter]) -> N
     wait_for(lambda: max(adapter.values("claim_p99_ms")) > 0)
 
 
-def test_only_the_first_instance_reports_what_all_instances_see(start: Callable[..., Adapter]) -> None:
-    adapter = start(BENCH_INSTANCE_ID="1")
-    wait_for(lambda: len(adapter.values("completion_rate")) > 1)
-    assert {record["instance_id"] for record in adapter.records} == {1}
-    assert not adapter.values("queue_depth") + adapter.values("producer_target_rate")
-
-
 def test_the_harness_can_pace_the_producer(start: Callable[..., Adapter]) -> None:
     adapter = start(PRODUCER_PACING="harness", BENCH_QUEUE_COUNT="2", PRODUCER_BATCH_MAX="4")
     adapter.tell("ENQUEUE 3\nENQUEUE 7\n")
@@ -186,37 +177,6 @@ def test_the_producer_can_keep_a_depth(start: Callable[..., Adapter]) -> None:
     wait_for(lambda: 40 <= adapter.values("queue_depth")[-1] <= 50 if adapter.values("queue_depth") else False)
     adapter.wait_for_completions()
     assert max(adapter.values("queue_depth")) <= 60
-
-
-def test_the_adapter_goes_on_after_killed_backends_and_a_restart_of_the_server(
-    own_server: EmbeddedServer, start: Callable[..., Adapter]
-) -> None:
-    adapter = start()
-    adapter.wait_for_completions()
-    with psycopg.connect(own_server.dsn, autocommit=True) as connection:
-        connection.execute(
-            "select pg_terminate_backend(pid) from pg_stat_activity where datname = %s",
-            [psycopg.conninfo.conninfo_to_dict(adapter.dsn)["dbname"]],
-        )
-    adapter.wait_for_completions()
-    own_server.restart()
-    adapter.wait_for_completions()
-    assert adapter.process.poll() is None
-    # The server is down, so nothing can be closed gracefully.
-    assert own_server.pid is not None
-    os.kill(own_server.pid, signal.SIGINT)
-    wait_for(lambda: own_server.pid is None)
-    try:
-        assert adapter.terminate() == 0
-    finally:
-        own_server.start()
-
-
-def test_an_adapter_without_a_server_exits_with_1(own_server: EmbeddedServer) -> None:
-    adapter = Adapter(own_server, "missing")
-    assert adapter.process.wait(PATIENCE) == 1
-    adapter.close()
-    assert adapter.records == []
 
 
 def test_percentiles_are_exact_to_a_thousandth_and_forget_after_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,105 +216,3 @@ def test_all_phases_run_and_their_figures_become_tables_and_charts(
     found = list(tables(report["parts"]["horizon"]))
     assert [len(rows) for _, _, rows, _ in found] == [len(phases)] * 5
     assert all(chart.stat().st_size > 0 for chart in draw(report, options.output.parent))
-
-
-def script(tmp_path: Path, text: str) -> list[str]:
-    file = tmp_path / "adapter.py"
-    file.write_text(text)
-    return [sys.executable, str(file)]
-
-
-FAKE = """
-import asyncio, sys
-sys.path.append({harness!r})
-import protocol
-
-class Fake(protocol.System):
-    name, event_tables = "fake", ["public.fake"]
-    async def open(self, stack): pass
-    async def enqueue(self, payloads): raise ValueError("refused")
-    async def depth(self): return 0
-    async def work(self, handle): {work}
-
-async def hang():
-    while True:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            pass
-
-protocol.SHUTDOWN_SECONDS = 0.2
-protocol.main(Fake)
-"""
-
-
-def test_an_adapter_ends_in_time_when_its_system_does_not(tmp_path: Path) -> None:
-    with fake(tmp_path, "await hang()") as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["kind"] == "descriptor"
-        process.terminate()
-        assert process.wait(PATIENCE) == 0
-
-
-def test_an_adapter_whose_worker_ends_by_itself_exits_with_1(tmp_path: Path) -> None:
-    with fake(tmp_path, "return") as process:
-        _, complaint = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert "the worker ended by itself" in complaint
-
-
-@contextmanager
-def fake(tmp_path: Path, work: str) -> Iterator["subprocess.Popen[str]"]:
-    """A process of an adapter whose system needs no server."""
-    text = FAKE.format(harness=str(BENCH / "harness"), work=work)
-    environment = os.environ | {"DATABASE_URL": URL, "SAMPLE_EVERY_S": str(EVERY)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(script(tmp_path, text), env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_an_adapter_that_ends_is_started_again_and_counted_unless_it_was_killed(
-    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(horizon, "RESTART_DELAY", 0.05)
-    text = f"""
-import json, pathlib, time
-print("a line of a library", flush=True)
-print(json.dumps({{"kind": "descriptor", "event_tables": ["public.any"], "version": "1"}}), flush=True)
-print(json.dumps({{"kind": "adapter", "metric": "start", "value": 1}}), flush=True)
-while not pathlib.Path("{tmp_path}/over").exists():
-    time.sleep(0.01)
-"""
-    with horizon.Run(script(tmp_path, text), own_server, URL, 1, 1, EVERY) as run:
-        wait_for(lambda: len(run.samples) == 1)
-        run.kill()
-        wait_for(lambda: len(run.samples) == 2)
-        assert run.exits == []
-        (tmp_path / "over").touch()
-        wait_for(lambda: len(run.samples) > 3)
-        assert len(run.exits) >= 2
-        assert "a line of a library" in run.complaints()
-
-
-def test_an_adapter_that_cannot_start_is_an_error_with_its_last_words(
-    own_server: EmbeddedServer, tmp_path: Path
-) -> None:
-    run = horizon.Run(script(tmp_path, "raise SystemExit('no such library')"), own_server, URL, 1, 1, EVERY)
-    with pytest.raises(RuntimeError, match="no such library"):
-        run.__enter__()
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "seconds"),
-    [("clean", "clean", 60), ("idle-in-tx:600", "idle-in-tx", 600), ("clean:0.5", "clean", 0.5)],
-)
-def test_a_phase_is_its_kind_and_perhaps_seconds(text: str, kind: str, seconds: float) -> None:
-    assert horizon.Phase.of(text, 60) == horizon.Phase(kind, seconds)
-
-
-def test_an_unknown_phase_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r'unknown phase "storm": choose from warmup, clean,'):
-        horizon.Phase.of("storm:5", 60)

@@ -22,7 +22,7 @@ from clients import PATIENCE, is_empty, wait_for
 from commands import in_process
 from consumers import PAIR, Form, Step, prepare, rows, together
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from served import ADMIN, Server, configuration, locked, new_name, serving
+from served import ADMIN, Server, configuration, locked, serving
 
 import pgqueue
 from pgqueue import Queue, _connections
@@ -361,27 +361,3 @@ def test_a_statement_behind_a_pooler_ends_at_the_time_limit(
         answer = web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]})
     assert answer.status_code == 503, answer.text
     assert web.post(f"/v1/queues/{name}/enqueue", {"messages": [{"payload": 1}]}).status_code == 201
-
-
-@pytest.mark.long(part="engine")
-def test_managed_queues_and_pages_work_behind_a_pooler(web: Server, connection: Connection) -> None:
-    name = new_name()
-    queues = "/managed-services/pooled/queues"
-    assert web.post(queues, {"name": name}).status_code == 201
-    web.until(lambda: web.get(f"{queues}/{name}").json()["status"] == "Active")
-    sent = web.post(f"{queues}/{name}/messages", {"messages": [{"payload": {"n": n}} for n in range(2)]})
-    assert sent.status_code == 202, sent.text
-    done = web.task(f"{queues}/{name}/messages", sent.json()["task_id"])
-    assert (done["status"], len(done["result"]["message_ids"])) == ("completed", 2)
-    place = {"service": "pooled", "database": connection.info.dbname, "name": name}
-    for path in ("/", "/queue", "/queue/consumers", "/queue/settings", "/queue/purge_queue", "/queue/drop_queue"):
-        assert web.get(path, params=place).status_code == 200, path
-    # A statement that fails is explained in the form, and the rest of the request goes on.
-    connection.execute('create view "held" as select from pgqueue.messages')
-    wrong = web.post("/queue/settings", params=place, data={"max_attempts": "-1"})
-    assert (wrong.status_code, "max_attempts" in wrong.text) == (422, True), wrong.text
-    assert web.post("/queue/purge_queue", params=place, data={"typed": "other"}).status_code == 422
-    assert web.post("/queue/purge_queue", params=place, data={"typed": name}).status_code == 303
-    assert Queue(connection, name).stats().ready_messages == 0
-    assert web.call("DELETE", f"{queues}/{name}").status_code == 202
-    web.until(lambda: web.get(f"{queues}/{name}").status_code == 404)

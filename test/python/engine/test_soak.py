@@ -6,18 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
-from clients import new_seed, wait_for
-
-from pgqueue import Queue
+from clients import new_seed
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 import soak
-from soak.children import Child
 from soak.history import FINAL_HEADERS, Dead, Effect, History, Log, Send, Start, check
-from soak.plan import Plan, everything, for_minutes
+from soak.plan import Plan, everything
 
 FINAL = {f"pgqueue.{name}": "something" for name in FINAL_HEADERS}
 
@@ -227,44 +223,6 @@ def test_an_incomplete_last_line_of_a_history_is_ignored(tmp_path: Path) -> None
     with path.open("a") as file:
         file.write('["start", 2, 3.1')
     assert list(Log.read(path)) == [["start", 1]]
-
-
-@pytest.mark.parametrize("flavour", ["sync", "async"])
-def test_a_process_that_does_not_stop_prints_the_stacks_of_its_threads_and_tasks(
-    flavour: str, database: str, name: str, tmp_path: Path
-) -> None:
-    with psycopg.connect(database, autocommit=True) as connection:
-        queue = Queue(connection, name)
-        queue.create_queue()
-        queue.enqueue({"key": 1, "kind": "slow", "seconds": 60})
-    history = tmp_path / "history.jsonl"
-    consumers = [{"queue": name, "options": {"grace_period": 60}}]
-    settings = {"dsn": database, "history": str(history), "flavour": flavour, "consumers": consumers}
-    child = Child("consume", settings, tmp_path / "log")
-    try:
-        wait_for(lambda: history.exists() and history.read_text().count("start"))
-        child.tell("stop")
-        said = wait_for(lambda: said if " finish\n" in (said := child.explain()) else None)
-        assert child.is_up()
-    finally:
-        child.close()
-    assert "Thread 0x" in said
-    assert "in _listen" in said  # a thread
-    assert "handlers.py" in said  # a task, down to where it waits
-    assert ("in __call__" if flavour == "sync" else " call\n") in said  # the handler
-
-
-@pytest.mark.parametrize(("minutes", "seconds", "late"), [(0.5, 30, 12), (2, 60, 24), (2.5, 150, 60), (10, 150, 60)])
-def test_in_each_cycle_of_a_soak_a_late_commit_comes_before_the_crash(
-    minutes: float, seconds: float, late: float
-) -> None:
-    plan = for_minutes(1, minutes, 64)
-    assert (plan.seconds, plan.cycles * plan.seconds) == (seconds, minutes * 60)
-    assert plan.late_seconds == late
-    assert plan.late_every == seconds
-    assert plan.restart_at is not None
-    assert late < plan.restart_at * seconds
-    assert ("patient" in plan.exactly_once) == (minutes >= 2.5)
 
 
 def proven(plan: Plan, home: Path) -> dict[str, Any]:
