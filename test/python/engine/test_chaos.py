@@ -190,6 +190,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "max_in_flight and group_limit": {"max_in_flight": 10, "group_limit": 2},
     "rate_limit": {"rate_limit": 60, "rate_period": timedelta(minutes=1)},
 }
+FAST = ("priorities", "max_in_flight and group_limit")
 
 
 @pytest.mark.parametrize(
@@ -199,10 +200,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.long(part="soak") if kind in ("group_limit", "max_in_flight") else ())
-        for kind in SETTINGS
-    ],
+    [pytest.param(kind, marks=() if kind in FAST else pytest.mark.long(part="soak")) for kind in SETTINGS],
 )
 def test_a_queue_keeps_its_promises_although_sessions_die(
     database: str,

@@ -103,7 +103,7 @@ def test_a_key_has_at_most_one_living_message(
         chance = random.Random(place)
         with connect(database) as own:
             mine = pgqueue.Queue(own, name)
-            for _ in range(number):
+            for _ in range(number // 2):
                 keys = [chance.randrange(20) for _ in range(chance.choice([1, 5, 20]))]
                 match chance.randrange(10):
                     case 0:
@@ -133,7 +133,7 @@ def test_parallel_replacements_leave_one_message_and_do_not_deadlock_with_cancel
         cancelled = 0
         with connect(database) as own:
             mine = pgqueue.Queue(own, name)
-            for n in range(100):
+            for n in range(40):
                 if cancels and place % 2:
                     cancelled += mine.cancel_by_key("only")
                 else:

@@ -5,6 +5,7 @@ After a lock wait, functions use the current state of the queue.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -67,7 +68,7 @@ def test_a_stranger_that_locks_a_queue_delays_calls_and_loses_nothing(
 ) -> None:
     queue, another = pgqueue.Queue(connection, name), pgqueue.Queue(connection, f"{name}-2")
     for each in (queue, another):
-        each.create_queue()
+        each.create_queue(visibility_timeout=timedelta(hours=1))
         each.enqueue_batch([1, 2])
     (message,) = queue.claim()
     calls: tuple[Callable[[], object], ...] = (

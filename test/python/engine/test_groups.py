@@ -76,7 +76,7 @@ def test_many_consumers_process_each_group_in_order(
     database: str, connection: psycopg.Connection[Any], name: str, on_dead: str, consumers: int, number: int
 ) -> None:
     own = pgqueue.Queue(connection, name)
-    own.create_queue(group_limit=1, on_dead=on_dead, max_attempts=100, backoff_base=timedelta(0))
+    own.create_queue(timedelta(hours=1), group_limit=1, on_dead=on_dead, max_attempts=100, backoff_base=timedelta(0))
     keys = [f"group {place % (number // 30)}" for place in range(number)]
     waiting: dict[str, deque[int]] = defaultdict(deque)
     for each, key in zip(own.enqueue_batch(keys, group_keys=keys), keys, strict=True):
@@ -146,7 +146,7 @@ def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
     queue = pgqueue.Queue(connection, name)
     queue.create_queue(group_limit=1)
     send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
-    connection.execute(send.format("array_fill('hot'::text, array[%s])").encode(), [name, 30_000, 30_000])
+    connection.execute(send.format("array_fill('hot'::text, array[%s])").encode(), [name, 10_000, 10_000])
     connection.execute(
         send.format("array(select 'group ' || i %% 50 from generate_series(1, %s) as i)").encode(), [name, 1000, 1000]
     )
@@ -163,7 +163,7 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
         queue.create_queue(group_limit=1)
         pin.execute("select pg_current_xact_id()")
         keys = [f"group {number}" for number in range(50)]
-        for _ in range(60):
+        for _ in range(30):
             queue.enqueue_batch(keys, group_keys=keys)
             left = 50
             while left:  # A claim that runs out of time returns fewer.
@@ -192,8 +192,8 @@ def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(
         queue = pgqueue.Queue(connection, name)
         queue.create_queue(group_limit=1)
         pin.execute("select pg_current_xact_id()")
-        ids = queue.enqueue_batch([0] * 20_100, group_keys=["hot"] * 20_100)
-        connection.execute("delete from pgqueue.messages where queue_name = %s and id < %s", [name, ids[20_000]])
+        ids = queue.enqueue_batch([0] * 5100, group_keys=["hot"] * 5100)
+        connection.execute("delete from pgqueue.messages where queue_name = %s and id < %s", [name, ids[5000]])
 
         def is_recorded() -> bool:
             connection.execute(
@@ -202,7 +202,7 @@ def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(
             )
             state = connection.execute("select first_id from pgqueue.sweep_state where queue_name = %s", [name])
             (first_id,) = state.fetchone() or (0,)
-            return bool(first_id == ids[20_000])
+            return bool(first_id == ids[5000])
 
         wait_for(is_recorded)
         assert buffers_of_claims(connection, name) < 84  # 42

@@ -25,7 +25,7 @@ def test_a_claim_that_is_not_committed_keeps_others_waiting_for_a_short_time_onl
 
 def test_claims_read_few_buffers_beside_a_backlog(connection: psycopg.Connection[Any], name: str) -> None:
     pgqueue.Queue(connection, name).create_queue(max_in_flight=100, rate_limit=1_000_000)
-    send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30000]))"
+    send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[10000]))"
     connection.execute(send, [name])
     connection.execute(  # a claim by plain SQL
         "update pgqueue.messages set visible_at = now() + interval '1 h', attempt_count = 1 where queue_name = %s"

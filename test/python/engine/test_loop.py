@@ -3,12 +3,11 @@
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clients import PATIENCE
+from clients import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "test"))
@@ -95,7 +94,4 @@ def test_a_server_is_kept_and_has_the_extension_as_it_is_now(checkout: Path) -> 
     directory = Path(keeper.partition("host=")[2].split()[0])
     assert directory.exists()
     shutil.rmtree(kept.parent)  # what `make stop` does
-    deadline = time.monotonic() + PATIENCE
-    while directory.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not directory.exists())
