@@ -2,10 +2,12 @@
 
 A promise is a sentence, an item of a list or a row of a table under a heading `Promises` or `Guarantees`. The table
 `Promises` of test/README.md names the tests that fail when it is broken: the fast ones, which `make test` runs, and
-those of `make test-long`, which have the mark `long`. The tests in the tables of scenarios there must exist, too.
+those of `make test-long`, which have the mark `long`.
+
+The program fails for a promise without an anchor or a row, a row without a promise or a fast test, a test that does not
+exist, a test in the wrong column, a scenario that has no test or is missing, and a mark that names no part.
 """
 
-import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -28,7 +30,12 @@ REFERENCE = re.compile(r"\]\([^)]*#promises\)|:$")
 QUOTE = r"'(?:: |%\d*\$?[sIL]:? | )?"
 # The numbers in the tables of scenarios, each of which is there once.
 SCENARIOS = [*map(str, range(1, 62)), *(f"H{number}" for number in range(1, 15))]
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+# The mark `long` with its part; where it marks all forms of a test, or all tests of a module; and where a file uses it,
+# also by the names that tests have for it.
+MARK = re.compile(r"\bmark\.long\b(?:\(part=\"(\w+)\"\))?")
+MARKED = re.compile(r"^@(?:pytest\.mark\.long\b|(?:long|LONG)$)", re.MULTILINE)
+MARKED_MODULE = re.compile(r"^pytestmark = .*\bmark\.long\b", re.MULTILINE)
+USED = re.compile(r"\b(?:mark\.long|marks=long|LONG)\b")
 
 
 class Line(NamedTuple):
@@ -59,10 +66,8 @@ class Row(NamedTuple):
 
 def documents() -> list[Path]:
     """All documents in which promises may be: not this table, nor what tests or tools have fetched."""
-    found = [*ROOT.glob("*.md")]
-    for directory in ("sql", "python"):
-        found += [path for path in (ROOT / directory).glob("**/*.md") if "node_modules" not in path.parts]
-    return sorted(found)
+    found = [*ROOT.glob("*.md"), *ROOT.glob("sql/**/*.md"), *ROOT.glob("python/**/*.md")]
+    return sorted(path for path in found if "node_modules" not in path.parts)
 
 
 def section(document: Path, title: str) -> Iterator[Line]:
@@ -120,139 +125,23 @@ def promises(problems: list[str]) -> dict[str, Promise]:
     return found
 
 
-# Tests in Python.
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """The Python files of test/ by the name by which others import them."""
-    return {path.stem: path for path in TEST.rglob("*.py") if path.stem != "conftest"}
-
-
-@cache
-def definitions(path: Path) -> dict[str, ast.AST]:
-    """What a file defines by name: a function, a class, the value of a constant, or the import that provides it."""
-    found: dict[str, ast.AST] = {}
-    for node in tree(path).body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                found[node.name] = node
-            case ast.Assign() | ast.AnnAssign(value=ast.expr()):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
-                found |= {name.id: node.value or node for name in names}
-            case ast.ImportFrom():
-                found |= {alias.asname or alias.name: node for alias in node.names}
-    return found
-
-
-@cache
-def sources(path: Path) -> list[Path]:
-    """The files that define what a test can name: its own, and each conftest.py beside it or above."""
-    above = (directory / "conftest.py" for directory in path.parents if TEST in directory.parents)
-    return [path, *(file for file in above if file.exists())]
-
-
-@cache
-def meaning(path: Path, name: str) -> tuple[Path, ast.AST] | None:
-    """What a name means in a file, and the file that defines it; also the name of a fixture."""
-    for file in sources(path):
-        node = definitions(file).get(name)
-        if isinstance(node, ast.ImportFrom):
-            source = modules().get(node.module or "")
-            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-            return meaning(source, original) if source else None
-        if node:
-            return file, node
-    return None
-
-
-def is_long(node: ast.AST) -> bool:
-    """Is the node pytest.mark.long, or a call of it?"""
-    node = node.func if isinstance(node, ast.Call) else node
-    return isinstance(node, ast.Attribute) and node.attr == "long" and ast.unparse(node.value).endswith("mark")
-
-
-def is_mark(path: Path, node: ast.AST) -> bool:
-    """Is it a mark `long`, a name for one, a list that contains one, or a parametrization with long values only?"""
-    if isinstance(node, ast.Name):
-        meant = meaning(path, node.id)
-        return meant is not None and is_mark(*meant)
-    if isinstance(node, ast.List | ast.Tuple):
-        return any(is_mark(path, element) for element in node.elts)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize" and len(node.args) > 1:
-        values = node.args[1]
-        return isinstance(values, ast.List) and all(contains_mark(path, value) for value in values.elts)
-    return is_long(node)
-
-
-def contains_mark(path: Path, node: ast.AST) -> bool:
-    """Is a mark `long` anywhere in an expression, or in the constants that it names?"""
-    for each in ast.walk(node):
-        meant = meaning(path, each.id) if isinstance(each, ast.Name) else None
-        is_constant = meant and isinstance(meant[1], ast.expr)
-        if is_long(each) or (meant and is_constant and contains_mark(*meant)):
-            return True
-    return False
-
-
-@cache
-def has_long_form(path: Path, function: Function) -> bool:
-    """Has the function, or a fixture that it uses, a parameter with the mark?"""
-    if any(contains_mark(path, decorator) for decorator in function.decorator_list):
-        return True
-    fixtures = (meaning(path, argument.arg) for argument in [*function.args.args, *function.args.kwonlyargs])
-    return any(
-        has_long_form(fixture[0], fixture[1])
-        for fixture in fixtures
-        if fixture and isinstance(fixture[1], Function) and fixture[1] is not function
-    )
-
-
-def marks_of_body(path: Path, body: list[ast.stmt]) -> bool:
-    """Does a module or class mark all its tests, by pytestmark?"""
-    return any(
-        isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark" and is_mark(path, node.value)
-        for node in body
-    )
-
-
-def search(path: Path, node: ast.Module | ast.ClassDef, name: str, long: bool = False) -> tuple[Function, bool] | None:
-    """The function or method of this name in a module or class, and whether all its forms are long."""
-    long |= marks_of_body(path, node.body)
-    for each in node.body:
-        if not isinstance(each, Function | ast.ClassDef):
-            continue
-        marked = long or any(is_mark(path, decorator) for decorator in each.decorator_list)
-        if isinstance(each, ast.ClassDef):
-            if found := search(path, each, name, marked):
-                return found
-        elif each.name == name:
-            return each, marked
-    return None
-
-
 # References to tests.
 
 
 @cache
 def kinds(reference: str) -> set[str]:
-    """Whether the test of a reference is fast or long, or both by its parameters; nothing if it does not exist."""
+    """Whether the test of a reference is fast or long, or may be both; nothing if it does not exist.
+
+    A test in Python is long if a decorator or its module has the mark. It can have long forms if its file uses it.
+    """
     path, colons, name = reference.partition("::")
     if colons:
-        file = TEST / path
-        found = search(file, tree(file), name.rpartition("::")[2]) if file.is_file() else None
-        if found is None:
+        text = (TEST / path).read_text(encoding="utf-8") if (TEST / path).is_file() else ""
+        if not (test := re.search(rf"((?:^[@ )\]].*\n)*)^(?:async )?def {re.escape(name)}\(", text, re.MULTILINE)):
             return set()
-        if found[1]:
+        if MARKED.search(test[1]) or MARKED_MODULE.search(text):
             return {"long"}
-        return {"fast", "long"} if has_long_form(file, found[0]) else {"fast"}
+        return {"fast", "long"} if USED.search(text) else {"fast"}
     path, _, description = reference.partition(": ")
     if not (TEST / path).exists():
         return set()
@@ -340,30 +229,13 @@ def check_scenarios() -> Iterator[str]:
 # Parts.
 
 
-def parts() -> list[str]:
-    """The parts of `make test-long`."""
-    words = re.search(r"^PARTS = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    return words[1].split() if words else []
-
-
 def check_parts() -> Iterator[str]:
     """Does every mark `long` name a part that exists?"""
-    known = parts()
-    for path in sorted(TEST.rglob("*.py")):
-        if path == Path(__file__).resolve() or "mark.long" not in path.read_text(encoding="utf-8"):
-            continue
-        nodes = list(ast.walk(tree(path)))
-        calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
-        for mark in sorted((node for node in nodes if isinstance(node, ast.Attribute) and is_long(node)), key=position):
-            given = [word.value for word in calls[mark].keywords if word.arg == "part"] if mark in calls else []
-            if not any(isinstance(part, ast.Constant) and part.value in known for part in given):
-                place = f"{path.relative_to(ROOT)}:{mark.lineno}"
-                yield f"{place}: {ast.unparse(calls.get(mark, mark))} names no part of the Makefile: {' '.join(known)}"
-
-
-def position(node: ast.expr) -> tuple[int, int]:
-    """Where a node begins in its file."""
-    return node.lineno, node.col_offset
+    parts = re.findall(r"^PARTS = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)[0].split()
+    for path in sorted({*TEST.rglob("*.py")} - {Path(__file__).resolve()}):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if any(part not in parts for part in MARK.findall(line)):
+                yield f"{path.relative_to(ROOT)}:{number}: the mark names no part of the Makefile: {' '.join(parts)}"
 
 
 def main() -> int:
