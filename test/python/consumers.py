@@ -407,9 +407,6 @@ def each_of(forms: list[Form]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("form", forms, ids=str)
 
 
-each = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
 def failing(error: BaseException | None = None) -> Work:
     """A handler or policy that always raises."""
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -91,41 +91,6 @@ def test_the_output_styles_of_a_database_do_not_affect_a_consumer(
         end.result(PATIENCE)
 
 
-@each_of([SYNC_LEASE, ASYNC_RECEIVE])
-def test_settings_of_a_handler_do_not_keep_other_messages_from_being_read(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    settings = ["DateStyle = German", "IntervalStyle = iso_8601", "client_encoding = 'LATIN1'"]
-    prepare(connection, name, max_attempts=1).enqueue_batch([EURO] * 4)
-
-    async def work(step: Step) -> None:
-        for setting in settings[len(run.calls) - 1 :][:1]:
-            await step.execute(f"set {setting}")
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
-    assert run.returned == [EURO] * 4
-    assert (run.consumer.stats.succeeded, run.consumer.stats.dead, run.circuits) == (4, 0, [])
-
-
-@each_of(PAIR)
-def test_a_message_with_an_infinite_expiry_is_handled(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name)
-    connection.execute(
-        "insert into pgqueue.messages (queue_name, payload, max_attempts, enqueued_at, expires_at)"
-        " values (%s, '1', 5, '-infinity', 'infinity')",
-        [name],
-    )
-    with form.consuming(database, name) as run:
-        wait_for(lambda: is_empty(connection, name))
-    assert run.returned == [1]
-    [call] = run.calls
-    assert call.message.expires_at == datetime.max.replace(tzinfo=UTC)
-    assert (run.consumer.stats.succeeded, run.consumer.stats.dead) == (1, 0)
-
-
 # Roles
 
 
@@ -171,27 +136,12 @@ def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(
     assert (run.consumer.stats.succeeded, run.criticals, run.circuits) == (2, [], [])
 
 
-@each_of([ASYNC_RECEIVE])
-def test_a_role_that_a_handler_sets_does_not_apply_to_the_next_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, max_attempts=1).enqueue_batch([1, 2, 3])
-    with role(connection, f"{name} settler", "ack_batch") as settler:
-
-        async def work(step: Step) -> None:
-            await step.execute(f'set role "{settler}"')
-
-        with form.consuming(database, name, work, concurrency=1) as run:
-            wait_for(lambda: is_empty(connection, name))
-    assert (run.returned, run.criticals) == ([1, 2, 3], [])
-    assert "open" not in run.circuits
-
-
 # Sessions
 
 STATE = """
 select current_setting('search_path'), current_setting('work_mem'), nullif(current_setting('app.tenant', true), ''),
-    current_setting('DateStyle'), current_user::text, session_user::text,
+    array(select current_setting(name) from unnest(array['DateStyle', 'IntervalStyle', 'client_encoding']) as name),
+    current_user::text, session_user::text,
     array(select pg_listening_channels()), to_regclass('pg_temp.notes') is not null,
     array(select c.name from pg_cursors c),
     (select count(*) from pg_locks l where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.objsubid = 1
@@ -199,6 +149,7 @@ select current_setting('search_path'), current_setting('work_mem'), nullif(curre
 """
 LEFT = """
 set search_path = nowhere; set work_mem = '1MB'; set app.tenant = 'me'; listen letters;
+set DateStyle = German; set IntervalStyle = iso_8601; set client_encoding = 'LATIN1';
 create temp table notes (n int); declare later cursor with hold for select 1; select pg_advisory_lock_shared({lock})
 """
 LOCK = 4711 << 32
@@ -221,7 +172,7 @@ def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
 ) -> None:
     # In receive mode the commit of a handler that escapes leaves a claim, which nobody extends.
     queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND if form.mode == "receive" else LONG)
-    queue.enqueue_batch(["first", "changes", "last"])
+    queue.enqueue_batch(["first", "changes", "last"], headers=[EURO] * 3)
     states: list[Any] = []
 
     def connect_in_style() -> Connection:
@@ -235,7 +186,7 @@ def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
 
         async def work(step: Step) -> None:
             if step.message.payload != "changes":
-                assert step.connection.row_factory is psycopg.rows.tuple_row
+                assert (step.connection.row_factory, step.message.headers) == (psycopg.rows.tuple_row, EURO)
                 states.extend(await step.execute(STATE))
                 return
             await step.execute(LEFT.format(lock=LOCK))

@@ -677,31 +677,6 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
 # Waiting
 
 
-@each_of(OTHER_PAIR[:1])
-def test_a_consumer_sleeps_while_a_rate_limit_holds(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    pauses: list[float] = []
-
-    def notifications_on(schedule: PollSchedule, seconds: float, is_empty: bool) -> None:
-        pauses.append(seconds)
-        original(schedule, seconds, is_empty)
-
-    original = PollSchedule.notifications_on
-    monkeypatch.setattr(PollSchedule, "notifications_on", notifications_on)
-    queue = prepare(connection, name, rate_limit=1, rate_period=timedelta(days=1))
-
-    async def work(step: Step) -> None:
-        assert step.message.payload == 1
-        pauses.clear()
-
-    with form.consuming(database, name, work, peek_delay=LONG) as run:
-        queue.enqueue_batch([1, 2, 3])
-        # Two messages stay ready. Without the limit, the consumer would look again after 0.1 s.
-        wait_for(lambda: run.returned == [1] and pauses and pauses[-1] > 10)
-    assert run.returned == [1]
-
-
 @each_of(MIXED[:2])
 def test_a_consumer_uses_a_place_that_it_has_freed(
     form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str

@@ -25,7 +25,6 @@ from consumers import (
     Interrupted,
     Step,
     attempts,
-    each,
     each_of,
     failing,
     prepare,
@@ -51,7 +50,7 @@ def count(connection: Connection, table: str) -> int:
 # 1, 12, 13
 
 
-@each
+@each_of(CROSSED)
 def test_a_message_is_handled_once_with_the_content_that_was_sent(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -176,7 +175,7 @@ def test_a_message_that_is_sent_again_begins_at_its_first_attempt(
     assert run.calls[0].message.id != run.calls[1].message.id
 
 
-@together(FORMS)
+@together(MIXED)
 def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled_back(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -200,8 +199,11 @@ def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled
     assert other.peek() == 1
 
 
-@pytest.mark.parametrize("answer", [KeyError("the policy's"), "retry, please"], ids=["raises", "returns text"])
-@together(CROSSED)
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [(CROSSED[0], "retry, please"), *((form, KeyError("the policy's")) for form in CROSSED[1:])],
+    ids=str,
+)
 def test_a_policy_that_never_decides_loses_no_message(
     form: Form, answer: Any, database: str, connection: Connection, name: str
 ) -> None:
@@ -228,7 +230,8 @@ def test_a_policy_that_never_decides_loses_no_message(
 def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
     database: str, connection: Connection, name: str, tmp_path: Path
 ) -> None:
-    queues = {f"{name}-{form}-{where}": (form, where) for form in FORMS for where in ("handler", "policy")}
+    places = [*((form, "handler") for form in MIXED), *((form, "policy") for form in CROSSED)]
+    queues = {f"{name}-{form}-{where}": (form, where) for form, where in places}
     ids = {}
     for queue in queues:
         prepare(connection, f"{queue}-other")
@@ -292,7 +295,7 @@ def test_every_attempt_sees_the_headers_that_were_sent(
 # 14, 15: concurrency
 
 
-@together(FORMS)
+@together(MIXED)
 def test_the_limit_may_change_while_handlers_run(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     permits = Semaphore(0)
@@ -342,7 +345,7 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
 # 16 to 19: stopping
 
 
-@together(FORMS)
+@together(CROSSED)
 def test_a_stop_waits_for_running_handlers(form: Form, database: str, connection: Connection, name: str) -> None:
     queue = prepare(connection, name)
     queue.enqueue_batch(["handler", "policy"])
@@ -374,8 +377,9 @@ def test_a_stop_waits_for_running_handlers(form: Form, database: str, connection
     assert run.criticals == []
 
 
-@pytest.mark.parametrize("how", ["forced", "asked for twice", "out of grace"])
-@together(FORMS)
+@pytest.mark.parametrize(
+    ("form", "how"), [*zip(FORMS, ["forced", "asked for twice", "out of grace"] * 2, strict=True)], ids=str
+)
 def test_a_forced_stop_cancels_and_costs_no_attempt(
     form: Form, how: str, database: str, connection: Connection, name: str
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from clients import connect, is_empty, wait_for
 from consumers import (
     CROSSED,
-    FORMS,
     LONG,
     MIXED,
     NOW,
@@ -632,7 +631,7 @@ def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(
     assert seen == [4, 5]
 
 
-@together(FORMS)
+@together(MIXED)
 def test_only_messages_sent_on_another_connection_survive_a_final_failure(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -656,24 +655,6 @@ def test_only_messages_sent_on_another_connection_survive_a_final_failure(
     assert is_empty(connection, joined.name)
     assert is_empty(connection, taken_back.name)
     assert [message.payload for message in beside.browse()] == [1, 2]
-
-
-@each_of(CROSSED[1:])
-def test_two_queues_get_only_the_messages_of_the_successful_attempt(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name).enqueue(1)
-    others = [prepare(connection, f"{name}-{letter}") for letter in "ab"]
-
-    async def work(step: Step) -> None:
-        for other in others:
-            await step.send(other.name, str(step.attempt))
-        if step.attempt == 1:
-            raise ValueError
-
-    with form.consuming(database, name, work):
-        wait_for(lambda: is_empty(connection, name))
-    assert [[message.payload for message in other.browse()] for other in others] == [[2], [2]]
 
 
 # A configuration that makes no sense
