@@ -1,13 +1,14 @@
 """How tests run the command line: in this process, in one of its own, or on a terminal; and its private servers."""
 
+import atexit
 import fcntl
 import json
 import logging
 import os
-import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import psycopg
@@ -161,23 +163,68 @@ def inside(directory: Path) -> Iterator[None]:
                 del sys.modules[name]
 
 
-def run(*words: str | bytes, stdin: bytes = b"", cwd: Path | None = None, **variables: str | Path) -> Done:
+@cache
+def starter() -> socket.socket:
+    """Where requests go to the process that starts commands. It ends after this one."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        program = str(Path(__file__).with_name("starter.py"))
+        process = subprocess.Popen([sys.executable, program], stdin=theirs.fileno())
+    atexit.register(process.wait, PATIENCE)
+    atexit.register(ours.close)
+    return ours
+
+
+class Process:
+    """A process of a command, like that of subprocess.Popen."""
+
+    def __init__(self, words: tuple[str, ...], files: list[int], cwd: Path | None, variables: Any) -> None:
+        self._reports, reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        request = json.dumps([words, environment(**variables), str(cwd or Path.cwd())])
+        with reports:
+            socket.send_fds(starter(), [request.encode()], [*files, reports.fileno()])
+        self._reports.settimeout(PATIENCE)
+        self.pid = int(self._reports.recv(20))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._reports.settimeout(timeout)
+            self.returncode = int(self._reports.recv(20))
+            self._reports.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(BlockingIOError):
+            return self.wait(0)
+        return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(*words: str, stdin: bytes = b"", cwd: Path | None = None, **variables: str | Path) -> Done:
     """Run a command in a process of its own."""
-    done = subprocess.run(
-        [*COMMAND, *words], input=stdin, capture_output=True, env=environment(**variables), cwd=cwd, timeout=PATIENCE
-    )
-    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+    with (
+        TemporaryDirectory() as directory,
+        running(*words, directory=Path(directory), stdin=stdin, cwd=cwd, **variables) as command,
+    ):
+        return command.end()
 
 
 class Running:
-    """A command that goes on, with what it has said so far in files."""
+    """A command that goes on, with what it has said so far in files. It reads what is written to `stdin`."""
 
-    def __init__(self, words: tuple[str, ...], directory: Path, stdin: Any, cwd: Path | None, variables: Any) -> None:
+    def __init__(self, words: tuple[str, ...], directory: Path, cwd: Path | None, variables: Any) -> None:
         self._out, self._err = directory / "out", directory / "err"
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [*COMMAND, *words], stdin=stdin, stdout=out, stderr=err, env=environment(**variables), cwd=cwd
-            )
+        reader, writer = os.pipe()
+        self.stdin = os.fdopen(writer, "wb", 0)
+        with self._out.open("wb") as out, self._err.open("wb") as err, os.fdopen(reader) as given:
+            self.process = Process(words, [given.fileno(), out.fileno(), err.fileno()], cwd, variables)
 
     @property
     def out(self) -> str:
@@ -202,22 +249,23 @@ class Running:
 
     def end(self) -> Done:
         """Wait for its end."""
-        self.process.wait(PATIENCE)
-        return Done(self.process.returncode, self.out, self.err)
+        status = self.process.wait(PATIENCE)
+        return Done(status, self.out, self.err)
 
 
 @contextmanager
 def running(
-    *words: str, directory: Path, stdin: Any = subprocess.DEVNULL, cwd: Path | None = None, **variables: str | Path
+    *words: str, directory: Path, stdin: bytes | None = b"", cwd: Path | None = None, **variables: str | Path
 ) -> Iterator[Running]:
-    """Start a command, and kill it where it does not end."""
-    command = Running(words, directory, stdin, cwd, variables)
-    try:
-        yield command
-    finally:
-        if command.process.stdin is not None:
-            command.process.stdin.close()
-        if command.process.poll() is None:
+    """Start a command, and kill it where it does not end. Its standard input stays open if none is given."""
+    command = Running(words, directory, cwd, variables)
+    with command.stdin:
+        try:
+            if stdin is not None:
+                command.stdin.write(stdin)
+                command.stdin.close()
+            yield command
+        finally:
             command.process.kill()
             command.process.wait()
 
@@ -226,16 +274,11 @@ class Terminal:
     """A command on a pseudo-terminal of 80 columns. `seen` is what it shows, without colours."""
 
     def __init__(self, words: tuple[str, ...], cwd: Path | None, variables: Any) -> None:
-        self.pid, self._master = pty.fork()
-        if self.pid == 0:
-            try:
-                os.chdir(cwd or ".")
-                os.execve(COMMAND[0], [*COMMAND, *words], environment(**variables))
-            finally:
-                os._exit(127)
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = Process(words, [slave] * 3, cwd, variables)
+        os.close(slave)
         self.raw = b""
-        self.status: int | None = None
 
     @property
     def seen(self) -> str:
@@ -267,15 +310,12 @@ class Terminal:
         deadline = time.monotonic() + seconds
         while self._read(0.1):
             assert time.monotonic() < deadline, f"does not end:\n{self.seen}"
-        _, status = os.waitpid(self.pid, 0)
-        self.status = os.waitstatus_to_exitcode(status)
-        return self.status
+        return self.process.wait(PATIENCE)
 
     def close(self) -> None:
         os.close(self._master)
-        if self.status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        self.process.kill()
+        self.process.wait()
 
 
 @contextmanager

@@ -314,23 +314,19 @@ def test_with_commit_every_messages_arrive_while_the_input_is_open(
     database: str, orders: pgqueue.Queue, tmp_path: Path
 ) -> None:
     words = ("send", orders.name, "--commit-every", "1")
-    with running(*words, directory=tmp_path, stdin=subprocess.PIPE, PGQUEUE_DSN=database) as command:
-        assert command.process.stdin is not None
+    with running(*words, directory=tmp_path, stdin=None, PGQUEUE_DSN=database) as command:
         for number in range(3):
-            command.process.stdin.write(b"%d\n" % number)
-            command.process.stdin.flush()
+            command.stdin.write(b"%d\n" % number)
             command.wait_for(lambda: len(payloads(orders)) > number)  # noqa: B023
-        command.process.stdin.close()
+        command.stdin.close()
         assert command.end().status == 0
 
 
 def test_an_interrupted_send_sends_nothing_and_says_so(
     database: str, orders: pgqueue.Queue, connection: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    with running("send", orders.name, directory=tmp_path, stdin=subprocess.PIPE, PGQUEUE_DSN=database) as command:
-        assert command.process.stdin is not None
-        command.process.stdin.write(b"1\n" * 1500)
-        command.process.stdin.flush()
+    with running("send", orders.name, directory=tmp_path, stdin=None, PGQUEUE_DSN=database) as command:
+        command.stdin.write(b"1\n" * 1500)
         command.wait_for(
             lambda: (
                 connection.execute(
@@ -786,10 +782,10 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
 
 def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue_batch(["Zoë …", {"Größe": "😀"}])
-    done = run("browse", orders.name, PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = run("browse", orders.name, PGQUEUE_DSN=database, PYTHONIOENCODING="ascii")
     assert done.status == 0
     assert '"Zo\\u00eb \\u2026"' in done.out
-    done = run("browse", orders.name, "--json", PGQUEUE_DSN=database, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    done = run("browse", orders.name, "--json", PGQUEUE_DSN=database, PYTHONIOENCODING="ascii")
     assert [record["payload"] for record in done.records] == ["Zoë …", {"Größe": "😀"}]
 
 
