@@ -62,21 +62,6 @@ def test_an_unknown_queue_raises_queue_not_found(client: Client) -> None:
     assert (type(copy), copy.sqlstate) == (pgqueue.QueueNotFound, "PQ001")
 
 
-def test_an_existing_queue_raises_queue_exists(queue: Any) -> None:
-    with pytest.raises(pgqueue.QueueExists, match=queue.name):
-        queue.create_queue()
-    assert queue.create_queue(if_not_exists=True).name == queue.name
-
-
-def test_an_oversized_payload_raises_payload_too_large(queue: Any) -> None:
-    queue.alter_queue(max_payload_bytes=1000)
-    with pytest.raises(pgqueue.PayloadTooLarge, match="1000"):
-        queue.enqueue("x" * 2000)
-    with pytest.raises(pgqueue.PayloadTooLarge, match="1001"):
-        queue.enqueue(body=bytes(1001))
-    assert queue.peek() == 0
-
-
 def test_a_lock_conflict_raises_queue_busy(queue: Any, connection: psycopg.Connection[Any], client: Client) -> None:
     dedicated = client.queue(f"{queue.name}-dedicated")
     with connection.transaction():
@@ -85,22 +70,6 @@ def test_a_lock_conflict_raises_queue_busy(queue: Any, connection: psycopg.Conne
             dedicated.create_queue(dedicated=True)
     with pytest.raises(pgqueue.QueueNotFound):
         dedicated.get_queue()
-
-
-def test_invalid_names_raise_invalid_argument(client: Client) -> None:
-    for name in ("", "Upper", "a b", "x" * 129, "quote'", 'double"', "semi;colon", "naïve", "line\n", "%s", "😀"):
-        with pytest.raises(pgqueue.InvalidArgument, match="queue_name"):
-            client.queue(name).create_queue()
-        with pytest.raises(pgqueue.QueueNotFound):
-            client.queue(name).get_queue()
-
-
-def test_names_at_the_limits_are_accepted(client: Client) -> None:
-    for name in ("a", "-", "_", "0", "x" * 63, "x" * 64, "x" * 128):
-        queue = client.queue(name)
-        queue.create_queue()
-        assert queue.enqueue(1) == queue.claim()[0].id
-        assert queue.drop_queue() == 1
 
 
 @pytest.fixture
