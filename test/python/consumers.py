@@ -246,12 +246,6 @@ class Run:
     def stop(self, seconds: float = PATIENCE, **options: Any) -> None:
         self.ask("stop", seconds, **options)
 
-    def read_settings(self) -> None:
-        """Wait until the consumer has read the settings of its queues again; `settings_read` is 0 in such a test."""
-        # A look peeks once or twice after the reading. So the third peek from now comes after a later reading.
-        peeks = self.consumer.stats.peeks
-        wait_for(lambda: self.consumer.stats.peeks > peeks + 2)
-
     def stopping(self, **options: Any) -> "Future[None]":
         """Ask for a stop, and go on."""
         return beside(lambda: self.stop(**options))
@@ -272,10 +266,6 @@ class Form:
         """Whether handler and acknowledgement share a transaction."""
         return self.mode != "lease"
 
-    @property
-    def kind(self) -> type:
-        return pgqueue.AsyncConsumer if self.is_async else pgqueue.Consumer
-
     def adapted(self, work: Work) -> Callable[[Any], Any]:
         """A handler or policy as this kind of consumer calls it."""
         if self.is_async:
@@ -288,7 +278,8 @@ class Form:
 
     def consumer(self, conninfo: Any, queue: str, work: Work, **options: Any) -> Any:
         options = {**MODES[self.mode], "peek_delay": timedelta(milliseconds=100), **options}
-        return self.kind(conninfo, queue, self.adapted(work), **options)
+        kind = pgqueue.AsyncConsumer if self.is_async else pgqueue.Consumer
+        return kind(conninfo, queue, self.adapted(work), **options)
 
     @contextmanager
     def consuming(
@@ -343,6 +334,22 @@ class Form:
             gc.collect()  # A connection that was lost is reported by the test that lost it.
 
 
+class Source:
+    """A function that makes connections, until it is broken."""
+
+    def __init__(self, dsn: str, error: type[Exception]) -> None:
+        self.dsn = dsn
+        self.error = error
+        self.is_broken = False
+        self.refused = 0
+
+    def __call__(self) -> psycopg.Connection[Any]:
+        if self.is_broken:
+            self.refused += 1
+            raise self.error("no connection")
+        return psycopg.connect(self.dsn)
+
+
 # The threads of consumers come and go: the last of those that run at the same time looks for some that are left.
 _lock = threading.Lock()
 _running: list[Run] = []
@@ -389,8 +396,6 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
 
 FORMS = [Form(is_async, mode) for mode in MODES for is_async in (False, True)]
 TRANSACTIONAL = [form for form in FORMS if form.is_transactional]
-LEASES = [form for form in FORMS if form.mode != "receive"]
-RECEIVING = [form for form in FORMS if form.mode == "receive"]
 PLAIN = [form for form in FORMS if form.mode == "lease"]
 THREADS = [form for form in FORMS if not form.is_async]
 
@@ -414,6 +419,15 @@ def failing(error: BaseException | None = None) -> Work:
         raise error or ValueError("broken")
 
     return fail
+
+
+def until(reached: Callable[[], Any]) -> Work:
+    """A handler that works until something is reached or its delivery is cancelled."""
+
+    async def work(step: Step) -> None:
+        await step.until(reached)
+
+    return work
 
 
 def prepare(connection: psycopg.Connection[Any], name: str, **settings: Any) -> pgqueue.Queue:

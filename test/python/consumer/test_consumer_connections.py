@@ -3,19 +3,19 @@
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from consumers import THREADS, Form, beside, prepare
+from consumers import LONG, MODES, THREADS, Form, attempts, beside, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
 from pgqueue import AsyncConsumer, Consumer
-from pgqueue.consumer.connections import ConnectionFactory
+from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool
 from pgqueue.consumer.timings import timings
 
 Connection = psycopg.Connection[Any]
@@ -24,8 +24,9 @@ Connection = psycopg.Connection[Any]
 class Gate:
     """A function that makes connections, and after the first few of them waits until it is let go on."""
 
-    def __init__(self, dsn: str, freely: int = 0) -> None:
+    def __init__(self, dsn: str, freely: int = 0, *, is_async: bool = False) -> None:
         self.dsn = dsn
+        self.connect: Callable[[str], Any] = psycopg.AsyncConnection.connect if is_async else psycopg.connect
         self.tries = iter(range(freely))
         self.made: list[Any] = []
         self.reached = threading.Event()
@@ -35,7 +36,7 @@ class Gate:
         if next(self.tries, None) is None:
             self.reached.set()
             assert self.opened.wait(PATIENCE)
-        self.made.append(psycopg.connect(self.dsn))
+        self.made.append(self.connect(self.dsn))
         return self.made[-1]
 
     def all_closed(self) -> bool:
@@ -76,8 +77,9 @@ async def test_a_thread_closes_a_connection_whose_waiter_was_cancelled(database:
     assert gate.all_closed()
 
 
-async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(database: str) -> None:
-    gate = Gate(database)
+@pytest.mark.parametrize("is_async", [False, True], ids=["connection", "coroutine"])
+async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(is_async: bool, database: str) -> None:
+    gate = Gate(database, is_async=is_async)
     opening = asyncio.create_task(ConnectionFactory(gate, "test").open(on_loop=True))
     await asyncio.to_thread(gate.reached.wait)
     [thread] = opening_threads()
@@ -87,7 +89,7 @@ async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(database
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert len(gate.made) == 1
-    assert gate.all_closed()
+    assert is_async or gate.all_closed()  # Python warns of a coroutine that is neither awaited nor closed.
 
 
 async def test_a_connection_opened_after_the_end_of_its_loop_is_closed(database: str) -> None:
@@ -107,24 +109,6 @@ async def test_a_connection_opened_after_the_end_of_its_loop_is_closed(database:
     await asyncio.to_thread(thread.join)
     assert len(gate.made) == 1
     assert gate.all_closed()
-
-
-async def test_a_coroutine_that_is_no_longer_awaited_is_closed(database: str) -> None:
-    released, reached = threading.Event(), threading.Event()
-
-    def source() -> Any:
-        reached.set()
-        assert released.wait(PATIENCE)
-        return psycopg.AsyncConnection.connect(database)
-
-    opening = asyncio.create_task(ConnectionFactory(source, "test").open(on_loop=True))
-    await asyncio.to_thread(reached.wait)
-    [thread] = opening_threads()
-    released.set()
-    thread.join()
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
 
 
 @pytest.mark.parametrize("made", [None, "dsn", object()])
@@ -187,6 +171,51 @@ async def test_a_connection_function_that_is_exhausted_raises_at_once() -> None:
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(RuntimeError, match="StopIteration"):
             await ConnectionFactory(lambda: next(iter([])), "test").open(on_loop=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, database: str) -> None:
+    opener = ConnectionFactory(f"{database} keepalives_idle=77", "test")
+    connection: Any = await opener.open(on_loop=is_async)
+    given = connection.info.get_parameters()
+    closed = connection.close()
+    if is_async:
+        await closed
+    names = ("connect_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout")
+    assert [given[name] for name in names] == ["10", "77", "5", "3", "30000"]
+    assert given["fallback_application_name"] == "test"
+
+
+async def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
+    pool = ConnectionPool(ConnectionFactory(database, "test"), on_loop=False)
+    connections = [psycopg.connect(database, autocommit=True) for _ in range(5)]
+    first, second, third, fourth, fifth = connections
+    try:
+        for connection in (first, second, third):
+            await pool.put(connection, 2)
+        assert [connection.closed for connection in connections] == [True, False, False, False, False]
+        await pool.put(fourth, 1)  # The limit is lower now.
+        assert (second.closed, third.closed, await pool.take()) == (True, True, fourth)
+        fifth.execute("begin")
+        await pool.put(fifth, 2)
+        assert fifth.closed
+        await pool.put(fourth, 2)
+        fourth.close()
+        assert await pool.take() is None
+        await pool.close()
+        with pytest.raises(psycopg.OperationalError, match="connected too late"):
+            await pool.open()
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
+    async def connected() -> Any:
+        raise AssertionError("nobody asks for one")
+
+    with pytest.raises(TypeError, match="the conninfo is a coroutine function: use AsyncConsumer"):
+        Consumer(connected, "q", lambda _: None)
 
 
 # The consumers
@@ -265,11 +294,13 @@ async def test_the_connection_of_a_handler_that_outlives_a_stop_is_closed(
     assert [connection.closed for connection in used] == [True]
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
-async def test_a_run_that_is_cancelled_repeatedly_closes_its_connections(
-    times: int, database: str, connection: Connection, name: str
+@pytest.mark.parametrize(
+    ("mode", "times"), [("lease", 1), ("receive", 1), ("transactional", 1), ("transactional", 2), ("transactional", 3)]
+)
+async def test_a_run_that_is_cancelled_stops_and_closes_its_connections(
+    mode: str, times: int, database: str, connection: Connection, name: str
 ) -> None:
-    prepare(connection, name).enqueue_batch([1, 2])
+    prepare(connection, name, visibility_timeout=LONG).enqueue_batch([1, 2])
     made: list[Any] = []
     inside = asyncio.Event()
 
@@ -281,7 +312,7 @@ async def test_a_run_that_is_cancelled_repeatedly_closes_its_connections(
         inside.set()
         await asyncio.Event().wait()
 
-    consumer = AsyncConsumer(connect, name, handle, transactional=True)
+    consumer = AsyncConsumer(connect, name, handle, **MODES[mode])
     run = asyncio.create_task(consumer.run())
     await inside.wait()
     for _ in range(times):
@@ -290,6 +321,8 @@ async def test_a_run_that_is_cancelled_repeatedly_closes_its_connections(
     with pytest.raises(asyncio.CancelledError):
         await run
     await others_are_done()
+    if times == 1:
+        assert attempts(connection, name) == [0, 0]
     assert len(made) >= 2
     assert [connection.closed for connection in made] == [True] * len(made)
 

@@ -15,7 +15,6 @@ from clients import PATIENCE, connect, is_empty, wait_for
 from consumers import (
     CROSSED,
     FORMS,
-    LEASES,
     LONG,
     MIXED,
     OTHER_PAIR,
@@ -23,6 +22,7 @@ from consumers import (
     SECOND,
     THREADS,
     Form,
+    Source,
     Step,
     attempts,
     beside,
@@ -31,6 +31,7 @@ from consumers import (
     prepare,
     rows,
     together,
+    until,
     waits_for_handlers,
 )
 
@@ -154,7 +155,7 @@ def test_a_connection_that_was_set_read_only_is_not_used_again(
     assert (run.consumer.stats.succeeded, run.circuits) == (3, [])
 
 
-@together([form for form in LEASES if form.is_transactional])
+@each_of(MIXED[1:2])
 def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,27 +223,12 @@ def test_a_coroutine_that_cancels_its_own_task_counts_as_an_attempt(
 # Functions that make no connection
 
 
-class Broken:
-    """Makes connections, until it is broken."""
-
-    def __init__(self, dsn: str) -> None:
-        self.dsn = dsn
-        self.is_broken = False
-        self.refused = 0
-
-    def __call__(self) -> Connection:
-        if self.is_broken:
-            self.refused += 1
-            raise KeyError("no token")
-        return psycopg.connect(self.dsn)
-
-
 @each_of(CROSSED[1:])
 def test_a_failure_to_connect_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
-    source = Broken(database)
+    source = Source(database, KeyError)
     with form.consuming(source, name, concurrency=1, listen=False) as run:
         # What it looks with is open by now: only handlers will miss theirs.
         source.is_broken = True
@@ -261,9 +247,9 @@ def test_a_failure_to_connect_costs_no_message_an_attempt(
 def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
     is_async: bool, database: str, name: str
 ) -> None:
-    source = Broken(database)
+    source = Source(database, KeyError)
     source.is_broken = True
-    with pytest.raises(KeyError, match="no token"), Form(is_async, "lease").consuming(source, name):
+    with pytest.raises(KeyError, match="no connection"), Form(is_async, "lease").consuming(source, name):
         pass
 
 
@@ -272,13 +258,10 @@ def test_a_stop_while_connecting_fails_waits_for_handlers(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     prepare(connection, name, visibility_timeout=LONG).enqueue(1)
-    source = Broken(database)
+    source = Source(database, KeyError)
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with form.consuming(source, name, work, listen=False) as run:
+    with form.consuming(source, name, until(go_on.is_set), listen=False) as run:
         wait_for(lambda: run.running)
         source.is_broken = True
         stop = run.stopping()
@@ -292,27 +275,31 @@ def test_a_stop_while_connecting_fails_waits_for_handlers(
     assert is_empty(connection, name)
 
 
-@each_of(PLAIN[:1])
-def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool]) -> list[str]:
+    """Let threads of certain names not start; returns the list of those that were refused."""
     begin = threading.Thread.start
     refused: list[str] = []
 
     def start(thread: threading.Thread) -> None:
-        if thread.name.startswith(f"pgqueue-{name}-") and not thread.name.endswith("-1"):
+        if refuses(thread.name):
             refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         begin(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    return refused
+
+
+@each_of(PLAIN[:1])
+def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
+    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name, max_attempts=1)
+    own = f"pgqueue-{name}-"
+    refused = refuse_threads(monkeypatch, lambda thread: thread.startswith(own) and thread != f"{own}1")
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with form.consuming(database, name, work, concurrency=3) as run:
+    with form.consuming(database, name, until(go_on.is_set), concurrency=3) as run:
         queue.enqueue_batch([1, 2, 3])
         wait_for(lambda: len(refused) == 2)
         go_on.set()
@@ -333,17 +320,8 @@ def test_a_failure_to_start_a_thread_costs_no_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = prepare(connection, name, max_attempts=1)
-    begin = threading.Thread.start
-    refused: list[str] = []
     may = threading.Event()
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name.startswith(f"pgqueue-{name}-") and not may.is_set():
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    refused = refuse_threads(monkeypatch, lambda thread: thread.startswith(f"pgqueue-{name}-") and not may.is_set())
     with form.consuming(database, name, concurrency=2) as run:
         queue.enqueue_batch([1, 2, 3])
         wait_for(lambda: len(refused) > 5)
@@ -361,11 +339,8 @@ def test_a_consumer_that_cannot_start_its_thread_raises_and_can_be_started_later
     prepare(connection, name).enqueue(1)
     consumer = pgqueue.Consumer(database, name, lambda _: None)
 
-    def refuse(thread: threading.Thread) -> None:  # noqa: ARG001
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as exhausted:
-        exhausted.setattr(threading.Thread, "start", refuse)
+        refuse_threads(exhausted, lambda _: True)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             consumer.start()
     beside(consumer.stop).result(PATIENCE)
@@ -517,7 +492,7 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
         # An extension of both can have begun before the mistake. Those that begin after it extend only the second.
         for _ in range(2):
             before = queue.browse("inflight")
-            wait_for(lambda before=before: queue.browse("inflight")[1].visible_at > before[1].visible_at)
+            wait_for(lambda: queue.browse("inflight")[1].visible_at > before[1].visible_at)  # noqa: B023
         assert queue.browse("inflight")[0].visible_at == before[0].visible_at
         # Its time is over.
         connection.execute("update pgqueue.messages set visible_at = now() where id = %s", (before[0].id,))
@@ -539,10 +514,7 @@ def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
     prepare(connection, name).enqueue_batch(list(range(7)))
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with form.consuming(database, name, work, concurrency=1, prefetch=6, peek_delay=LONG) as run:
+    with form.consuming(database, name, until(go_on.is_set), concurrency=1, prefetch=6, peek_delay=LONG) as run:
         wait_for(lambda: run.consumer.stats.prefetched == 6)
         run.consumer.concurrency = 4
         wait_for(lambda: run.running == 4 and run.consumer.stats.prefetched == 3)
@@ -560,14 +532,13 @@ def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended
     queue.enqueue("long")
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with form.consuming(database, name, work, concurrency=2) as run:
+    with form.consuming(database, name, until(go_on.is_set), concurrency=2) as run:
         wait_for(lambda: run.running == 1)
         # A third of it passes before each extension. The rest is for the delays of a busy machine.
         queue.alter_queue(visibility_timeout=15 * SECOND)
-        run.read_settings()
+        # A look peeks once or twice after the settings were read. So the third peek from now follows a later reading.
+        peeks = run.consumer.stats.peeks
+        wait_for(lambda: run.consumer.stats.peeks > peeks + 2)
         queue.enqueue("short")
         wait_for(lambda: run.running == 2)
         wait_for(lambda: run.consumer.stats.extended or run.consumer.stats.lost)
@@ -581,10 +552,7 @@ def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended
 def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connection: Connection, name: str) -> None:
     prepare(connection, name).enqueue(1)
 
-    async def work(step: Step) -> None:
-        await step.until(lambda: False)
-
-    with form.consuming(database, name, work, concurrency=1, grace_period=LONG) as run:
+    with form.consuming(database, name, until(lambda: False), concurrency=1, grace_period=LONG) as run:
         wait_for(lambda: run.running)
         run.ask("request_stop")
         first = run.stopping()

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import drop, is_empty, wait_for
-from consumers import CROSSED, LONG, MIXED, PLAIN, Form, Step, extend_often, prepare, together, waits
+from consumers import CROSSED, LONG, MIXED, PLAIN, Form, Step, extend_often, prepare, together, until, waits
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
@@ -111,10 +111,7 @@ def test_claims_are_extended_and_released_in_their_own_queues(
     for queue in queues:
         queue.enqueue(1)
 
-    async def work(step: Step) -> None:
-        await step.until(lambda: False)
-
-    with form.consuming(database, names[0], work, concurrency=3, also=names[1:]) as run:
+    with form.consuming(database, names[0], until(lambda: False), concurrency=3, also=names[1:]) as run:
         wait_for(lambda: set(told(run, "extended")) == {"a", "b", "c"})
         # The shortest timeout counts: with that of the first queue, none would be extended in time.
         ends = [message.visible_at - message.enqueued_at for queue in queues for message in queue.browse("inflight")]
@@ -217,12 +214,9 @@ def test_acknowledgements_in_a_dropped_queue_do_not_keep_those_of_others(
     names, queues = prepared(connection, name)
     gate = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(gate.is_set)
-
     for queue in queues:
         queue.enqueue(1)
-    with form.consuming(database, names[0], work, concurrency=3, also=names[1:]) as run:
+    with form.consuming(database, names[0], until(gate.is_set), concurrency=3, also=names[1:]) as run:
         wait_for(lambda: len(run.calls) == 3)
         drop(connection, names[1])
         gate.set()

@@ -30,12 +30,12 @@ from consumers import (
     extend_often,
     prepare,
     rows,
+    until,
     waits,
 )
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
-from pgqueue import Queue
 from pgqueue.consumer.delivery import HandlerCall
 from pgqueue.consumer.polling import PollSchedule
 from pgqueue.consumer.timings import timings
@@ -142,29 +142,6 @@ def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
         wait_for(lambda: run.consumer.stats.lost == 1)
     assert run.attempts == [1]
     assert rows(connection, f'select n from "{name}"') == [(1,)]
-
-
-@each_of([SYNC_LEASE, ASYNC_RECEIVE])
-def test_a_division_by_zero_in_a_handler_is_a_failed_attempt(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue(1)
-    connection.execute(
-        f'create table "{name}" (n int);'
-        f""" create function "{name}_divide"() returns trigger language plpgsql as 'begin return new.n / 0; end';"""
-        f' create constraint trigger late after insert on "{name}" deferrable initially deferred'
-        f' for each row execute function "{name}_divide"()'
-    )
-
-    async def work(step: Step) -> None:
-        await step.execute(f'insert into "{name}" values (1)')
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        [dead] = wait_for(queue.browse_dead_messages)
-    assert run.attempts == [1, 2]
-    assert "division by zero" in (dead.last_error or "")
-    assert run.consumer.stats.lost == 0
 
 
 # A crash of the server
@@ -323,32 +300,6 @@ def extend_beside_a_lock(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     wait_for(lambda: run.consumer.stats.extended > before + 2)
 
 
-@only(SYNC_LEASE)
-@pytest.mark.usefixtures("often")
-def test_a_handler_that_locks_its_message_does_not_cost_others_their_claims(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=LONG)
-    _, other = queue.enqueue_batch(["own", "other"])
-    go_on = threading.Event()
-
-    async def work(step: Step) -> None:
-        message = step.message
-        if step.attempt == 1:
-            if message.payload == "own":
-                await step.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token))
-            await step.until(go_on.is_set)
-
-    with form.consuming(database, name, work, concurrency=2) as run:
-        wait_for(lambda: run.running == 2)
-        extend_beside_a_lock(run, caplog)
-        go_on.set()
-        wait_for(lambda: is_empty(connection, name))
-    assert sorted(run.attempts) == [1, 1, 2]
-    assert other not in [event.message_id for event in run.events if event.kind == "lost"]
-    assert run.circuits == []
-
-
 @pytest.mark.parametrize(
     ("form", "is_taken"),
     [(PAIR[0], True), (ASYNC_LEASE, False), (OTHER_PAIR[0], False), (SYNC_LEASE, True)],
@@ -431,10 +382,10 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
     ids = queue.enqueue_batch([0, 1, 2, 3, 4])
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with form.consuming(database, name, work, concurrency=1, prefetch=4) as run, connect(database) as session:
+    with (
+        form.consuming(database, name, until(go_on.is_set), concurrency=1, prefetch=4) as run,
+        connect(database) as session,
+    ):
         wait_for(lambda: run.consumer.stats.prefetched == 4)
         with session.transaction():
             lock(session, ids[2])
@@ -487,16 +438,13 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
 def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(form: Form, name: str) -> None:
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer(durable=False))
         connection = stack.enter_context(connect(server.dsn))
         pgqueue.install(connection)
         queue = prepare(connection, name, visibility_timeout=60 * SECOND)
         queue.enqueue(1)
-        run = stack.enter_context(form.consuming(server.dsn, name, work, concurrency=1))
+        run = stack.enter_context(form.consuming(server.dsn, name, until(go_on.is_set), concurrency=1))
         wait_for(lambda: run.consumer.stats.extended)
         assert run.consumer._runtime.settling.deadline == 20  # seconds, a third of the visibility timeout
         ((silent,),) = rows(
@@ -585,29 +533,6 @@ def test_a_message_sent_during_prepare_wait_is_not_missed(
             assert heard.wait(PATIENCE)
             connection.execute("select pg_advisory_unlock(1)")
             wait_for(lambda: run.returned == [1])
-
-
-# Stops that come early
-
-
-@each_of(PAIR)
-def test_a_stop_requested_before_the_run_ends_the_run(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue(1)
-    with form.consuming(database, name, start=False) as run:
-        run.consumer.request_stop()
-        run.ask("run")
-        assert run.calls == []
-        # That was that: the next one runs.
-        run.start()
-        wait_for(lambda: is_empty(connection, name))
-        run.stop()
-        assert run.returned == [1]
-        Queue(connection, name).enqueue(2)
-        run.start()
-        wait_for(lambda: run.returned == [1, 2])
 
 
 # The transaction is the consumer's

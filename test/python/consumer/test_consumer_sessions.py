@@ -11,20 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import (
-    LONG,
-    MIXED,
-    OTHER_PAIR,
-    PAIR,
-    SECOND,
-    Form,
-    Step,
-    beside,
-    each_of,
-    prepare,
-    rows,
-    waits,
-)
+from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Form, Step, beside, each_of, prepare, rows, waits
 from psycopg import sql
 from psycopg.types.json import JsonbDumper
 from psycopg.types.string import StrDumper, TextLoader

@@ -10,10 +10,8 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Form, Step, each_of, prepare, rows, together
+from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Form, Step, each_of, prepare, rows, together, until
 
-from pgqueue._calls import Bound
-from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.timings import timings
 
@@ -145,36 +143,6 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
     assert (dead.payload, stats.succeeded, stats.dead, stats.lost, stats.timed_out) == ("hangs", 2, 1, 0, 2)
 
 
-@pytest.mark.parametrize("form", [PAIR[1]], ids=str)
-def test_a_failure_is_recorded_before_its_call_is_free_to_receive_the_message_again(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle = Claims._run
-
-    async def settle_late(self: Claims, call: Bound[Any], is_locked: bool) -> list[Any] | None:
-        await asyncio.sleep(0.2)
-        return await settle(self, call, is_locked)
-
-    monkeypatch.setattr(Claims, "_run", settle_late)
-    queue = prepare(connection, name, max_attempts=1)
-    queue.enqueue_batch(["poison", "good", "good"])
-    go_on = threading.Event()
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "poison":
-            hang(step)
-            await ignore_cancellation(step, go_on)
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        try:
-            [dead] = wait_for(queue.browse_dead_messages)
-            wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
-        finally:
-            go_on.set()
-    attempts = [call.attempt for call in run.calls if call.message.payload == "poison"]
-    assert (dead.attempt_count, attempts) == (1, [1])
-
-
 @pytest.mark.parametrize("form", [MIXED[2]], ids=str)
 def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_receive_mode(
     form: Form, database: str, connection: Connection, name: str, hang: Hang
@@ -256,10 +224,7 @@ def test_without_a_time_limit_handlers_that_run_for_long_are_reported(
     queue.enqueue_batch([1, 2])
     go_on = threading.Event()
 
-    async def work(step: Step) -> None:
-        await step.until(go_on.is_set)
-
-    with PAIR[0].consuming(database, name, work, concurrency=2, visibility_timeout=100 * SECOND) as run:
+    with PAIR[0].consuming(database, name, until(go_on.is_set), concurrency=2, visibility_timeout=100 * SECOND) as run:
         wait_for(lambda: run.consumer.stats.overdue == 2)
         go_on.set()
         wait_for(lambda: is_empty(connection, name))

@@ -17,6 +17,7 @@ from consumers import (
     SECOND,
     TRANSACTIONAL,
     Form,
+    Source,
     Step,
     beside,
     cut,
@@ -42,32 +43,6 @@ Connection = psycopg.Connection[Any]
 # 50: the circuit breaker
 
 
-class Line:
-    """Connections that can be cut, and not be had again until they are mended."""
-
-    def __init__(self, form: Form, dsn: str, name: str) -> None:
-        self.dsn = make_conninfo(dsn, application_name=name)
-        self.name = name
-        self.down = False
-        self.connect: Callable[[], Any] = self._connect_async if form.is_async else self._connect
-
-    def _check(self) -> None:
-        if self.down:
-            raise psycopg.OperationalError("the line is down")
-
-    def _connect(self) -> Any:
-        self._check()
-        return psycopg.Connection.connect(self.dsn)
-
-    async def _connect_async(self) -> Any:
-        self._check()
-        return await psycopg.AsyncConnection.connect(self.dsn)
-
-    def cut(self, connection: Connection) -> None:
-        self.down = True
-        cut(connection, self.name)
-
-
 def test_the_circuit_is_armed_opens_and_closes_again(
     database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +51,8 @@ def test_the_circuit_is_armed_opens_and_closes_again(
         runs = []
         for form in PAIR:
             queue = prepare(connection, f"{name}-{form}")
-            line = Line(form, database, queue.name)
-            run = stack.enter_context(
-                form.consuming(line.connect, queue.name, concurrency=8, circuit_breaker_after=2 * SECOND)
-            )
+            line = Source(make_conninfo(database, application_name=queue.name), psycopg.OperationalError)
+            run = stack.enter_context(form.consuming(line, queue.name, concurrency=8, circuit_breaker_after=2 * SECOND))
             queue.enqueue("before")
             runs.append((run, line, queue))
         for run, _, queue in runs:
@@ -87,12 +60,13 @@ def test_the_circuit_is_armed_opens_and_closes_again(
             assert [state for state in run.circuits if state != "closed"] == []
             run.circuits.clear()
         for _, line, queue in runs:
-            line.cut(connection)
+            line.is_broken = True
+            cut(connection, queue.name)
             queue.enqueue_batch(list(range(20)))
         for run, _, _ in runs:
             wait_for(lambda: "open" in run.circuits)  # noqa: B023
         for _, line, _ in runs:
-            line.down = False
+            line.is_broken = False
         for run, _, queue in runs:
             wait_for(lambda: run.circuits[-1] == "closed")  # noqa: B023
             # What failed while the line was down may be reported after the circuit has closed, and arm it once more.
@@ -277,32 +251,10 @@ def test_messages_are_claimed_in_order_of_their_due_times(connection: Connection
     assert [message.payload for _ in milliseconds for message in queue.claim()] == sorted(milliseconds)
 
 
-def test_peeks_hide_no_message_from_receivers(database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    sent = queue.enqueue_batch([1] * 500)
-    stop = threading.Event()
-    peeks = 0
-
-    def look() -> None:
-        nonlocal peeks
-        with connect(database) as watcher:
-            while not stop.is_set():
-                Queue(watcher, name).peek(1)
-                peeks += 1
-
-    looking = [beside(look) for _ in range(2)]
-    wait_for(lambda: peeks)
-    received = [[message.id for message in queue.receive()] for _ in sent]
-    stop.set()
-    for look_ends in looking:
-        look_ends.result(PATIENCE)
-    assert received == [[new_id] for new_id in sent]
-
-
 # H5: an error that the handler swallows
 
 
-@each_of(TRANSACTIONAL)
+@each_of(CROSSED[1:])
 def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:

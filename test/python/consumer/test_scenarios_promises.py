@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import logging
 import time
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -28,7 +27,6 @@ from consumers import (
     Interrupted,
     Step,
     attempts,
-    beside,
     each_of,
     extend_often,
     failing,
@@ -36,6 +34,7 @@ from consumers import (
     rows,
     steal,
     together,
+    until,
     waits,
 )
 
@@ -269,10 +268,7 @@ def test_a_stop_gives_prefetched_messages_back(
     queue.enqueue_batch(list(range(11)))
     gate = Event()
 
-    async def work(step: Step) -> None:
-        await step.until(gate.is_set)
-
-    with form.consuming(database, name, work, concurrency=1, prefetch=10) as run:
+    with form.consuming(database, name, until(gate.is_set), concurrency=1, prefetch=10) as run:
         wait_for(lambda: run.calls and queue.stats().inflight_messages == 11)
         stop = run.stopping(force=force)
         left = 11 if force else 10  # what a handler does after it was cancelled does not count
@@ -295,10 +291,7 @@ def test_claims_of_prefetched_messages_are_extended_while_they_wait(
     queue.enqueue_batch(list(range(5)))
     gate = Event()
 
-    async def work(step: Step) -> None:
-        await step.until(gate.is_set)
-
-    with form.consuming(database, name, work, concurrency=1, prefetch=5) as run:
+    with form.consuming(database, name, until(gate.is_set), concurrency=1, prefetch=5) as run:
         claimed = wait_for(lambda: len(found := queue.browse("inflight")) == 5 and found)
         for before in claimed:
             wait_for(lambda: queue.browse("inflight")[before.payload].visible_at > before.visible_at)  # noqa: B023
@@ -601,21 +594,6 @@ def test_a_message_that_always_fails_does_not_delay_the_others(
     assert counts == [20, 16, 4, 40][: len(kinds)]
 
 
-@each_of(OTHER_PAIR)
-def test_a_queue_without_dead_letters_deletes_messages_that_fail(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1, dlq_enabled=False)
-    queue.enqueue_batch([1, 2])
-
-    async def work(step: Step) -> None:
-        raise Reject("no") if step.message.payload == 1 else ValueError
-
-    with form.consuming(database, name, work):
-        wait_for(lambda: is_empty(connection, name))
-    assert queue.stats().dead_messages == 0
-
-
 FATAL: dict[str, Any] = {
     "SystemExit": lambda: SystemExit(3),
     "KeyboardInterrupt": KeyboardInterrupt,
@@ -740,10 +718,7 @@ def test_a_forced_stop_gives_back_a_whole_batch(form: Form, database: str, conne
     queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
     queue.enqueue_batch(list(range(6)))
 
-    async def work(step: Step) -> None:
-        await step.until(lambda: False)
-
-    with form.consuming(database, name, work, batch_size=6, concurrency=1) as run:
+    with form.consuming(database, name, until(lambda: False), batch_size=6, concurrency=1) as run:
         wait_for(lambda: run.running == 1)
         run.stop(force=True)
         wait_for(lambda: queue.peek() == 6)
@@ -803,11 +778,8 @@ def test_claims_carry_the_name_of_the_consumer(form: Form, database: str, connec
     queue.enqueue(1)
     gate = Event()
 
-    async def work(step: Step) -> None:
-        await step.until(gate.is_set)
-
     for claimed_by in (None, "räuber 📬"):
-        with form.consuming(database, name, work, claimed_by=claimed_by):
+        with form.consuming(database, name, until(gate.is_set), claimed_by=claimed_by):
             [message] = wait_for(lambda: queue.browse("inflight"))
             if claimed_by is None:
                 assert name in (message.claimed_by or "")
@@ -820,77 +792,29 @@ def test_claims_carry_the_name_of_the_consumer(form: Form, database: str, connec
         queue.enqueue(2)
 
 
-@pytest.mark.parametrize("mode", ["lease", "transactional"])
+@each_of([Form(True, "lease"), Form(True, "transactional")])
 def test_an_async_consumer_does_not_block_the_event_loop(
-    mode: str, database: str, connection: Connection, name: str
+    form: Form, database: str, connection: Connection, name: str
 ) -> None:
-    prepare(connection, name).enqueue_batch([1, 2])
-    form = Form(True, mode)
-    turns = 0
+    prepare(connection, name).enqueue(1)
+    gate = Event()
 
-    def hold(locked: Event) -> None:
-        """Let a statement of the consumer's wait until the loop has gone on turning."""
-        with psycopg.connect(database) as holder:
+    def turn_while_a_statement_waits() -> None:
+        waiting = "select from pg_locks where relation = 'pgqueue.messages'::regclass and not granted"
+        wait_for(lambda: rows(holder, waiting))
+        assert run.loop is not None
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), run.loop).result(PATIENCE)
+        assert rows(holder, waiting)
+        holder.rollback()
+
+    options: dict[str, Any] = {"concurrency": 1, "start": False}
+    with psycopg.connect(database) as holder, form.consuming(database, name, until(gate.is_set), **options) as run:
+        for begin in (run.start, gate.set):  # The claim waits, and then the acknowledgement.
             holder.execute("lock table pgqueue.messages in exclusive mode")
-            locked.set()
-            waiting = "select 1 from pg_locks where relation = 'pgqueue.messages'::regclass and not granted"
-            wait_for(lambda: rows(holder, waiting))
-            before = turns
-            wait_for(lambda: turns > before + 20)
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.001)
-            turns += 1
-
-    async def held() -> Future[Any]:
-        locked = Event()
-        holding = beside(lambda: hold(locked))
-        await asyncio.to_thread(locked.wait, PATIENCE)
-        return holding
-
-    async def work(step: Step) -> None:
-        if step.message.payload == 1:
-            holds.append(await held())  # The acknowledgement will wait.
-
-    async def use() -> None:
-        turning = asyncio.create_task(turn())
-        holds.append(await held())  # The claim will wait.
-        async with form.consumer(database, name, work, concurrency=1) as entered:
-            assert isinstance(entered, pgqueue.AsyncConsumer)
-            await asyncio.to_thread(wait_for, lambda: is_empty(connection, name))
-        turning.cancel()
-
-    holds: list[Future[Any]] = []
-    asyncio.run(use())
-    assert len(holds) == 2
-    for holding in holds:
-        holding.result(PATIENCE)
-
-
-def test_cancelling_run_stops_an_async_consumer(database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
-    queue.enqueue(1)
-
-    async def use(form: Form) -> None:
-        inside = asyncio.Event()
-
-        async def work(_: Step) -> None:
-            inside.set()
-            await asyncio.Event().wait()
-
-        running = asyncio.create_task(form.consumer(database, name, work).run())
-        await asyncio.wait_for(inside.wait(), PATIENCE)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, PATIENCE)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    for mode in ("lease", "transactional", "receive"):
-        asyncio.run(use(Form(True, mode)))
-        wait_for(lambda: queue.peek() == 1)
-        assert attempts(connection, name) == [0]
+            begin()
+            turn_while_a_statement_waits()
+            wait_for(lambda: run.calls)
+        wait_for(lambda: is_empty(connection, name))
 
 
 # Being seen

@@ -26,7 +26,6 @@ from consumers import (
     together,
     waits,
 )
-from psycopg import sql
 from psycopg.rows import dict_row
 
 import pgqueue
@@ -98,20 +97,6 @@ def test_other_calls_do_not_wait_for_a_long_receive(
         with pytest.raises(pgqueue.QueueBusy):
             queue.drop_queue()
         consumer.commit()
-
-
-def test_a_peek_in_an_open_transaction_does_not_block_other_calls(
-    database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue_batch([1, 2])
-    connection.execute("set statement_timeout = '120 s'")
-    with psycopg.connect(database) as watcher:
-        assert Queue(watcher, name).peek() == 2
-        assert len(queue.receive()) == 1
-        queue.enqueue(3)
-        assert queue.purge_queue() == 2
-        assert Queue(watcher, name).peek() == 0
 
 
 # 23, 42: delays
@@ -253,21 +238,6 @@ def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(con
     assert (message.id, message.payload, message.expires_at) == (sent, {"n": 1}, None)
 
 
-def test_messages_sent_in_one_transaction_arrive_all_or_none(database: str, connection: Connection, name: str) -> None:
-    one, two = prepare(connection, name), prepare(connection, f"{name}-two")
-    with psycopg.connect(database) as sender:
-        Queue(sender, one.name).enqueue(1)
-        Queue(sender, two.name).enqueue(1)
-    assert (one.peek(), two.peek()) == (1, 1)
-    sender = psycopg.connect(database)
-    Queue(sender, one.name).enqueue(2)
-    with pytest.raises(QueueNotFound, match=f"{name}-nowhere"):
-        Queue(sender, f"{name}-nowhere").enqueue(2)
-    sender.commit()
-    sender.close()
-    assert one.peek() == 1
-
-
 @together(MIXED)
 def test_messages_sent_by_a_handler_arrive_all_or_none(
     form: Form, database: str, connection: Connection, name: str
@@ -347,7 +317,7 @@ def test_connections_come_from_the_function_that_the_user_passes(
 
 @pytest.fixture
 def spied(empty_database: Callable[[], str]) -> str:
-    """A database that notes what is asked of peek, and counts the calls of every verb."""
+    """A database that notes what is asked of peek, and where the first peek that counts any message counts 1000."""
     dsn = empty_database()
     with connect(dsn) as connection:
         connection.execute(
@@ -371,31 +341,13 @@ def spied(empty_database: Callable[[], str]) -> str:
             $$;
             """
         )
-        database = connection.info.dbname
-        connection.execute(sql.SQL("alter database {} set track_functions = 'pl'").format(sql.Identifier(database)))
     return dsn
-
-
-def called(dsn: str) -> dict[str, int]:
-    """How often each verb was called, read when no other session is connected."""
-    with connect(dsn) as connection:
-        wait_for(
-            lambda: (
-                not rows(
-                    connection,
-                    "select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
-                    " and backend_type = 'client backend'",
-                )
-            )
-        )
-        return dict(rows(connection, "select funcname, calls from pg_stat_user_functions where schemaname = 'pgqueue'"))
 
 
 @pytest.mark.parametrize(("form", "concurrency"), [(PAIR[0], 10), (PAIR[1], 1)], ids=str)
 def test_an_estimate_that_is_too_high_costs_at_most_two_empty_receives(
     form: Form, concurrency: int, spied: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "pgqueue.consumer")
     with connect(spied) as connection:
         prepare(connection, "q").enqueue_batch(list(range(46)))
         # No further look becomes due, however slow the machine is.
@@ -405,21 +357,10 @@ def test_an_estimate_that_is_too_high_costs_at_most_two_empty_receives(
             # The look after the batch finds nothing, and ends it for good.
             wait_for(lambda: rows(connection, "select answer from peeks order by at desc limit 1") == [(0,)])
         assert rows(connection, "select count(*) from peeks where answer = 1000") == [(1,)]
-    stats = run.consumer.stats
-    assert stats.empty_receives <= 2
-    calls = called(spied)
-    taken = calls.get("claim", 0) + calls.get("receive", 0)
-    exchanged = calls.get("exchange", 0)
-    assert taken <= 46 + 2
-    if form.mode == "receive":
-        assert taken >= 46
-        assert taken - 46 <= 2
-    else:
-        assert taken + exchanged <= 2 * 46 + 2
+    assert run.consumer.stats.empty_receives <= 2
     assert sorted(run.returned) == list(range(46))
     assert set(run.attempts) == {1}
-    assert run.circuits == []
-    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+    assert (run.circuits, [record for record in caplog.records if record.levelno > logging.INFO]) == ([], [])
 
 
 @each_of(OTHER_PAIR)

@@ -1,10 +1,8 @@
-"""The parts of a consumer, one by one, where a whole one would take long to show what they do."""
+"""The parts of a consumer that connect, settle and fail, one by one, where a whole one would take long."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,30 +11,17 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import (
-    LONG,
-    MIXED,
-    OTHER_PAIR,
-    PAIR,
-    SECOND,
-    Form,
-    Step,
-    beside,
-    each_of,
-    prepare,
-    waits,
-)
+from clients import PATIENCE, wait_for
+from consumers import LONG, SECOND, prepare
 from psycopg.rows import scalar_row
 
-from pgqueue import AsyncConsumer, Consumer, Message, _calls
+from pgqueue import Consumer, Message
 from pgqueue._calls import Bound, LostAck
-from pgqueue._tasks import end_tasks, within
+from pgqueue._tasks import end_tasks
 from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims
-from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool, SharedConnection
+from pgqueue.consumer.connections import ConnectionFactory, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
-from pgqueue.consumer.polling import Poller, PollSchedule
 from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.timings import timings
 from pgqueue.consumer.transactions import Transactions
@@ -147,24 +132,6 @@ async def test_a_failed_task_is_restarted_and_an_unexpected_error_is_logged_as_c
     assert parts.stats.circuit == "armed"
 
 
-async def test_a_waiting_task_is_woken_only_by_its_own_condition() -> None:
-    parts = runtime()
-    happened: list[str] = []
-    conditions = {what: partial(happened.__contains__, what) for what in ("one", "other")}
-    waiting = {what: asyncio.create_task(parts.wait_until(condition)) for what, condition in conditions.items()}
-    late = asyncio.create_task(parts.wait_until(lambda: False, time.monotonic() + 0.05))
-    await asyncio.sleep(0)
-    happened.append("one")
-    parts.signal()
-    await waiting["one"]
-    assert not waiting["other"].done()
-    await late
-    happened.append("other")
-    assert not waiting["other"].done()
-    parts.signal()
-    await waiting["other"]
-
-
 # Connections
 
 
@@ -195,84 +162,6 @@ async def test_a_statement_without_an_answer_is_abandoned_and_repeated(database:
         assert first != second
     finally:
         await link.close()
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-async def test_keepalives_are_set_unless_the_user_sets_them(is_async: bool, database: str) -> None:
-    opener = ConnectionFactory(f"{database} keepalives_idle=77", "test")
-    connection: Any = await opener.open(on_loop=is_async)
-    given = connection.info.get_parameters()
-    closed = connection.close()
-    if is_async:
-        await closed
-    names = ("connect_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout")
-    assert [given[name] for name in names] == ["10", "77", "5", "3", "30000"]
-    assert given["fallback_application_name"] == "test"
-
-
-async def test_no_more_idle_connections_are_kept_than_may_be_used(database: str) -> None:
-    pool = ConnectionPool(ConnectionFactory(database, "test"), on_loop=False)
-    connections = [connect(database) for _ in range(5)]
-    first, second, third, fourth, fifth = connections
-
-    def closed() -> list[Connection]:
-        return [connection for connection in connections if connection.closed]
-
-    try:
-        for connection in (first, second, third):
-            await pool.put(connection, 2)
-        assert closed() == [first]
-        assert [await pool.take(), await pool.take(), await pool.take()] == [third, second, None]
-        for connection in (second, third, fourth):
-            await pool.put(connection, 3)
-        assert await pool.take() == fourth
-        await pool.put(fourth, 1)
-        assert closed() == [first, second, third]
-        assert await pool.take() == fourth
-        await pool.put(fourth, 0)
-        fifth.execute("begin")
-        await pool.put(fifth, 2)
-        assert closed() == connections
-        assert await pool.take() is None
-        sixth = await pool.open()
-        connections.append(sixth)
-        await pool.put(sixth, 2)
-        sixth.close()
-        assert await pool.take() is None
-        await pool.close()
-        with pytest.raises(psycopg.OperationalError, match="connected too late"):
-            await pool.open()
-    finally:
-        for connection in connections:
-            connection.close()
-
-
-def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
-    async def connected() -> Any:
-        raise AssertionError("nobody asks for one")
-
-    with pytest.raises(TypeError, match="the conninfo is a coroutine function: use AsyncConsumer"):
-        Consumer(connected, "q", lambda _: None)
-
-
-async def test_a_look_claims_only_the_messages_that_it_counted(
-    database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    consumer = Consumer(database, name, lambda _: None, claimed_by="looker")
-    parts = Runtime(consumer, consumer._stats)
-    mine = Claims(parts)
-    try:
-        assert await mine.peek_and_claim(10, 5) == (0, [])
-        queue.enqueue_batch(list(range(7)))
-        seen, found = await mine.peek_and_claim(6, 3)
-        assert (seen, [(one.payload, one.claimed_by) for one in found]) == (6, [(n, "looker") for n in range(3)])
-        # It claims no more than it has seen: a claim that finds fewer than it wants runs a sweep, which is expensive.
-        seen, found = await mine.peek_and_claim(10, 5)
-        assert (seen, [one.payload for one in found]) == (4, [3, 4, 5, 6])
-        assert await mine.peek_and_claim(10, 5) == (0, [])
-    finally:
-        await parts.close()
 
 
 # Settlements
@@ -445,8 +334,6 @@ PART, WHOLE, NOTHING = [[(TOKEN, number)] for number in (2, 3, 0)]  # how many o
 SEEN = [(None, [2])]
 CHECKS: dict[str, tuple[dict[str, list[Any]], float, list[str]]] = {
     # The answers, the seconds for which claims last, and what becomes of three messages.
-    "one is ready": ({"ack_batch": [PART], "browse": [SEEN, NONE]}, 30, ["succeeded", "lost", "succeeded"]),
-    "one is inflight": ({"ack_batch": [PART], "browse": [NONE, SEEN, NONE]}, 30, ["succeeded", "lost", "succeeded"]),
     "one is scheduled": ({"ack_batch": [PART], "browse": [NONE, NONE, SEEN]}, 30, ["succeeded", "lost", "succeeded"]),
     "the check fails": ({"ack_batch": [PART, NOTHING], "browse": [LOST, NONE]}, 30, ["succeeded"] * 3),
     "one part fails": ({"ack_batch": [LOCKED, LOST, WHOLE]}, 30, ["succeeded"] * 3),
@@ -672,213 +559,3 @@ async def test_a_batch_is_settled_in_order_of_id_like_other_calls_that_lock_mess
     assert steps[-1] == b"commit"
     states = [(result.message.id, result.state) for result in results]
     assert states == [(3, State.RETRIED if marked else State.ACKED), (1, State.ACKED), (2, State.ACKED)]
-
-
-# Waiting
-
-
-@each_of(MIXED[:2])
-def test_a_consumer_uses_a_place_that_it_has_freed(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    monkeypatch.setattr(PollSchedule, "due", lambda *_: None)  # Only a notification ends a wait.
-    queue = prepare(connection, name, max_in_flight=1)
-
-    async def work(step: Step) -> None:
-        await step.until(lambda: run.consumer.stats.waits >= before.waits + step.message.payload)
-
-    with form.consuming(database, name, work, concurrency=2, peek_delay=LONG) as run:
-        wait_for(lambda: waits(connection, name))
-        before = run.consumer.stats
-        queue.enqueue_batch([1, 2, 3])
-        wait_for(lambda: run.returned == [1, 2, 3])
-
-
-@each_of(PAIR[:1])
-def test_the_loss_of_the_listener_is_noticed_at_once(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    listening = "application_name = %s and query ilike 'unlisten%%'"  # the last that it says before it waits
-
-    def listeners() -> set[int]:
-        found = connection.execute(f"select pid from pg_stat_activity where {listening}", (name,))
-        return {pid for (pid,) in found}
-
-    with form.consuming(database, name, peek_delay=600 * SECOND) as run:
-        (lost,) = wait_for(listeners)
-        wait_for(lambda: waits(connection, name))
-        connection.execute("select pg_terminate_backend(%s)", (lost,))
-        wait_for(lambda: listeners() - {lost})
-        queue.enqueue(1)
-        wait_for(lambda: run.returned == [1])
-
-
-@each_of(OTHER_PAIR[:1])
-def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
-    form: Form,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    database: str,
-    connection: Connection,
-    name: str,
-) -> None:
-    """As behind a pooler that the consumer does not recognize."""
-    asked: list[Any] = []
-
-    def listen(channel: str) -> str:
-        asked.append(channel)
-        return "select 1"
-
-    monkeypatch.setattr(_calls, "listen", listen)
-    monkeypatch.setattr(timings, "probe", 0.1)
-    monkeypatch.setattr(timings, "longest_listen_pause", 0.1)
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=SECOND) as run:
-        wait_for(lambda: len(asked) > 4)  # two for each attempt to listen
-        assert not run.consumer.stats.listening
-        for number in range(3):
-            queue.enqueue(number)
-            wait_for(partial(lambda number: number in run.returned, number))
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"{name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
-    assert [text for text in warnings if "LISTEN" in text] == [expected]
-
-
-@each_of(OTHER_PAIR)
-def test_a_look_that_may_have_missed_messages_is_repeated(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
-    for pause in ("quiet", "trust"):
-        monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only one notification ends it.
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_batch_size=1) as run:
-        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
-        queue.enqueue_batch(list(range(60)))
-        wait_for(lambda: len(run.returned) == 60)
-
-
-# Running
-
-
-@each_of([PAIR[0], OTHER_PAIR[0]])
-def test_one_consumer_runs_once_at_a_time(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name)
-    with form.consuming(database, name) as run:
-        for begin in ("start", "run"):
-            with pytest.raises(RuntimeError, match="is running already"):
-                run.ask(begin)
-        run.stop()
-        run.start()
-
-
-def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
-    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = prepare(connection, name)
-    consumer = Consumer(database, name, lambda _: None)
-    consumer.start()
-    end = consumer._end
-
-    def late(force: bool, timeout: timedelta | None) -> None:
-        """Somebody else is first."""
-        end(force, timeout)
-        assert consumer._ended.result(PATIENCE) is None
-        end(force, timeout)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(consumer, "_end", late)
-        beside(consumer.stop).result(PATIENCE)
-    queue.enqueue(1)
-    with consumer:
-        wait_for(lambda: is_empty(connection, name))
-
-
-def test_stop_raises_the_error_that_ended_the_consumer(
-    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL, "pgqueue.consumer")
-    prepare(connection, name)
-
-    async def fail(self: Any, pumping: Any) -> None:  # noqa: ARG001
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr(Poller, "_end", fail)
-    consumer = Consumer(database, name, lambda _: None)
-    consumer.start()
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
-        consumer.stop()
-    consumer.stop()
-
-
-class Deaf:
-    """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
-
-    def __init__(self) -> None:
-        self.dropped = 0
-        self.begun = asyncio.Event()
-        self.task: asyncio.Task[Any] | None = None
-
-    async def __call__(self, *_: Any, **__: Any) -> Any:
-        self.task = asyncio.current_task()
-        self.begun.set()
-        with suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        self.dropped += 1
-        await asyncio.Event().wait()
-
-
-async def test_a_task_that_takes_too_long_is_cancelled_until_it_has_ended() -> None:
-    deaf = Deaf()
-    async with asyncio.timeout(PATIENCE):
-        with pytest.raises(TimeoutError):
-            await within(0.01, deaf())
-    assert deaf.dropped == 1
-    assert await within(PATIENCE, asyncio.sleep(0, "in time")) == "in time"
-    with pytest.raises(psycopg.OperationalError):
-        await within(PATIENCE, _break(None))
-
-
-async def test_cancelling_a_waiter_cancels_the_work_that_it_waits_for() -> None:
-    deaf = Deaf()
-    waiting = asyncio.create_task(within(PATIENCE, deaf()))
-    await deaf.begun.wait()
-    async with asyncio.timeout(PATIENCE):
-        await end_tasks([waiting])
-    assert waiting.cancelled()
-    assert deaf.task is not None
-    await asyncio.wait([deaf.task], timeout=PATIENCE)
-    assert deaf.task.cancelled()
-
-
-@pytest.mark.parametrize("statement", ["find", "release", "flush"])
-async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
-    statement: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(connection, name).enqueue_batch([1, 2])
-    begun = asyncio.Event()
-
-    async def handle(_: Any) -> None:
-        begun.set()
-        if statement == "release":
-            await asyncio.Event().wait()
-
-    deaf = Deaf()
-    consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
-    monkeypatch.setattr(timings, "release", 0.2)
-    monkeypatch.setattr(timings, "poll_end", 0.2)
-    monkeypatch.setattr(timings, "last_settlements", 0.2)
-    if statement == "find":
-        monkeypatch.setattr(Poller, "_look_at_queues", deaf)
-    else:
-        monkeypatch.setattr(claims.Claims, statement, deaf)
-    async with asyncio.timeout(PATIENCE):
-        run = asyncio.create_task(consumer.run())
-        await (deaf.begun if statement == "find" else begun).wait()
-        consumer.request_stop()
-        if statement == "release":
-            consumer.request_stop()
-        await asyncio.wait([run])
-    run.result()
-    assert deaf.dropped
-    assert connection.execute("select count(*) from pgqueue.messages where queue_name = %s", (name,)).fetchone() != (0,)

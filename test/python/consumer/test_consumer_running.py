@@ -1,0 +1,217 @@
+"""How a consumer waits for messages, begins and ends."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+from clients import PATIENCE, is_empty, wait_for
+from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Form, beside, each_of, prepare, waits
+
+from pgqueue import AsyncConsumer, Consumer, _calls
+from pgqueue._tasks import end_tasks, within
+from pgqueue.consumer import claims
+from pgqueue.consumer.polling import Poller
+from pgqueue.consumer.timings import timings
+
+Connection = psycopg.Connection[Any]
+
+
+# Waiting
+
+
+@each_of(PAIR[:1])
+def test_the_loss_of_the_listener_is_noticed_at_once(
+    form: Form, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    listening = "application_name = %s and query ilike 'unlisten%%'"  # the last that it says before it waits
+
+    def listeners() -> set[int]:
+        found = connection.execute(f"select pid from pg_stat_activity where {listening}", (name,))
+        return {pid for (pid,) in found}
+
+    with form.consuming(database, name, peek_delay=600 * SECOND) as run:
+        (lost,) = wait_for(listeners)
+        wait_for(lambda: waits(connection, name))
+        connection.execute("select pg_terminate_backend(%s)", (lost,))
+        wait_for(lambda: listeners() - {lost})
+        queue.enqueue(1)
+        wait_for(lambda: run.returned == [1])
+
+
+@each_of(OTHER_PAIR[:1])
+def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
+    form: Form,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    database: str,
+    connection: Connection,
+    name: str,
+) -> None:
+    """As behind a pooler that the consumer does not recognize."""
+    asked: list[Any] = []
+
+    def listen(channel: str) -> str:
+        asked.append(channel)
+        return "select 1"
+
+    monkeypatch.setattr(_calls, "listen", listen)
+    monkeypatch.setattr(timings, "probe", 0.1)
+    monkeypatch.setattr(timings, "longest_listen_pause", 0.1)
+    queue = prepare(connection, name)
+    with form.consuming(database, name, peek_delay=SECOND) as run:
+        wait_for(lambda: len(asked) > 4)  # two for each attempt to listen
+        assert not run.consumer.stats.listening
+        for number in range(3):
+            queue.enqueue(number)
+            wait_for(partial(lambda number: number in run.returned, number))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    expected = f"{name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
+    assert [text for text in warnings if "LISTEN" in text] == [expected]
+
+
+@each_of(OTHER_PAIR)
+def test_a_look_that_may_have_missed_messages_is_repeated(
+    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
+) -> None:
+    for pause in ("quiet", "trust"):
+        monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only one notification ends it.
+    queue = prepare(connection, name)
+    with form.consuming(database, name, peek_batch_size=1) as run:
+        wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
+        queue.enqueue_batch(list(range(60)))
+        wait_for(lambda: len(run.returned) == 60)
+
+
+# Running
+
+
+@each_of([PAIR[0], OTHER_PAIR[0]])
+def test_one_consumer_runs_once_at_a_time(form: Form, database: str, connection: Connection, name: str) -> None:
+    prepare(connection, name)
+    with form.consuming(database, name) as run:
+        for begin in ("start", "run"):
+            with pytest.raises(RuntimeError, match="is running already"):
+                run.ask(begin)
+        run.stop()
+        run.start()
+
+
+def test_a_stop_that_comes_too_late_does_not_stop_the_next_run(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = prepare(connection, name)
+    consumer = Consumer(database, name, lambda _: None)
+    consumer.start()
+    end = consumer._end
+
+    def late(force: bool, timeout: timedelta | None) -> None:
+        """Somebody else is first."""
+        end(force, timeout)
+        assert consumer._ended.result(PATIENCE) is None
+        end(force, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer, "_end", late)
+        beside(consumer.stop).result(PATIENCE)
+    queue.enqueue(1)
+    with consumer:
+        wait_for(lambda: is_empty(connection, name))
+
+
+def test_stop_raises_the_error_that_ended_the_consumer(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "pgqueue.consumer")
+    prepare(connection, name)
+
+    async def fail(self: Any, pumping: Any) -> None:  # noqa: ARG001
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(Poller, "_end", fail)
+    consumer = Consumer(database, name, lambda _: None)
+    consumer.start()
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        consumer.stop()
+    consumer.stop()
+
+
+class Deaf:
+    """Work that drops the first cancellation, as psycopg may that has its answer, and goes on to its next statement."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.begun = asyncio.Event()
+        self.task: asyncio.Task[Any] | None = None
+
+    async def __call__(self, *_: Any, **__: Any) -> Any:
+        self.task = asyncio.current_task()
+        self.begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        self.dropped += 1
+        await asyncio.Event().wait()
+
+
+async def test_a_task_that_takes_too_long_is_cancelled_until_it_has_ended() -> None:
+    async def fails() -> None:
+        raise psycopg.OperationalError
+
+    deaf = Deaf()
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(TimeoutError):
+            await within(0.01, deaf())
+    assert deaf.dropped == 1
+    assert await within(PATIENCE, asyncio.sleep(0, "in time")) == "in time"
+    with pytest.raises(psycopg.OperationalError):
+        await within(PATIENCE, fails())
+
+
+async def test_cancelling_a_waiter_cancels_the_work_that_it_waits_for() -> None:
+    deaf = Deaf()
+    waiting = asyncio.create_task(within(PATIENCE, deaf()))
+    await deaf.begun.wait()
+    async with asyncio.timeout(PATIENCE):
+        await end_tasks([waiting])
+    assert waiting.cancelled()
+    assert deaf.task is not None
+    await asyncio.wait([deaf.task], timeout=PATIENCE)
+    assert deaf.task.cancelled()
+
+
+@pytest.mark.parametrize("statement", ["find", "release", "flush"])
+async def test_a_stop_ends_although_a_statement_swallows_its_cancellation(
+    statement: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(connection, name).enqueue_batch([1, 2])
+    begun = asyncio.Event()
+
+    async def handle(_: Any) -> None:
+        begun.set()
+        if statement == "release":
+            await asyncio.Event().wait()
+
+    deaf = Deaf()
+    consumer = AsyncConsumer(database, name, handle, concurrency=1, prefetch=1 if statement == "release" else 0)
+    monkeypatch.setattr(timings, "release", 0.2)
+    monkeypatch.setattr(timings, "poll_end", 0.2)
+    monkeypatch.setattr(timings, "last_settlements", 0.2)
+    if statement == "find":
+        monkeypatch.setattr(Poller, "_look_at_queues", deaf)
+    else:
+        monkeypatch.setattr(claims.Claims, statement, deaf)
+    async with asyncio.timeout(PATIENCE):
+        run = asyncio.create_task(consumer.run())
+        await (deaf.begun if statement == "find" else begun).wait()
+        consumer.request_stop()
+        if statement == "release":
+            consumer.request_stop()
+        await asyncio.wait([run])
+    run.result()
+    assert deaf.dropped
+    assert connection.execute("select count(*) from pgqueue.messages where queue_name = %s", (name,)).fetchone() != (0,)
