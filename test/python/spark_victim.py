@@ -1,4 +1,4 @@
-"""A process with Spark that runs queries and an archive run, each to a given point, and waits there to be killed.
+"""Queries of a driver that each run to a given point, and wait there until the driver is killed.
 
 Each stream has the name of its point. Its checkpoint and output are also those of the query that continues it.
 """
@@ -18,7 +18,6 @@ from pgqueue.spark.source import PgQueueDataSource
 from pgqueue.spark.stream import QueueStreamReader
 
 POINTS = ("after-the-claim", "before-the-sink", "after-the-sink", "after-the-commit")
-ARCHIVE = "after-the-files"
 PER_BATCH = 10
 
 
@@ -103,23 +102,3 @@ def reach_points(spark: Any, dsn: str, queues: dict[str, str]) -> None:
                 if not is_late(error):
                     raise
                 running = query(spark, "pgqueue_victim", dsn, queue, point, home, sink_of(point))
-
-
-def main(dsn: str, points: list[str]) -> None:
-    from sparks import session
-
-    from pgqueue.spark.pipelines import archive_to_parquet, delta
-
-    home = Path(os.environ["PGQUEUE_TEST_DIR"])
-    spark = session()
-    reach_points(spark, dsn, {point: f"killed-{point}" for point in points if point != ARCHIVE})
-    if ARCHIVE in points:
-        delta.Table.commit = lambda *_, **__: die(ARCHIVE)  # type: ignore[method-assign]
-        archive_to_parquet(spark, str(home / ARCHIVE), dsn=dsn, queues=[f"killed-{ARCHIVE}"])
-
-
-if __name__ == "__main__":
-    # Imported by name, so that workers can unpickle its classes.
-    from spark_victim import main as run
-
-    run(sys.argv[1], sys.argv[2:])

@@ -8,11 +8,11 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import Request, urlopen
 
 import psycopg
@@ -21,10 +21,12 @@ from clients import wait_for
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-import pgqueue
+from pgqueue import Queue
 
 S3A = Path(__file__).parents[2] / ".cache/s3a"  # jars, of `make test-tools`
 PATIENCE = 300  # seconds to wait for conditions that are normally fast
+Connection = psycopg.Connection[Any]
+long = pytest.mark.long(part="spark")
 # Tasks have four attempts, as on a cluster; local[2] would give them one. The long socket timeout allows for slow
 # starts of workers on a busy machine.
 SETTINGS = {
@@ -160,53 +162,47 @@ def kill(pid: int) -> None:
         psutil.wait_procs(everything, 10)
 
 
-class Killed(NamedTuple):
-    """The state after a driver was killed: its files, and for each point the sent ids and the stream."""
-
-    home: Path
-    sent: dict[str, list[int]]
-    streams: dict[str, pgqueue.Stream]
+def left(*queues: Queue) -> int:
+    """The number of messages in queues that are ready, in flight or scheduled."""
+    stats = [queue.stats() for queue in queues]
+    return sum(each.ready_messages + each.inflight_messages + each.scheduled_messages for each in stats)
 
 
-@pytest.fixture(scope="session")
-def killed(request: pytest.FixtureRequest, database: str, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """Run a driver with a query for each `point` of the selected tests, which stops there, and kill it.
+def sessions(connection: Connection, what: str = "pid") -> list[Any]:
+    """A column, or the result of a function, for each session of pgqueue.spark in this database."""
+    rows = connection.execute(
+        f"select {what} from pg_stat_activity where application_name = 'pgqueue spark' and datname = current_database()"
+    )
+    return [value for (value,) in rows]
 
-    If a selected test has no point, the driver also has an archive run, which stops after it has written its files.
-    """
-    from spark_victim import ARCHIVE, POINTS
 
-    users = [item for item in request.session.items if "killed" in getattr(item, "fixturenames", ())]
-    asked = {item.callspec.params["point"] if hasattr(item, "callspec") else ARCHIVE for item in users}
-    points = [point for point in (*POINTS, ARCHIVE) if point in asked]
-    home = tmp_path_factory.mktemp("killed")
-    sent = {}
-    with psycopg.connect(database, autocommit=True) as connection:
-        queues = {point: pgqueue.Queue(connection, f"killed-{point}") for point in points}
-        for point, queue in queues.items():
-            queue.create_queue(archive_for=timedelta(days=3000) if point == ARCHIVE else None)
-            sent[point] = queue.enqueue_batch(list(range(1000 if point == ARCHIVE else 25)))
-            if point == ARCHIVE:
-                done = queue.claim(1000)
-                queue.ack_batch([message.id for message in done], done[0].claim_token)
-        here = str(Path(__file__).parent)
-        environment = os.environ | {"PGQUEUE_TEST_DIR": str(home), "PYTHONPATH": here}
-        command = [sys.executable, "-m", "spark_victim", database, *points]
-        with (
-            (home / "log").open("w") as log,
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log) as victim,
-        ):
-            try:
+@pytest.fixture
+def drivers(database: str, name: str) -> Iterator[Callable[..., Any]]:
+    """A function that starts a driver (engines.py) on a checkpoint. All are stopped after the test."""
+    from engines import Engine
 
-                def has_reached_all_points() -> bool:
-                    assert victim.poll() is None, (home / "log").read_text()
-                    return all((home / f"{point}.reached").exists() for point in points)
+    started: list[Engine] = []
 
-                wait_for(has_reached_all_points, PATIENCE)
-            finally:
-                kill(victim.pid)
-        streams = {point: queue.list_streams()[0] for point, queue in queues.items() if point != ARCHIVE}
-    return Killed(home, sent, streams)
+    def start(on: Any, dsn: str = database, queue: str = name, **options: Any) -> Engine:
+        started.append(Engine(dsn, queue, on, **{"retryTimeout": "0"} | options))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.reader.stop()
+
+
+@pytest.fixture
+def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the session and the process to different time zones with half-hour offsets."""
+    before = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
+    monkeypatch.setenv("TZ", "America/St_Johns")
+    time.tzset()
+    yield
+    spark.conf.set("spark.sql.session.timeZone", before)
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.fixture

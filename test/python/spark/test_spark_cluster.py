@@ -461,18 +461,8 @@ def test_a_packed_environment_with_the_package_can_be_shipped_with_the_job(
     cluster: Cluster, wheel: Path, database: str, orders: Queue, tmp_path: Path
 ) -> None:
     python = python_with(tmp_path / "venv", "psycopg*", "pyarrow*", "typing_extensions*")
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-    ]
-    subprocess.run([*pip, wheel], check=True)
+    words = ["install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *words, wheel], check=True)
     packed = tmp_path / "environment.tar.gz"
     venv_pack.pack(prefix=str(tmp_path / "venv"), output=str(packed), compress_level=1)
     # The driver needs it at the same place.

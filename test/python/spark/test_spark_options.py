@@ -72,17 +72,6 @@ def test_options_that_spark_adds_to_a_sink_are_ignored() -> None:
     parse({"queue": "q", "checkpointLocation": "/tmp/c", "queryName": "x"}, WRITE)
 
 
-@pytest.mark.parametrize("use", [READ, STREAM])
-def test_option_queue_is_required_for_reads(use: str) -> None:
-    with pytest.raises(OptionError, match="option queue is missing: a name "):
-        parse({"streamId": "s"} if use == STREAM else {}, use)
-
-
-def test_option_stream_id_is_required_for_streams() -> None:
-    with pytest.raises(OptionError, match="option streamId is missing"):
-        parse({"queue": "q"}, STREAM)
-
-
 @pytest.mark.parametrize(
     ("use", "name", "value", "allowed"),
     [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
-from sparks import Killed, imports_of
+from sparks import Connection, imports_of, long
 
 from pgqueue import Queue
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
     from pyspark.sql.types import StructType
-    from spark_victim import ARCHIVE
 
     from pgqueue.spark import connections
     from pgqueue.spark.options import OptionError
@@ -40,9 +37,7 @@ if TYPE_CHECKING:
     from pgqueue.spark.pipelines.folder import Folder
 
 imports = imports_of(__name__)
-long = pytest.mark.long(part="spark")
 
-Connection = psycopg.Connection[Any]
 # maintain_archive moves these rows to the partitions of their days.
 FINISH = """
 insert into pgqueue.unfiled_messages
@@ -143,16 +138,21 @@ def test_all_columns_of_a_message_are_archived(
 
 
 def test_a_late_commit_is_found_after_later_messages_were_written(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work(queue)
+    # The first file begins before the time up to which the table is complete, and ends after it.
+    noon = datetime.now(UTC).replace(hour=12, minute=0) - timedelta(days=1)
+    finish(connection, queue, noon - timedelta(hours=11), noon + timedelta(hours=11))
+    with monkeypatch.context() as patch:
+        patch.setattr(archive, "_MARGIN", datetime.now(UTC) - noon)
+        assert [run(spark, database, queue, tmp_path) for _ in range(2)] == [2, 0]
     queue.enqueue_batch([{"late": n} for n in range(2)])
     early, late = queue.claim(), queue.claim()
     with psycopg.connect(database) as other:
         assert Queue(other, queue.name).ack(late[0].id, late[0].claim_token)
         queue.ack(early[0].id, early[0].claim_token)
         # The late message has the earlier finished_at, but is not visible yet. Two runs let the progress advance.
-        assert run(spark, database, queue, tmp_path) == 2
+        assert run(spark, database, queue, tmp_path) == 1
         work(queue)
         assert run(spark, database, queue, tmp_path) == 1
         other.commit()
@@ -215,19 +215,6 @@ def test_days_end_at_midnight_in_utc(
     assert of_day.where("day = date'2026-03-29'").count() == 2
 
 
-@pytest.fixture
-def elsewhere(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set the session and the process to different time zones with half-hour offsets."""
-    before = spark.conf.get("spark.sql.session.timeZone")
-    spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
-    monkeypatch.setenv("TZ", "America/St_Johns")
-    time.tzset()
-    yield
-    spark.conf.set("spark.sql.session.timeZone", before)
-    monkeypatch.undo()
-    time.tzset()
-
-
 @long
 def test_queue_names_that_look_like_numbers_or_dates_are_kept(
     spark: Any, database: str, connection: Connection, tmp_path: Path
@@ -274,17 +261,6 @@ def test_files_left_by_a_crash_are_not_written_twice(
     first.with_name(f".{first.name}.crc").unlink()
     with pytest.raises(OptionError, match=r"00000\.json is missing or damaged"):
         run(spark, database, queue, tmp_path)
-
-
-@long
-def test_a_run_after_a_killed_one_writes_nothing_twice(
-    spark: Any, killed: Killed, database: str, connection: Connection
-) -> None:
-    queue, path = Queue(connection, f"killed-{ARCHIVE}"), killed.home / ARCHIVE
-    assert len([*path.glob("write=*/queue_name=*/day=*/*.parquet")]) > 0
-    work(queue, 10)
-    assert run(spark, database, queue, path) == 1010
-    assert in_table(path) == in_archive(connection, queue)
 
 
 @long
@@ -404,19 +380,12 @@ def test_an_object_store_holds_the_archive(
 
 
 @long
-def test_a_second_run_on_the_same_path_is_refused(spark: Any, database: str, queue: Queue, tmp_path: Path) -> None:
-    with (
-        psycopg.connect(database, autocommit=True) as other,
-        archive._locked(other, f"file:{tmp_path}"),
-        pytest.raises(ArchiveBusyError, match=f"another run writes to file:{tmp_path}"),
-    ):
-        run(spark, database, queue, tmp_path)
-
-
-@long
-def test_the_lock_is_released_at_the_end_of_the_run(
-    spark: Any, database: str, connection: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_second_run_on_the_same_path_is_refused_until_the_first_has_ended(
+    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    busy = pytest.raises(ArchiveBusyError, match=f"another run writes to file:{tmp_path}")
+    with archive._locked(connection, f"file:{tmp_path}"), busy:
+        run(spark, database, queue, tmp_path)
     with psycopg.connect(database, autocommit=True) as kept:
         monkeypatch.setattr(archive, "connect", lambda *_, **__: nullcontext(kept))
         assert archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[]) == []

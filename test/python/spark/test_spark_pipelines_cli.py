@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import commands
 import psycopg
 import pytest
-from sparks import imports_of
+from sparks import imports_of, long
 
 from pgqueue import Queue
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.pipelines import local_session, session
 
 imports = imports_of(__name__)
-long = pytest.mark.long(part="spark")
 FILE = str(Path(__file__))
 
 
@@ -51,6 +50,7 @@ def spark(database: str, *words: str) -> commands.Done:
     return commands.in_process(database, "spark", *words)
 
 
+@long
 @pytest.mark.usefixtures("spark")
 def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, tmp_path: Path) -> None:
     path = str(tmp_path / "parquet")
@@ -71,19 +71,14 @@ def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, t
 
 @long
 @pytest.mark.usefixtures("spark")
-def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queue) -> None:
+def test_the_commands_report_and_redrive_dead_letters(database: str, queue: Queue, tmp_path: Path) -> None:
+    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--accuracy", "100")
+    assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
+    assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
     done = spark(database, "dead-letter-report", "--queue", queue.name)
     assert "flight <n> is late" in done.out
     done = spark(database, "redrive-where", queue.name, "--where", "last_error like '%late'")
     assert done == (0, f"1 dead letter of queue {queue.name} is ready again; 1 was chosen\n", "")
-
-
-@long
-@pytest.mark.usefixtures("spark")
-def test_flow_report_prints_the_path_of_its_page(database: str, queue: Queue, tmp_path: Path) -> None:
-    done = spark(database, "flow-report", str(tmp_path), "--queue", queue.name, "--accuracy", "100")
-    assert (done.status, done.out) == (0, f"{tmp_path / 'flow.html'}\n")
-    assert "flight &lt;n&gt; is late" in (tmp_path / "flow.html").read_text()
 
 
 @long

@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC
 from itertools import chain, pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
-from sparks import PATIENCE, imports_of
+from sparks import PATIENCE, Connection, imports_of, left, long, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.source import PgQueueDataSource
 
 imports = imports_of(__name__)
-Connection = psycopg.Connection[Any]
-long = pytest.mark.long(part="spark")
 
 Queues = dict[str, Queue]
 Start = Callable[..., "Engine"]
@@ -60,19 +58,10 @@ def queues(connection: Connection, name: str) -> Queues:
 
 
 @pytest.fixture
-def start(database: str, queues: Queues) -> Iterator[Start]:
+def start(drivers: Start, queues: Queues) -> Start:
     """A function that starts a driver on a checkpoint; it reads all three queues unless its options say otherwise."""
-    started: list[Engine] = []
     names = ",".join(queue.name for queue in queues.values())
-
-    def start(on: Checkpoint, dsn: str = database, queue: str = names, **options: str) -> Engine:
-        limits = {"maxMessagesPerTrigger": "6", "retryTimeout": "0"}
-        started.append(Engine(dsn, queue, on, **limits | options))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.reader.stop()
+    return lambda *given, **options: drivers(*given, **{"queue": names, "maxMessagesPerTrigger": "6"} | options)
 
 
 def got(rows: Rows) -> dict[str, list[int]]:
@@ -81,11 +70,6 @@ def got(rows: Rows) -> dict[str, list[int]]:
     for row in rows:
         found.setdefault(row["queue_name"].rpartition("-")[2], []).append(row["id"])
     return found
-
-
-def left(queues: Queues) -> int:
-    stats = [queue.stats() for queue in queues.values()]
-    return sum(each.ready_messages + each.inflight_messages for each in stats)
 
 
 # Streams over several queues.
@@ -103,7 +87,7 @@ def test_a_micro_batch_has_messages_of_each_queue_and_busy_queues_get_the_rest(q
     late = queues["c"].enqueue_batch([1])
     assert got(engine.trigger() or [])["c"] == late
     assert [len(rows) for rows in engine.drain()] == [5]
-    assert left(queues) == 0
+    assert left(*queues.values()) == 0
     assert {queue.list_streams()[0].stream_name for queue in queues.values()} == {"s"}
 
 
@@ -138,25 +122,32 @@ def test_a_driver_that_dies_with_batches_of_several_queues_is_followed_by_one_th
         assert got(rows) == {each: found[2:4] for each, found in sent.items()}
     found = [row["id"] for row in chain(*replayed, *again.drain())]
     assert sorted(found) == sorted(chain(*(each[2:] for each in sent.values()), late))
-    assert left(queues) == 0
+    assert left(*queues.values()) == 0
 
 
-def test_a_heartbeat_extends_the_batches_of_all_queues(queues: Queues, start: Start) -> None:
+def test_a_heartbeat_extends_the_batches_of_all_queues(
+    queues: Queues, start: Start, connection: Connection, name: str
+) -> None:
     for queue in queues.values():
         queue.enqueue(1)
     engine = start(Checkpoint(), leaseDuration="1 min", heartbeatInterval="0.1 s").begin()
     engine.plan()
 
-    def ends_of(queue: Queue) -> Any:
+    def end_of(queue: Queue) -> Any:
         return queue.list_streams()[0].claimed_until
 
-    first = max(map(ends_of, queues.values()))
-    wait_for(lambda: min(map(ends_of, queues.values())) > first)
+    def ends() -> list[Any]:
+        """The times when the claims of the streams and of the messages expire."""
+        messages = "select visible_at from pgqueue.messages where starts_with(queue_name, %s)"
+        return [*map(end_of, queues.values()), *(at for (at,) in connection.execute(messages, [f"{name}-"]))]
+
+    first = max(ends())
+    wait_for(lambda: min(ends()) > first)
     # Another driver opens the stream of a queue, and another queue is dropped. The third batch stays reserved.
     queues["a"].stream_open("s")
     queues["b"].drop_queue()
-    first = ends_of(queues["c"])
-    wait_for(lambda: ends_of(queues["c"]) > first)
+    first = end_of(queues["c"])
+    wait_for(lambda: end_of(queues["c"]) > first)
 
 
 def test_progress_sums_up_all_queues_and_counts_replays(queues: Queues, start: Start) -> None:
@@ -245,7 +236,7 @@ def test_a_queue_dropped_with_an_open_batch_ends_the_query_unless_losses_are_acc
     with start(checkpoint, queuePattern=f"{name}-*", failOnDataLoss="false").begin() as engine:
         assert [got(rows) for _, rows in engine.sink] == [{"a": [sent["a"]], "c": [sent["c"]]}]
         assert [rows for rows in engine.drain() if rows] == []
-    assert left({each: queue for each, queue in queues.items() if each != "b"}) == 0
+    assert left(queues["a"], queues["c"]) == 0
 
 
 def test_a_pattern_omits_queues_that_the_role_may_not_consume(
@@ -255,8 +246,9 @@ def test_a_pattern_omits_queues_that_the_role_may_not_consume(
     user = str(conninfo_to_dict(dsn)["options"]).removeprefix("-c role=")
     connection.execute("select pgqueue.grant_access(%s, 'producer', %s)", [user, queues["b"].name])
     sent = {each: queue.enqueue(1) for each, queue in queues.items()}
-    with start(Checkpoint(), dsn, queuePattern=f"{name}-*").begin() as engine:
+    with start(Checkpoint(), dsn, queuePattern=f"{name}-*", heartbeatInterval="0.1 s").begin() as engine:
         assert [got(rows) for rows in engine.drain()] == [{"a": [sent["a"]]}]
+        assert engine.reader.reportLatestOffset()["ready_messages"] == 0
         # A queue of that name that is created later is another one.
         queues["b"].drop_queue()
         engine.drain()
@@ -435,18 +427,11 @@ def test_a_task_of_a_write_waits_for_a_slot_and_is_not_connected_meanwhile(
     worker = pickle.loads(pickle.dumps(writer))
     waits = threading.Event()
 
-    def connected() -> int:
-        rows = connection.execute(
-            "select from pg_stat_activity where application_name = 'pgqueue spark' and datname = current_database()"
-        )
-        return len(rows.fetchall())
-
     done: list[Any] = []
     with writer.slots.connect(database) as one, writer.slots.connect(database):
-        before = connected()
 
         def sleep(_seconds: float) -> None:
-            wait_for(lambda: connected() == before)
+            wait_for(lambda: len(sessions(connection)) == 2)
             waits.set()
 
         monkeypatch.setattr(connections, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
@@ -546,7 +531,9 @@ def test_a_read_and_a_stream_have_no_more_tasks_than_connections(queues: Queues,
         (READ, {"queuePattern": "billing*"}, "invalid option queuePattern: 'billing*' is not the beginning of a name"),
         (READ, {"queuePattern": "*"}, "invalid option queuePattern"),
         (WRITE, {"queuePattern": "a-*"}, "option queuePattern is not for writes"),
-        (READ, {}, "option queue is missing"),
+        (READ, {}, "option queue is missing: a name "),
+        (STREAM, {"streamId": "s"}, "option queue is missing: a name "),
+        (STREAM, {"queue": "q"}, "option streamId is missing"),
         (READ, {"queue": "a", "dsn": "[]"}, "invalid option dsn"),
         (READ, {"queue": "a", "dsn": '["host=a", 3]'}, "invalid option dsn"),
         (READ, {"queue": "a", "dsn": '["host=a dbname=d", "dbname=d  host=a"]'}, "invalid option dsn"),
@@ -742,10 +729,10 @@ def test_triggers_once_and_processing_time_read_all_queues_of_a_pattern(
     completed(lambda: run(once=True))
     # Trigger.Once has no limit, and leaves its batch reserved until the next run acknowledges it.
     assert seen == [sorted(sent)]
-    assert left(queues) == 9
+    assert left(*queues.values()) == 9
     more = [(each, queue.enqueue(9)) for each, queue in queues.items()]
     query = running(lambda: run(processingTime="0 seconds"))
-    wait_for(lambda: left(queues) == 0, PATIENCE)
+    wait_for(lambda: left(*queues.values()) == 0, PATIENCE)
     query.stop()
     assert sorted(chain(*seen[1:])) == sorted(more)
 
@@ -784,4 +771,4 @@ def test_databases_are_shards_of_one_read_one_query_and_one_write(
     assert sorted(json.loads(row.payload)["id"] for row in stored) == list(range(60))
     for dsn in dsns:
         with psycopg.connect(dsn, autocommit=True) as connection:
-            assert left({"": Queue(connection, name)}) == 0
+            assert left(Queue(connection, name)) == 0

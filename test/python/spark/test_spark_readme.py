@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pgqueue.spark import OPTIONS, pipelines
 
 imports = sparks.imports_of(__name__)
-long = pytest.mark.long(part="spark")
+long = sparks.long
 
 CHAPTER = (Path(pgqueue.__file__).parent / "spark/README.md").read_text(encoding="utf-8")
 
