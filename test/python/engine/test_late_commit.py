@@ -123,10 +123,10 @@ def head(connection: psycopg.Connection[Any], queue: str) -> int:
     return numbers(connection, statement, queue)[0]
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize(
-    "send", [by_enqueue, by_enqueue_batch, by_insert, by_insert_into_the_leaf, by_copy, by_a_savepoint]
-)
+SENDS = [by_enqueue, by_enqueue_batch, by_insert, by_insert_into_the_leaf, by_copy, by_a_savepoint]
+
+
+@pytest.mark.parametrize(("send", "prepared"), [*((send, False) for send in SENDS), (by_enqueue_batch, True)])
 def test_late_messages_of_every_way_to_send_are_delivered(
     dsn: str, late_queue: str, send: Send, prepared: bool
 ) -> None:

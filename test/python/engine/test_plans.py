@@ -25,7 +25,7 @@ numbers = count(1)
 DEEP = [pytest.param(state, marks=pytest.mark.long(part="engine")) for state in ("deep", "never_analysed")]
 STATES = ["bloated", pytest.param("empty", marks=pytest.mark.long(part="engine")), *DEEP]
 
-# Limits for the buffers (read and hit) of one call in a warmed session: the median, and the maximum over 20 calls.
+# Limits for the buffers (read and hit) of one call in a warmed session: the median, and the maximum over 12 calls.
 # The limits are about twice the values measured on PostgreSQL 18, which follow as comments: the worst median and
 # maximum over all states. Sweeps depend on time. They have a case of their own, and are prevented in all others.
 # A call that extends a table or splits a page of an index touches more buffers, for which the maximum allows.
@@ -344,7 +344,7 @@ def nodes(plan: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("call", BOUNDS)
 def test_calls_touch_few_buffers_and_use_the_primary_key_of_messages(session: Session, call: str) -> None:
     CALLS[call](session, session.buffers)
-    counts = [CALLS[call](session, session.buffers) for _ in range(20) if session.rests()]
+    counts = [CALLS[call](session, session.buffers) for _ in range(12) if session.rests()]
     print(f"{call:24} {statistics.median(counts):7} {max(counts):7}")
     most, any_call = BOUNDS[call]
     assert statistics.median(counts) <= most
