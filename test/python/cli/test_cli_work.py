@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import datetime, timedelta
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from pgqueue.cli.work_monitor import WorkMonitor
 pytestmark = pytest.mark.usefixtures("no_other_database")
 
 HANDLERS = '''
-import asyncio, functools, logging, threading, time
+import asyncio, functools, logging, time
 from pathlib import Path
 from pgqueue import Reject, Retry
 
@@ -70,9 +70,6 @@ def fail_once(delivery):
 def log(delivery):
     logging.getLogger("orders").warning("at work")
     print("done", flush=True)
-
-def where(delivery):
-    print("in", threading.current_thread() is threading.main_thread(), flush=True)
 
 def gate(delivery):
     """Works until a file is there."""
@@ -592,34 +589,6 @@ def test_with_quiet_a_terminal_sees_only_handlers_and_logs(database: str, orders
     with terminal(*words, cwd=shop, PGQUEUE_DSN=database) as screen:
         assert screen.end() == 0
     assert screen.seen == "got 1\n"
-
-
-@pytest.mark.parametrize("off", [timedelta(hours=-2), timedelta(hours=2)], ids=str)
-def test_the_look_ahead_uses_only_the_clock_of_the_server(
-    off: timedelta, database: str, orders: pgqueue.Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Wrong(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return datetime.now(tz) + off
-
-    monkeypatch.setattr(work_monitor, "datetime", Wrong, raising=False)
-
-    def is_empty(minutes: int) -> bool:
-        seen = WorkMonitor(Session(), database, [orders.name], cast(Any, None), timedelta(minutes=minutes))
-        try:
-            return seen._is_drained()
-        finally:
-            seen._close_connection()
-
-    assert is_empty(0)
-    orders.enqueue(1, delay=timedelta(hours=1))
-    assert is_empty(1)
-    assert not is_empty(90)
-    orders.enqueue(2)
-    assert not is_empty(1)
-    orders.pause_queue()
-    assert is_empty(1)
 
 
 def test_the_rate_is_that_of_the_last_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,10 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE
 from commands import NewDatabase
 from conftest import Client
 from psycopg import sql
-from psycopg.types.json import Json, Jsonb, set_json_loads
+from psycopg.types.json import Jsonb, set_json_loads
 
 import pgqueue
 from pgqueue import _calls
@@ -107,19 +106,6 @@ def test_a_failing_json_loader_does_not_lose_a_claim(client: Client, queue: Any)
 # Messages
 
 
-PAYLOADS = [{"a": [1, 2.5, None]}, [], {}, "", "text", 0, -1.5, False, True, "😀\\\"'\t\n", 2**70, "%s %(x)s"]
-
-
-def test_payloads_are_returned_unchanged(queue: Any) -> None:
-    for payload in PAYLOADS:
-        queue.enqueue(payload)
-    queue.enqueue_batch([*PAYLOADS, Jsonb(None), Json(None), Jsonb('{"a": 1}', dumps=str)])
-    messages = queue.claim(100)
-    assert [message.payload for message in messages] == [*PAYLOADS, *PAYLOADS, None, None, {"a": 1}]
-    assert [type(message.payload) for message in messages[: len(PAYLOADS)]] == [type(payload) for payload in PAYLOADS]
-    assert {message.body for message in messages} == {None}
-
-
 def test_bodies_are_returned_unchanged(queue: Any) -> None:
     bodies = [b"", b"\0\xff\\x", bytes(range(256)) * 1000]
     for body in bodies:
@@ -164,63 +150,6 @@ def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
     assert delayed.visible_at - delayed.enqueued_at >= timedelta(hours=1)
     with pytest.raises(pgqueue.InvalidArgument, match="payloads"):
         queue.enqueue_batch([])
-
-
-def test_nack_returns_a_message_and_reject_makes_it_a_dead_letter(queue: Any) -> None:
-    ids = queue.enqueue_batch([1, 2], headers=[{"type": "order"}, None])
-    first, second = queue.claim(2)
-    assert queue.nack(first.id, NOWHERE) is False
-    assert queue.nack(first.id, first.claim_token, timedelta(0), "no luck", {"tries": [1, None]}) is True
-    (again,) = queue.claim()
-    assert (again.id, again.attempt_count, again.last_error) == (ids[0], 2, "no luck")
-    assert again.headers == {"type": "order", "tries": [1, None]}
-    assert queue.reject(again.id, again.claim_token, "no use", {"tries": {"é": 2}}) is True
-    assert queue.reject(second.id, second.claim_token, error="no use") is True
-    merged, dead = queue.browse_dead_messages()
-    assert (merged.headers, merged.last_error) == ({"type": "order", "tries": {"é": 2}}, "no use")
-    assert isinstance(dead, pgqueue.DeadMessage)
-    assert (dead.id, dead.payload, dead.headers, dead.reason) == (ids[1], 2, None, "rejected")
-    assert dead.died_at > dead.enqueued_at
-    with pytest.raises(pgqueue.InvalidArgument, match="headers"):
-        queue.nack(1, NOWHERE, headers=[1])
-    with pytest.raises(pgqueue.InvalidArgument, match="headers"):
-        queue.reject(1, NOWHERE, headers="x")
-
-
-def test_record_failure_counts_an_attempt_that_was_rolled_back(queue: Any, client: Client) -> None:
-    sent = queue.enqueue(1)
-    client.connection.set_autocommit(False)
-    (message,) = queue.receive()
-    client.connection.rollback()
-    client.connection.set_autocommit(True)
-    assert queue.record_failure(sent, message.attempt_count + 1) is False
-    assert queue.record_failure(sent, message.attempt_count, timedelta(hours=1), "no luck", {"tries": 1}) is True
-    assert queue.record_failure(sent, message.attempt_count) is False
-    (waiting,) = queue.browse("scheduled")
-    assert (waiting.id, waiting.attempt_count) == (sent, 1)
-    assert (waiting.last_error, waiting.headers) == ("no luck", {"tries": 1})
-    assert waiting.visible_at - waiting.enqueued_at > timedelta(hours=1)
-    with pytest.raises(pgqueue.InvalidArgument, match="attempt_count"):
-        queue.record_failure(sent, 0)
-
-
-# Waiting
-
-
-def test_a_waiting_consumer_is_notified(queue: Any, connection: psycopg.Connection[Any]) -> None:
-    connection.execute(sql.SQL("listen {}").format(sql.Identifier(queue.channel())))
-    ((before,),) = connection.execute("select clock_timestamp()")
-    until = queue.prepare_wait(timedelta(seconds=20))
-    ((after,),) = connection.execute("select clock_timestamp()")
-    assert before <= until - timedelta(seconds=20) <= after
-    queue.enqueue(1)
-    assert [note.channel for note in connection.notifies(timeout=PATIENCE, stop_after=1)] == [queue.channel()]
-    assert queue.wake() is None
-    assert len(list(connection.notifies(timeout=PATIENCE, stop_after=1))) == 1
-    (message,) = queue.claim()
-    queue.prepare_wait()
-    queue.release([message.id], message.claim_token)
-    assert len(list(connection.notifies(timeout=PATIENCE, stop_after=1))) == 1
 
 
 # The database

@@ -59,7 +59,12 @@ def test_enqueue_copy_keeps_the_order_of_many_rows(queue: Any) -> None:
 @given(batch=st.lists(documents.filter(lambda document: document is not None), min_size=1, max_size=5))
 def test_hostile_payloads_are_stored_unchanged(queue: Any, batch: list[Any]) -> None:
     assert queue.enqueue_copy(batch) == len(queue.enqueue_batch(batch)) == len(batch)
-    assert [message.payload for message in queue.receive(100)] == as_stored(batch * 2)
+    for payload in batch:
+        queue.enqueue(payload)
+    received = [message.payload for message in queue.receive(100)]
+    assert received == as_stored(batch * 3)
+    # Python compares 1 with True as equal.
+    assert [type(payload) is bool for payload in received] == [type(payload) is bool for payload in batch * 3]
 
 
 @given(bodies=st.lists(st.binary(), min_size=1, max_size=5), header=headers)
@@ -143,25 +148,6 @@ def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connec
     assert before <= first.enqueued_at <= turned[0]
     assert first.enqueued_at < second.enqueued_at <= now()
     assert [first.visible_at, second.visible_at] == [first.enqueued_at, second.enqueued_at]
-
-
-def test_enqueue_copy_inserts_rows_in_batches(connection: psycopg.Connection[Any], name: str) -> None:
-    if connection.info.server_version < 180000:
-        pytest.skip("to count the WAL records of a session needs pg_stat_get_backend_wal, of PostgreSQL 18")
-    queue = pgqueue.Queue(connection, name)
-    # In a table of its own: pages that earlier tests have left partly filled take fewer rows at a time.
-    queue.create_queue(dedicated=True)
-
-    def records() -> int:
-        connection.execute("select pg_stat_force_next_flush()")
-        row = connection.execute("select wal_records from pg_stat_get_backend_wal(pg_backend_pid())").fetchone()
-        assert row is not None
-        return int(row[0])
-
-    before = records()
-    queue.enqueue_copy(range(5000))
-    # One write for each index entry; row by row there would be another one for each row.
-    assert 5000 <= records() - before < 6000
 
 
 @pytest.mark.parametrize(

@@ -213,13 +213,9 @@ def short() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize(
-    "name", [75, 80, "a,b", *(pytest.param(name, marks=pytest.mark.long(part="engine")) for name in (140, "a:b"))]
-)
-def test_the_temporary_directory_may_have_any_name(
-    name: str | int, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = short / (name if isinstance(name, str) else "x" * (name - len(f"{short}/")))
+@pytest.mark.parametrize("length", [75, 80, pytest.param(140, marks=pytest.mark.long(part="engine"))])
+def test_the_temporary_directory_may_have_any_name(length: int, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = short / "a,b:c".ljust(length - len(f"{short}/"), "x")
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     with EmbeddedServer(durable=False) as server, psycopg.connect(server.dsn) as connection:
