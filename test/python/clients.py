@@ -85,6 +85,11 @@ def value(connection: psycopg.Connection[Any], statement: str, *values: Any) -> 
     return row[0]
 
 
+def is_blocked(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:
+    """Whether another session waits for a lock."""
+    return bool(value(connection, "select cardinality(pg_blocking_pids(%s)) > 0", other.info.backend_pid))
+
+
 def drop(connection: psycopg.Connection[Any], name: str) -> None:
     """Drop a queue if there is one, although other sessions use it for a moment."""
 

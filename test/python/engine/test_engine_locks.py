@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import connect, wait_for
+from clients import connect, is_blocked, wait_for
 from psycopg import sql
 from transports import patient
 
@@ -95,12 +95,6 @@ def test_a_stranger_that_locks_a_queue_delays_calls_and_loses_nothing(
     assert [found.payload for found in queue.claim(10)] == [2]
 
 
-def waits(connection: psycopg.Connection[Any], other: psycopg.Connection[Any]) -> bool:
-    """Whether another session waits for a lock."""
-    seen = connection.execute("select cardinality(pg_blocking_pids(%s)) > 0", (other.info.backend_pid,)).fetchone()
-    return seen == (True,)
-
-
 @pytest.mark.parametrize(("first", "second"), [("1 day", "0"), ("0", "1 day")])
 def test_alter_queue_sees_the_current_archive_setting_after_a_lock_wait(
     connection: psycopg.Connection[Any], database: str, name: str, first: str, second: str
@@ -119,7 +113,7 @@ def test_alter_queue_sees_the_current_archive_setting_after_a_lock_wait(
             with connection.transaction():
                 connection.execute(alter, (name, first))
                 altered = pool.submit(admin.execute, alter, (name, second))
-                wait_for(lambda: waits(watcher, admin))
+                wait_for(lambda: is_blocked(watcher, admin))
             altered.result()
     queue.enqueue(1)
     (message,) = queue.claim()
@@ -144,7 +138,7 @@ def test_subscribe_stores_the_current_address_after_a_lock_wait(
                 connection.execute(f"select pgqueue.{change}(%s)", (name,))
                 subscriber.execute(subscribe, ("first", other))
                 subscribed = pool.submit(subscriber.execute, subscribe, ("second", name))
-                wait_for(lambda: waits(watcher, subscriber))
+                wait_for(lambda: is_blocked(watcher, subscriber))
             assert subscribed.result().fetchone() == (True,)
     noted = connection.execute("select queue_address from pgqueue.subscriptions where queue_name = %s", (name,))
     assert noted.fetchall() == [(address.format(name),)] * 2
@@ -167,5 +161,5 @@ def test_unexpose_transport_finds_a_relation_created_during_its_lock_wait(
             with connection.transaction():
                 connection.execute("select pgqueue.expose_transport(%s)", (name,))
                 unexposed = pool.submit(admin.execute, unexpose, (name,))
-                wait_for(lambda: waits(watcher, admin))
+                wait_for(lambda: is_blocked(watcher, admin))
             assert unexposed.result().fetchone() == (True,)

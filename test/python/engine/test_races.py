@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import administer, connect, disturbed, drain, misuse, produce, wait_for
+from clients import administer, connect, disturbed, drain, is_blocked, misuse, produce, wait_for
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,7 @@ def test_the_visibility_timeout_starts_after_a_lock_wait_of_claim(
             claimed = pool.submit(
                 consumer.execute, "select visible_at - interval '1 h' from pgqueue.claim(%s, 1, '1 h')", (name,)
             )
-            blocked = "select cardinality(pg_blocking_pids(%s)) > 0"
-            wait_for(lambda: connection.execute(blocked, (consumer.info.backend_pid,)).fetchone() == (True,))
+            wait_for(lambda: is_blocked(connection, consumer))
             released_at = connection.execute("select clock_timestamp()").fetchone()
         began_at = claimed.result().fetchone()
     assert released_at is not None

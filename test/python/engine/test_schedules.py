@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
-from clients import connect, new_seed, value, wait_for
+from clients import connect, is_blocked, new_seed, value, wait_for
 from cronsim import CronSim, CronSimError
 
 import pgqueue
@@ -140,8 +140,7 @@ def test_a_change_waits_for_the_transaction_that_takes_a_tick(
         with consumer.transaction():
             assert len(pgqueue.Queue(consumer, orders.name).receive()) == 1
             changing = threads.submit(pgqueue.Queues(admin).alter_schedule, orders.name, "@daily")
-            blocked = "select cardinality(pg_blocking_pids(%s)) > 0"
-            wait_for(lambda: connection.execute(blocked, (admin.info.backend_pid,)).fetchone() == (True,))
+            wait_for(lambda: is_blocked(connection, admin))
         assert changing.result() is not None
     assert [(message.headers or {})["pgqueue.schedule"] for message in orders.browse("scheduled")] == [orders.name]
     assert orders.list_schedules()[0].cron == "@daily"

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import buffers, drop, value, wait_for
+from clients import buffers, drop, is_blocked, value, wait_for
 from transports import (
     DELAYED_TABLE,
     SUBSCRIPTION_TABLE,
@@ -28,23 +28,14 @@ from transports import (
 import pgqueue
 
 
-def is_at_rest(connection: psycopg.Connection[Any]) -> bool:
-    """Whether no other session locks the table of messages. expose_transport waits only half a second for them."""
-    ((is_held,),) = connection.execute(
-        "select exists (select from pg_locks l join pg_database d on d.oid = l.database"
-        " where d.datname = current_database() and l.pid <> pg_backend_pid()"
-        " and l.relation in ('pgqueue.messages'::regclass, 'pgqueue.messages_shared'::regclass))"
-    ).fetchall()
-    return not is_held
-
-
 @pytest.fixture
 def relation(connection: psycopg.Connection[Any], name: str) -> Iterator[str]:
     """The address of the relation of a new queue."""
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
-    wait_for(lambda: is_at_rest(connection))
-    yield queue.expose_transport()
+    with patient(connection, "expose_transport"):
+        address = queue.expose_transport()
+    yield address
     drop(connection, name)
 
 
@@ -545,8 +536,7 @@ def test_expose_transport_fails_if_its_snapshot_misses_messages(
     sender.execute("insert into pgqueue.messages (queue_name, payload) values (%s, '1')", (name,))
     with patient(connection, "expose_transport"), ThreadPoolExecutor(1) as pool:
         exposing = pool.submit(admin.execute, "select pgqueue.expose_transport(%s)", (name,))
-        blocked = "select cardinality(pg_blocking_pids(%s)) > 0"
-        wait_for(lambda: value(connection, blocked, admin.info.backend_pid))
+        wait_for(lambda: is_blocked(connection, admin))
         sender.commit()
         with pytest.raises(psycopg.errors.SerializationFailure):
             exposing.result()
