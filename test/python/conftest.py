@@ -1,5 +1,6 @@
 """A server and a database for the whole run, a queue name for each test, and the client."""
 
+import ast
 import asyncio
 import gc
 import inspect
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from itertools import count
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -144,6 +146,19 @@ def no_strays() -> Iterator[None]:
         yield
     _, left = psutil.wait_procs(strays(run), PATIENCE)
     assert not left, [(one.environ().get("PYTEST_CURRENT_TEST"), one.cmdline()) for one in left]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports(request: pytest.FixtureRequest) -> None:
+    """Run the blocks `if TYPE_CHECKING:` of a module before its first test. They name what only its tests need.
+
+    Such imports take seconds. Each process of a run collects all modules, and runs the tests of a few.
+    """
+    module: ModuleType = request.module
+    if hasattr(module, "TYPE_CHECKING"):
+        for statement in ast.parse(inspect.getsource(module)).body:
+            if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+                exec(compile(ast.Module(statement.body, []), str(module.__file__), "exec"), vars(module))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,5 @@
 """Spark for the tests: one small session, in one JVM for the whole run."""
 
-import ast
-import importlib
-import inspect
 import os
 import secrets
 import socket
@@ -45,23 +42,6 @@ SETTINGS = {
     "spark.python.authenticate.socketTimeout": "120s",
     "spark.log.level": "OFF",
 }
-
-
-def imports_of(name: str) -> Any:
-    """Return a fixture for a test module that runs its imports under `if TYPE_CHECKING:` before its first test.
-
-    They take seconds of processor time. Each process of a run collects all modules, and runs the tests of a few.
-    """
-
-    @pytest.fixture(scope="module", autouse=True)
-    def imports() -> None:
-        pytest.importorskip("pyspark")
-        module = importlib.import_module(name)
-        found = ast.parse(inspect.getsource(module)).body
-        (block,) = (one for one in found if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING")
-        exec(compile(ast.Module(block.body, []), str(module.__file__), "exec"), vars(module))
-
-    return imports
 
 
 def missing() -> str | None:

@@ -19,7 +19,6 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE, drop
-from later import run_type_checking_blocks
 from served import ADMIN, SERVICE, Site, in_process, locked, new_name, waiters
 
 from pgqueue._tasks import end_tasks
@@ -56,11 +55,6 @@ HERE, THERE = "127.0.0.1", "127.0.0.2"
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HALF + b"\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    run_type_checking_blocks(globals())
 
 
 class Listening:

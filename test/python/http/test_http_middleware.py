@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from clients import PATIENCE
-from later import run_type_checking_blocks
 from served import ADMIN
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ if TYPE_CHECKING:
     SETTINGS = Settings("", {"one": Service("one", "", ("one",))}, {})
 
 SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "headers": []}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    run_type_checking_blocks(globals())
 
 
 def wrap(app: Any, seconds: float, bodies: Bodies | None = None) -> RequestMiddleware:

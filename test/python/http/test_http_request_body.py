@@ -17,7 +17,6 @@ import pytest
 from clients import PATIENCE
 from hypothesis import example, given
 from hypothesis import strategies as st
-from later import run_type_checking_blocks
 from served import ACCESSES, ADMIN, HASH
 
 from pgqueue._tasks import end_tasks
@@ -63,11 +62,6 @@ numbers = st.builds(
     "{}{}{}{}".format, st.sampled_from(["", "-"]), whole, st.one_of(st.just(""), digits.map(".{}".format)),
     st.one_of(st.just(""), exponent),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    run_type_checking_blocks(globals())
 
 
 @given(numbers)

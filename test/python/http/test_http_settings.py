@@ -19,7 +19,6 @@ import commands
 import httpx
 import pytest
 from clients import PATIENCE
-from later import run_type_checking_blocks
 from served import ADMIN, HASH, Site, in_process, new_name
 
 if TYPE_CHECKING:
@@ -36,11 +35,6 @@ GOOD: dict[str, Any] = {
     "services": {"one": {"dsn": "host=h password=secret", "databases": ["a", "b"]}, "two": {"dsn": "dbname=c"}},
     "users": {"admin": {"password_hash": HASH}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    run_type_checking_blocks(globals())
 
 
 def test_a_configuration_file_defines_services_and_users() -> None:

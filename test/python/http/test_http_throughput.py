@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from later import run_type_checking_blocks
 from served import Server, Site, in_process, new_name
 
 import pgqueue
@@ -32,11 +31,6 @@ if TYPE_CHECKING:
 
 
 LONG = pytest.mark.long(part="http")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    run_type_checking_blocks(globals())
 
 
 def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: int = 0, *estimates: str) -> QueueStats:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psycopg
 import pytest
 from clients import wait_for
-from sparks import PATIENCE, SETTINGS, imports_of, kill
+from sparks import PATIENCE, SETTINGS, kill
 
 import pgqueue
 from pgqueue import Queue
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from pgqueue.spark import PgQueueDataSource
 
-imports = imports_of(__name__)
 Connection = psycopg.Connection[Any]
 pytestmark = pytest.mark.long(part="clusters")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
-from sparks import imports_of
 
 from pgqueue.embedded import EmbeddedServer
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.connections import connect, resolve_conninfo
     from pgqueue.spark.options import OPTIONS, OptionError, parse
 
-imports = imports_of(__name__)
 
 # Uses of options, as pgqueue.spark.options names them.
 READ, STREAM, WRITE = "read", "stream", "write"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, imports_of, long
+from sparks import Connection, long
 
 from pgqueue import Queue
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     )
     from pgqueue.spark.pipelines.folder import Folder
 
-imports = imports_of(__name__)
 
 # maintain_archive moves these rows to the partitions of their days.
 FINISH = """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import commands
 import psycopg
 import pytest
-from sparks import imports_of, long
+from sparks import long
 
 from pgqueue import Queue
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pgqueue.spark import pipelines
     from pgqueue.spark.pipelines import local_session, session
 
-imports = imports_of(__name__)
 FILE = str(Path(__file__))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sparks import Connection, imports_of, long
+from sparks import Connection, long
 
 from pgqueue import Queue
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Durations, Flow, Measure, render
     from pgqueue.spark.pipelines.times import window_of
 
-imports = imports_of(__name__)
 
 # Messages in two hours around midnight UTC, with skewed durations and ties. Some were received and never claimed.
 FINISH = """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sparks import PATIENCE, imports_of
+from sparks import PATIENCE
 
 from pgqueue import Queue
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     )
     from pgqueue.spark.sink import commit_name
 
-imports = imports_of(__name__)
 pytestmark = pytest.mark.long(part="spark")
 
 Connection = psycopg.Connection[Any]

@@ -17,7 +17,7 @@ import commands
 import psycopg
 import pytest
 from clients import wait_for
-from sparks import PATIENCE, imports_of, long
+from sparks import PATIENCE, long
 
 from pgqueue import Queue
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import pgqueue.spark
     from pgqueue.spark import java, register
     from pgqueue.spark.java import JavaNotFoundError, find_java
-
-imports = imports_of(__name__)
 
 
 @pytest.fixture

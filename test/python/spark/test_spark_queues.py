@@ -20,7 +20,7 @@ from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
-from sparks import PATIENCE, Connection, imports_of, left, long, sessions
+from sparks import PATIENCE, Connection, left, long, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.snapshot import IdRange, divide
     from pgqueue.spark.source import PgQueueDataSource
 
-imports = imports_of(__name__)
 
 Queues = dict[str, Queue]
 Start = Callable[..., "Engine"]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, imports_of, long
+from sparks import Connection, long
 
 import pgqueue
 from pgqueue import Queue
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.snapshot import PushdownSnapshotReader
     from pgqueue.spark.source import PgQueueDataSource
 
-imports = imports_of(__name__)
 
 Rows = list[dict[str, Any]]
 Reads = Callable[..., Rows]

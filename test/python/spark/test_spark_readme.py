@@ -26,7 +26,6 @@ from pgqueue import Queue
 if TYPE_CHECKING:
     from pgqueue.spark import OPTIONS, pipelines
 
-imports = sparks.imports_of(__name__)
 long = sparks.long
 
 CHAPTER = (Path(pgqueue.__file__).parent / "spark/README.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 from clients import PATIENCE, wait_for
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, imports_of, long, sessions
+from sparks import Connection, long, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter, Staged
     from pgqueue.spark.source import PgQueueDataSource
 
-imports = imports_of(__name__)
 Saves = Callable[..., None]
 
 

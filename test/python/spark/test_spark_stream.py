@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from clients import wait_for
-from sparks import Connection, imports_of, left, sessions
+from sparks import Connection, left, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pgqueue.spark.connections import connect
     from pgqueue.spark.options import OptionError
 
-imports = imports_of(__name__)
 
 Start = Callable[..., "Engine"]
 

@@ -14,7 +14,7 @@ import psutil
 import psycopg
 import pytest
 from clients import wait_for
-from sparks import PATIENCE, Connection, imports_of, kill, left, long, sessions
+from sparks import PATIENCE, Connection, kill, left, long, sessions
 
 from pgqueue import Queue
 from pgqueue.embedded import EmbeddedServer
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from late_workers import completed, running
     from pyspark import TaskContext
     from pyspark.errors import AnalysisException, StreamingQueryException
-
-imports = imports_of(__name__)
 
 
 class Queries:
