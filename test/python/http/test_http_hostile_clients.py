@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psycopg
@@ -45,12 +45,11 @@ if TYPE_CHECKING:
     from pgqueue.http.sampling import History
     from pgqueue.http.settings import Limits, Service, Settings
     from pgqueue.http.statements import Statement
-    from pgqueue.http.turns import Gate, TurnLimiter
 
     SETTINGS = Settings("", {"one": Service("one", "", ("one", "two"))}, {})
     LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $1::int)")
 
-LONG = pytest.mark.long(part="http")
+pytestmark = pytest.mark.long(part="http")
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HALF + b"\r\n"
@@ -139,7 +138,6 @@ async def closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-@LONG
 async def test_a_refused_client_has_some_time_to_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server closed the connection while the client still sends, the client would not get the answer."""
     async with listening(greeting, ClientConnections(10)) as served:
@@ -229,38 +227,6 @@ async def test_an_address_with_many_idle_connections_makes_room_for_other_addres
             await reader.readuntil(b"ok")
 
 
-class Connected:
-    """A connection without a network."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self.transport: Any = self
-
-    def abort(self) -> None:
-        self.is_open = False
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "is_one_client"),
-    [
-        ("192.0.2.1", "192.0.2.2", False),
-        ("2001:db8::1", "2001:db8::ffff:0:0:2", True),
-        ("2001:db8::1", "2001:db8:0:1::1", False),
-        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
-        ("::ffff:192.0.2.1", "192.0.2.1", True),
-        ("fe80::1%eth0", "fe80::2%eth0", True),
-        ("", "", True),
-    ],
-)
-def test_a_network_of_ipv6_counts_as_one_address(one: str, other: str, is_one_client: bool) -> None:
-    clients = ClientConnections(10)
-    first = [Connected() for _ in range(8)]
-    for each in first:
-        assert clients.add(each, one) is None
-    assert clients.add(Connected(), other) is None
-    assert [each.is_open for each in first] == [not is_one_client] + [True] * 7
-
-
 # Of clients, to databases, of agents, of clients that wait to be accepted, and of other files.
 FULL = 2000 + 3 * 12 + 8 + 4096 + 100
 
@@ -287,47 +253,6 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
     assert given == ([] if raised is None else [(raised, hard)])
     more = replace(SETTINGS, limits=Limits(client_connections=10))
     assert server._most_client_connections(more) == min(most, 10)
-
-
-def test_many_connections_are_accepted_in_a_turn_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turns of a busy server are long, and the client that connected last would wait for all of them. Connections
-    that their clients have left are closed without a transport.
-    """
-    monkeypatch.setattr(server, "_ACCEPT_SECONDS", PATIENCE)
-    announced: list[tuple[str, int]] = []
-    made: list[protocol.LimitedHttpProtocol] = []
-    number = 320
-
-    def make(**given: Any) -> protocol.LimitedHttpProtocol:
-        made.append(protocol.LimitedHttpProtocol(**given, clients=ClientConnections(1000)))
-        return made[-1]
-
-    config = Config(greeting, HERE, 0, http=make, log_config=None, lifespan="off")  # type: ignore[arg-type]
-    config.load()
-
-    async def accept() -> int:
-        listening = server._Server(cast("Any", greeting), config, lambda *place: announced.append(place))
-        listening.lifespan = config.lifespan_class(config)
-        await listening.startup()
-        ((host, port),) = announced  # one place, although several descriptors listen there
-        left, waiting = (
-            [socket.create_connection((host, port), PATIENCE) for _ in range(connections)]  # the kernel connects them
-            for connections in (number, number)
-        )
-        for each in left:
-            each.close()
-        turns = 0
-        while len(listening.server_state.connections) < number:
-            await asyncio.sleep(0)
-            turns += 1
-        for each in waiting:
-            each.close()
-        await listening.shutdown()
-        return turns
-
-    turns = uvloop.run(accept())
-    assert turns <= number / 8
-    assert len(made) <= number + turns  # one in a turn is accepted by libuv, which does not look
 
 
 class Receiving(Holding):
@@ -396,23 +321,6 @@ def test_the_server_reads_little_of_a_body_for_which_no_request_waits(begin: byt
     uvloop.run(hold())
 
 
-@pytest.mark.parametrize("others", ["192.0.2.1", "2001:db8::{:x}"], ids=["IPv4", "IPv6"])
-async def test_clients_take_turns_to_start_requests(others: str) -> None:
-    """So the thousands of requests of one address, or of one network of IPv6, delay another by a few."""
-    limiter, began = TurnLimiter(), []
-
-    async def begin_request(address: str) -> None:
-        await limiter.wait(address)
-        began.append(address)
-
-    async with asyncio.timeout(PATIENCE):
-        addresses = [others.format(number) for number in range(1000)] + ["192.0.2.2"]
-        await asyncio.gather(*(begin_request(each) for each in addresses))
-    assert began.index("192.0.2.2") <= 2 * 8
-    assert sorted(began) == sorted(addresses)
-
-
-@LONG
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_client_that_reads_slowly_is_disconnected(monkeypatch: pytest.MonkeyPatch, drains: bool) -> None:
     """It reads all the time, so the kernel does not close the connection."""
@@ -471,24 +379,6 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
                 assert answer.status_code == 201, answer.text
                 assert not any(each.done() for each in searches)
             assert [each.result(PATIENCE) for each in searches] == [200] * 16
-
-
-async def test_slow_requests_of_two_users_leave_a_place_to_a_third() -> None:
-    gate = Gate(10)
-    for user in ("one", "two") * 10:
-        gate.try_pass(user)
-    waiting = [asyncio.create_task(gate.wait(user)) for user in ("one", "two", "one", "two")]
-    await asyncio.sleep(0)
-    for _ in range(20):
-        assert gate.try_pass("third")
-        assert not gate.try_pass("third"), "who has a place leaves the others to users without one"
-        gate.leave("third")
-        await asyncio.sleep(0)
-    assert not any(each.done() for each in waiting)
-    for _ in range(4):  # the places are given to both in turn
-        gate.leave("one")
-        await asyncio.sleep(0)
-    assert [each.done() for each in waiting] == [True] * 4
 
 
 LONG_LIST = "[" + ", ".join(["[]"] * 60_000) + "]"  # nearly 256 KB
@@ -576,7 +466,6 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         assert {here for _, here in threads.taken()} == {True}
 
 
-@LONG
 async def test_a_long_table_is_rendered_beside_the_event_loop(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -600,7 +489,6 @@ async def test_a_long_table_is_rendered_beside_the_event_loop(
     assert (copied.last.depth, len(copied.throughputs)) == (0, 1)
 
 
-@LONG
 async def test_of_many_recorded_failures_the_last_ones_are_shown(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,7 +541,6 @@ async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) 
     assert (gate._free, gate._passed) == (1, {})
 
 
-@LONG
 async def test_the_copies_of_an_answer_that_is_stored_for_a_key_are_counted(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,8 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from pgqueue.http import User, create_app, protocol, readiness, request_body
+    from pgqueue.http import User, create_app, protocol, readiness
     from pgqueue.http.admission import Admission
     from pgqueue.http.audit import Audit
     from pgqueue.http.client_connections import ClientConnections
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pgqueue.http.middleware import RequestMiddleware
     from pgqueue.http.notifications import NotificationListeners
     from pgqueue.http.passwords import hash_password
-    from pgqueue.http.request_body import PART_BYTES, Bodies
+    from pgqueue.http.request_body import Bodies
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.settings import Limits, Service, Settings
 
@@ -114,69 +113,6 @@ async def test_an_invalid_content_length_is_refused(monkeypatch: pytest.MonkeyPa
     answers: list[Message] = []
     await serve(app, answers, asyncio.Event())
     assert statuses(answers) == [413]
-
-
-async def test_few_parts_of_large_bodies_are_received_in_a_turn_of_the_event_loop() -> None:
-    """So clients that send much delay the others by little."""
-    received, parts = 0, 10
-
-    async def receive() -> Message:
-        nonlocal received
-        received += 1
-        return {"type": "http.request", "body": bytes(PART_BYTES), "more_body": True}
-
-    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
-        for _ in range(parts):
-            await receive()
-        await answer(send)
-
-    async def send(message: Message) -> None:
-        assert message.get("status", 200) == 200
-
-    async with asyncio.timeout(PATIENCE):
-        edge = wrap(app, PATIENCE)
-        requests = [asyncio.create_task(edge(dict(SCOPE), receive, send)) for _ in range(20)]
-        seen = [0]
-        while received < 20 * parts:
-            await asyncio.sleep(0)
-            seen.append(received)
-        await asyncio.gather(*requests)
-    assert max(later - before for before, later in pairwise(seen)) <= 2 * 8
-
-
-async def test_a_large_response_counts_until_its_client_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit of the request does not end it. A response that exceeds the memory is refused."""
-    monkeypatch.setattr(request_body, "BODIES_LIMIT", 300_000)
-    body, started, reading = bytes(range(250)) * 800, asyncio.Event(), asyncio.Event()
-    bodies = Bodies()
-
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        length = (b"content-length", b"%d" % len(body))
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
-        await send({"type": "http.response.body", "body": body})
-
-    async def slow(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            assert len(message["body"]) <= 64 * 1024
-            await reading.wait()
-        first.append(message)
-        started.set()
-
-    first: list[Message] = []
-    second: list[Message] = []
-    serving = asyncio.create_task(serve(app, first, asyncio.Event(), 0.1, bodies, slow))
-    async with asyncio.timeout(PATIENCE):
-        await started.wait()
-        await serve(app, second, asyncio.Event(), bodies=bodies)
-        assert statuses(second) == [503]
-        assert b'"overloaded"' in second[-1]["body"]
-        await asyncio.sleep(0.2)  # over its time limit
-        reading.set()
-        await serving
-        assert b"".join(each.get("body", b"") for each in first) == body
-        second.clear()
-        await serve(app, second, asyncio.Event(), bodies=bodies)
-        assert statuses(second) == [200]
 
 
 def statuses(answers: list[Message]) -> list[int]:
@@ -291,18 +227,6 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_are_refused(
         assert await refusal(reader) == (b"HTTP/1.1 431 Request Header Fields Too Large", "head_too_large")
 
 
-async def test_the_header_limits_do_not_apply_to_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.5)
-    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
-        for size in (10, protocol.HEADERS_LIMIT - 100):
-            writer.write(b"POST / HTTP/1.1\r\nContent-Length: 200000\r\nX: " + b"y" * size + b"\r\n\r\n")
-            await reader.readuntil(END)
-            await asyncio.sleep(0.6)  # the body may take longer than the limit for headers
-            writer.write(b"z" * 200_000)
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        assert (await reader.readuntil(END)).startswith(b"HTTP/1.1 200")
-
-
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["none", "line", "headers"])
 async def test_incomplete_headers_time_out(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     monkeypatch.setattr(protocol, "HEADERS_SECONDS", 0.1)
@@ -361,23 +285,6 @@ async def test_readiness_asks_the_control_database_once_in_a_while(monkeypatch: 
         monkeypatch.setattr(readiness, "_SECONDS", 0.0)
         assert (await ask(1), asked) == ([200], 2)
         assert await ask(1) == [503]
-
-
-@pytest.mark.parametrize("rest", [b"", b"z", b"zzz"], ids=["none", "some", "all"])
-async def test_a_connection_with_an_early_response_and_an_unfinished_body_is_closed(
-    monkeypatch: pytest.MonkeyPatch, rest: bytes
-) -> None:
-    """Every request without a password is such. The client sends the rest, a part of it, or nothing, and then stays
-    silent.
-    """
-    for patience in ("HEADERS_SECONDS", "REMAINING_BODY_SECONDS"):
-        monkeypatch.setattr(protocol, patience, 0.1)
-    async with talking() as (reader, writer), asyncio.timeout(PATIENCE):
-        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
-        await reader.readuntil(END)
-        writer.write(rest)
-        with suppress(ConnectionError):  # the server can have closed it before
-            await reader.read()
 
 
 async def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:

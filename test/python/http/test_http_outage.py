@@ -171,9 +171,11 @@ ROLE_REFUSED = "the server refuses the user or the password of the service; corr
     ("case", "message"),
     [
         ("missing", "the database does not exist; create it, delete this queue, and create the queue again"),
-        ("unknown-role", ROLE_REFUSED),
+        pytest.param("unknown-role", ROLE_REFUSED, marks=LONG),
         pytest.param("password", ROLE_REFUSED, marks=LONG),
-        ("no-connect", "the user of the service may not connect to the database; grant it CONNECT"),
+        pytest.param(
+            "no-connect", "the user of the service may not connect to the database; grant it CONNECT", marks=LONG
+        ),
         ("no-create", "the database role of the server lacks CREATE on the database {}: its owner grants it"),
     ],
 )

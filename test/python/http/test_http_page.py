@@ -224,7 +224,9 @@ def test_a_browser_is_sent_to_the_log_in_form_and_back(browser: "Browser", web: 
     opened.close()
 
 
-def test_a_producer_sends_by_the_page_without_seeing_messages(web: Server, queue: str) -> None:
+def test_a_producer_sends_by_the_page_without_seeing_messages(
+    web: Server, queue: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
     table = web.get("/", params={"find": queue}, auth=("sender", ADMIN[1]))
     assert f'data-queue="{queue}"' in table.text
     assert 'href="queue?' not in table.text
@@ -232,6 +234,11 @@ def test_a_producer_sends_by_the_page_without_seeing_messages(web: Server, queue
     sent = submit(web, form, "Send", "sender", payload='{"a": 1}')
     assert "Sent as message" in texts(sent, DONE)[0]
     assert texts(sent, "h1") == ["Queues"]
+    # The same form can replace a dead letter, which only an administrator deletes.
+    ((dead,),) = sql.execute("select id from pgqueue.dead_messages where queue_name = %s", [queue]).fetchall()
+    replacing = {"payload": "1", "replaces": str(dead)}
+    assert web.http.post(url("/queue/send", at), data=replacing, auth=("sender", ADMIN[1])).status_code == 403
+    assert sql.execute("select dead_messages from pgqueue.stats(%s)", [queue]).fetchall() == [(1,)]
 
 
 def test_a_dead_letter_is_shown_with_error_headers_and_history(
@@ -807,8 +814,8 @@ def test_a_queue_is_created_and_its_settings_are_changed(web: Server, name: str,
     made = submit(web, follow(web, web.get("/health"), "Create a queue"), "Create", database=place, **given)
     assert texts(made, DONE) == [f"{name} is created"]
     assert sql.execute(got, [name]).fetchall() == [(7, "00:00:30", "30 days", True, False, 5)]
-    changes = {"visibility_timeout": "90", "archive_for": "", "rate_limit": "", "dlq_enabled": None}
-    changed = submit(web, follow(web, made, "Settings"), "Change", **changes)
+    form = follow(web, made, "Settings")
+    changed = submit(web, form, "Change", visibility_timeout="90", archive_for="", rate_limit="", dlq_enabled=None)
     assert texts(changed, DONE) == ["The settings are changed"]
     assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False, None)]
 

@@ -14,35 +14,29 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psycopg
 import pytest
+import pytest_asyncio
 from clients import PATIENCE
 from hypothesis import example, given
 from hypothesis import strategies as st
 from served import ACCESSES, ADMIN, HASH
 
-from pgqueue._tasks import end_tasks
-
 if TYPE_CHECKING:
-    import msgspec
-    from fastapi import Request
+    from fastapi import FastAPI, Request
     from pydantic import ValidationError
 
     from pgqueue.http import Service, Settings, User, create_app, request_body
     from pgqueue.http.databases import Databases
     from pgqueue.http.errors import ApiError
-    from pgqueue.http.fast_bodies import read_fast
     from pgqueue.http.middleware import SMALL_BODY_LIMIT
-    from pgqueue.http.models import Ack, AckBatch, Claim, DirectMessage, EnqueueDirect
+    from pgqueue.http.models import Ack, DirectMessage
     from pgqueue.http.page_requests import message_ids
     from pgqueue.http.request_body import (
         DEPTH_LIMIT,
         VALUES_LIMIT,
-        Bodies,
-        BodyMemory,
         json_size,
         read_json,
-        run_beside,
     )
-    from pgqueue.http.rights import NEEDS, Caller, begin, parse_rights
+    from pgqueue.http.rights import NEEDS, parse_rights
 
     USERS = {
         ADMIN[0]: User(HASH),
@@ -51,6 +45,12 @@ if TYPE_CHECKING:
         **{f"the-{each}": User(HASH, parse_rights([f"{each}:*"])) for each in ACCESSES},
     }
     SETTINGS = Settings("", {"s": Service("s", "", ("d",))}, USERS)
+
+LONG = pytest.mark.long(part="http")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),  # the application that the tests share belongs to an event loop
+    pytest.mark.filterwarnings("ignore:The test .* is marked with '@pytest.mark.asyncio'"),  # those without a loop
+]
 
 # As text, in every form that JSON allows: Python would write most of them differently.
 digits = st.text("0123456789", min_size=1, max_size=25)
@@ -64,6 +64,7 @@ numbers = st.builds(
 )  # fmt: skip
 
 
+@LONG
 @given(numbers)
 @example("1e131071")
 @example("1e131072")
@@ -106,6 +107,7 @@ values = st.recursive(
 )
 
 
+@LONG
 @given(values)
 def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycopg.Connection[Any], value: Any) -> None:
     text = json.dumps(value)
@@ -121,15 +123,20 @@ def test_every_json_value_is_measured_as_postgresql_writes_it(connection: psycop
 DIRECT, MANAGED = "/v1/queues/q/enqueue", "/managed-services/s/queues/q/messages"
 
 
-@pytest.fixture
-async def web(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+@pytest.fixture(scope="module")
+def app() -> FastAPI:
+    """The application for all tests: to make its routes takes longer than most requests."""
+    return create_app(SETTINGS, "controller")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def web(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
     def unreachable(*_: object, **__: object) -> None:
         raise psycopg.OperationalError
 
     monkeypatch.setattr(Databases, "target", unreachable)
     monkeypatch.setattr(Databases, "control", unreachable)
-    transport = httpx.ASGITransport(create_app(SETTINGS, "controller"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://x", auth=ADMIN) as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", auth=ADMIN) as client:
         yield client
 
 
@@ -268,6 +275,7 @@ VALUES = 40_000 * "1e5,"
     ],
     ids=["direct", "managed", "nack", "form"],
 )
+@LONG
 async def test_other_requests_are_answered_while_a_large_body_is_read(
     web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: str, beside: list[str]
 ) -> None:
@@ -302,33 +310,6 @@ def test_a_form_names_at_most_as_many_messages_as_a_request_of_the_api() -> None
     for field in (["1," * 10_000 + "1"], ["1"] * 10_001):
         with pytest.raises(ApiError, match=r"id has 10001 messages; must be at most 10000 messages"):
             message_ids(field)
-
-
-async def test_a_user_has_one_thread_for_bodies_at_a_time() -> None:
-    """It rests after each call. The bodies of another user are read meanwhile."""
-    released, running = threading.Event(), threading.Event()
-    body = "x" * 20_000
-    request = Request({"type": "http", "body_memory": BodyMemory(Bodies())})
-
-    def work() -> None:
-        running.set()
-        released.wait(PATIENCE)
-
-    async def read(user: str, function: Callable[[], None]) -> None:
-        begin(Caller(user))
-        await run_beside(request, body, function)
-
-    async with asyncio.timeout(PATIENCE):
-        first = asyncio.create_task(read("many", work))
-        await asyncio.to_thread(running.wait, PATIENCE)
-        second = asyncio.create_task(read("many", lambda: None))
-        await asyncio.create_task(read("one", lambda: None))
-        assert not second.done()
-        await end_tasks([first])  # its thread goes on
-        await asyncio.create_task(read("one", lambda: None))
-        assert not second.done()
-        released.set()
-        await second
 
 
 @pytest.mark.parametrize("kind", ["bytes", "values"])
@@ -384,29 +365,6 @@ async def test_the_queue_of_tasks_is_hidden_from_the_page(web: httpx.AsyncClient
     assert "is reserved" in answer.text
 
 
-def test_several_users_cannot_take_all_memory_for_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two users could keep out all others by bodies that they send slowly."""
-    monkeypatch.setattr(request_body, "BODIES_LIMIT", 1000)
-    bodies = Bodies()
-
-    def take(user: str, size: int) -> BodyMemory:
-        begin(Caller(user))
-        memory = BodyMemory(bodies)
-        memory.take(size)
-        return memory
-
-    held = []
-    for user, most in (("one", 800), ("two", 160), ("three", 32)):
-        held.append(take(user, most))
-        with pytest.raises(ApiError, match=f"requests of a user take more memory than the limit of {most} bytes"):
-            take(user, 1)
-    held[0].give_back(500)
-    held.append(take("two", 374))
-    for each in held:
-        each.release()
-    take("one", 800)
-
-
 WIDE = f'{{"x": [{"1e5, " * 20}1]}}'
 
 
@@ -441,56 +399,12 @@ async def test_a_large_batch_has_the_errors_of_a_small_one(
         assert large in ((status, small), (status, small | {"value": None})), body[:200]
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ('{"messages": [{"payload": {}},]}', "trailing comma"),
-        ('{"messages": [{"payload": {"x": NaN}}]}', "invalid character"),
-        ('{"messages": [{"payload": {}}', "truncated"),
-        (b'{"messages": [{"payload": {"x": "\xff"}}]}', "UTF-8"),
-        ("\ufeff\ufeff{}", "invalid character"),
-    ],
-    ids=range(5),
-)
-async def test_a_large_batch_that_is_not_json_is_refused_with_the_reason(
-    web: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: str | bytes, said: str
-) -> None:
-    monkeypatch.setattr(request_body, "LARGE_BATCH", 0)
-    for path in (DIRECT, MANAGED):
-        status, error = await refusal(web, path, body)
-        assert (status, error["code"], error["field"]) == (400, "malformed_json", "body")
-        assert said in error["message"]
-
-
 async def test_a_message_of_a_large_batch_is_limited_before_it_is_parsed(web: httpx.AsyncClient) -> None:
     body = f'{{"messages": [{{"payload": {{}}}}, {{"payload": {{{" " * 9_000_000}}}}}]}}'
     for path in (DIRECT, MANAGED):
         status, error = await refusal(web, path, body)
         assert (status, error["code"], error["field"]) == (413, "payload_too_large", "messages[1]")
         assert (error["value"], error["limit"]) == ("9000015 bytes", "8388608 bytes")
-
-
-@pytest.mark.parametrize("key", [{}, {"Idempotency-Key": "1"}], ids=["direct", "key"])
-async def test_a_large_batch_takes_little_more_memory_than_its_bytes(
-    web: httpx.AsyncClient, key: dict[str, str]
-) -> None:
-    """As text it would take four times as much, because of one character."""
-    one = '{"payload": {"x": "' + "x" * 200_000 + '\U0001f600"}}'
-    body = f'{{"messages": [{", ".join([one] * 50)}]}}'.encode()
-
-    async def parts() -> AsyncIterator[bytes]:
-        for at in range(0, len(body), 100_000):
-            yield body[at : at + 100_000]
-
-    sent = {"Content-Type": "application/json"} | key
-    await web.post(DIRECT, content=parts(), headers=sent)
-    tracemalloc.start()
-    try:
-        answer = await web.post(DIRECT, content=parts(), headers=sent)
-        assert tracemalloc.get_traced_memory()[1] < (2.5 if key else 1.5) * len(body)
-    finally:
-        tracemalloc.stop()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
 
 
 @pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "key"}], ids=["direct", "keyed"])
@@ -636,48 +550,3 @@ def test_a_large_id_is_not_rounded(text: str) -> None:
 def test_a_number_that_is_no_integer_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="delay_seconds"):
         DirectMessage.model_validate(read_json(f'{{"payload": 1, "delay_seconds": {text}}}'))
-
-
-def _bodies(value: Any) -> list[tuple[str, str]]:
-    """Bodies of the hot routes with the value in every place."""
-    text = json.dumps(value, allow_nan=True)
-    return [
-        ("enqueue", f'{{"messages": {text}}}'),
-        *(("enqueue", f'{{"messages": [{{"payload": 1, "{name}": {text}}}]}}') for name in DirectMessage.model_fields),
-        *(("claim", f'{{"{name}": {text}}}') for name in Claim.model_fields),
-        *(("ack", f'{{"claim_token": "{TOKEN}", "{name}": {text}}}') for name in ("id", "unknown")),
-        ("ack", f'{{"id": 1, "claim_token": {text}}}'),
-        ("ack_batch", f'{{"ids": [1, {text}], "claim_token": "{TOKEN}"}}'),
-        ("ack_batch", f'{{"ids": {text}, "claim_token": "{TOKEN}"}}'),
-    ]
-
-
-_LIMITS = [0, 1, 20, 21, 100, 101, 256, 43200, 43201, 2**53 + 1, 2**63 - 1, 2**63, -1, 1.0, 1.5, 2.0**53, True, None]
-_TEXTS = [
-    "",
-    "x" * 256,
-    "x" * 257,
-    "\0",
-    "\ud800",
-    "é" * 256,
-    TOKEN,
-    TOKEN.upper(),
-    TOKEN.replace("-", ""),
-    TOKEN + "\n",
-]
-_LISTS = [[], [1], [1] * 100, [1] * 101, {}, {"a": 1}, [{}], [{"payload": 1}] * 100, [{"payload": 1}] * 101]
-
-
-@pytest.mark.parametrize("value", [*_LIMITS, *_TEXTS, *_LISTS, float("nan")], ids=lambda value: repr(value)[:20])
-def test_the_fast_reader_accepts_a_part_of_what_the_models_accept(value: Any) -> None:
-    models: dict[str, Any] = {"enqueue": EnqueueDirect, "claim": Claim, "ack": Ack, "ack_batch": AckBatch}
-    for verb, text in _bodies(value):
-        fast = read_fast(verb, text)
-        if fast is not None:
-            model = models[verb].model_validate(read_json(text))
-            if verb == "enqueue":
-                assert len(fast.messages) == len(model.messages)
-            else:
-                assert {name: str(each) for name, each in msgspec.structs.asdict(fast).items()} == {
-                    name: str(each) for name, each in model.model_dump().items()
-                }

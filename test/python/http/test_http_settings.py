@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -173,36 +171,6 @@ async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
     assert name not in await asyncio.gather(*guessing, return_exceptions=True)
 
 
-def guess_from_many_addresses(authenticator: Authenticator, password: str) -> list[asyncio.Task[str | None]]:
-    addresses = [f"192.0.2.{number}" for number in range(100)]
-    return [asyncio.create_task(authenticator.user(basic("admin", password), each)) for each in addresses]
-
-
-async def test_guesses_for_a_user_from_many_addresses_delay_no_other_user(hashed: list[str]) -> None:
-    """No address has failed before."""
-    authenticator = Authenticator(HASHED_BEFORE)
-    guessing = guess_from_many_addresses(authenticator, "wrong")
-    await asyncio.sleep(0)  # the tasks start
-    assert await authenticator.user(basic("other", "right"), "198.51.100.1") == "other"
-    assert len(hashed) < 10
-    assert set(await asyncio.gather(*guessing)) == {None}
-
-
-async def test_guesses_from_addresses_that_have_failed_delay_no_other_client(hashed: list[str]) -> None:
-    authenticator = Authenticator(HASHED_BEFORE)
-    guess = partial(guess_from_many_addresses, authenticator)
-
-    assert set(await asyncio.gather(*guess("wrong"))) == {None}
-    guessing = [*guess("still wrong"), *guess("wrong again")]
-    await asyncio.sleep(0)  # the tasks start
-    before = len(hashed)
-    assert await authenticator.user(basic("admin", "right"), "198.51.100.1") == "admin"
-    assert len(hashed) - before < 10
-    # A client with a failure has its turn, too.
-    assert await authenticator.user(basic("other", "right"), "192.0.2.1") == "other"
-    assert set(await asyncio.gather(*guessing)) == {None}
-
-
 async def test_one_client_has_a_limited_number_of_passwords_verified(hashed: list[str]) -> None:
     authenticator = Authenticator(HASHED_BEFORE)
     results = await asyncio.gather(*flood(authenticator, ["admin"], 100), return_exceptions=True)
@@ -228,20 +196,6 @@ async def test_a_password_that_the_server_has_hashed_needs_no_turn(hashed: list[
     """As the password of an environment variable."""
     assert await Authenticator({"admin": hash_password("password")}).user(basic("admin", "password")) == "admin"
     assert hashed == []
-
-
-async def test_passwords_are_hashed_in_threads_of_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of guesses. Only Linux has a priority for each thread."""
-    seen = []
-
-    def matches(_password: str, _hash: str) -> bool:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return True
-
-    monkeypatch.setattr(passwords, "_matches", matches)
-    assert await Authenticator(HASHED_BEFORE).user(basic("admin", "right")) == "admin"
-    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert seen == [min(usual + 5, 19) if sys.platform == "linux" else usual]
 
 
 @pytest.mark.usefixtures("hashed")

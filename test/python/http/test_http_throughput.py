@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pgqueue.http.sampling import History, Sampler
     from pgqueue.http.settings import Limits, Service, Settings
     from pgqueue.http.throughput import throughput_between
-    from pgqueue.http.turns import Gate, TurnLimiter
+    from pgqueue.http.turns import Gate
 
 
 LONG = pytest.mark.long(part="http")
@@ -269,52 +268,6 @@ async def test_a_user_cannot_have_all_connections() -> None:
     assert Gate(1).try_pass("many")
 
 
-async def test_few_requests_begin_in_a_turn_of_the_event_loop() -> None:
-    """They begin in the order of their arrival, and the tasks of other requests go on between them."""
-    limiter, began = TurnLimiter(), []
-
-    async def begin_request(number: int) -> None:
-        await limiter.wait()
-        began.append(number)
-
-    async with asyncio.timeout(PATIENCE):
-        requests = [asyncio.create_task(begin_request(number)) for number in range(1000)]
-        given_up = asyncio.create_task(begin_request(1000))
-        seen = []
-        while len(began) < 1000:
-            await asyncio.sleep(0)
-            seen.append(len(began))
-            given_up.cancel()
-        await asyncio.gather(*requests)
-    assert began == list(range(1000))
-    assert max(later - before for before, later in pairwise([0, *seen])) <= 2 * 8
-    async with asyncio.timeout(PATIENCE):
-        await limiter.wait()
-
-
-async def test_fewer_requests_begin_after_a_long_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn lasts for the steps of all requests that have begun, and each of these waits for several turns."""
-    now, began = 0.0, []
-    monkeypatch.setattr("pgqueue.http.turns.time", SimpleNamespace(monotonic=lambda: now))
-    limiter = TurnLimiter()
-
-    async def begin_request(number: int) -> None:
-        await limiter.wait()
-        began.append(number)
-
-    async with asyncio.timeout(PATIENCE):
-        requests = [asyncio.create_task(begin_request(number)) for number in range(200)]
-        seen = []
-        for seconds in [0.1] * 10 + [0.001] * 10:
-            now += seconds
-            await asyncio.sleep(0)
-            seen.append(len(began))
-        more = [later - before for before, later in pairwise(seen)]
-        assert more[5:9] == [1] * 4
-        assert more[-1] == 8
-        await asyncio.gather(*requests)
-
-
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +378,8 @@ def test_the_throughput_of_a_queue_without_counters_is_unknown(web: Server, site
     assert re.findall(r'data-label="(?:In|Out)">.*?<span class="now">(.*?)</span>', row) == ["–", "–"]
 
 
-@pytest.mark.parametrize("table", ["pgqueue.messages where queue_name = '{}'", pytest.param('public."{}"', marks=LONG)])
+@LONG
+@pytest.mark.parametrize("table", ["pgqueue.messages where queue_name = '{}'", 'public."{}"'])
 def test_what_goes_out_is_unknown_while_sql_that_is_not_counted_deletes_messages(
     web: Server, site: Site, table: str
 ) -> None:
