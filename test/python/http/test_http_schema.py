@@ -184,16 +184,17 @@ LONG = pytest.mark.long(part="http")
 
 @pytest.mark.parametrize(
     ("mode", "examples"),
-    [("positive", 2), pytest.param("positive", 50, marks=LONG), pytest.param("negative", 12, marks=LONG)],
+    [("positive", 1), pytest.param("positive", 50, marks=LONG), pytest.param("negative", 12, marks=LONG)],
 )
 def test_every_response_matches_the_schema(
     web: Server, document: dict[str, Any], orders: str, mode: str, examples: int
 ) -> None:
-    """For each operation, with generated requests that the schema allows (positive) or refuses (negative). The few
-    examples of the short run are always the same.
+    """For each operation, with generated requests that the schema allows (positive) or refuses (negative). The
+    example of the short run is always the same, the simplest one.
     """
     import schemathesis
     from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import ignored_auth
 
     is_valid = mode == "positive"
     api = schemathesis.openapi.from_dict(document)
@@ -205,7 +206,7 @@ def test_every_response_matches_the_schema(
         *("2xx", "3xx", "401", "403", "404", "409", "410", "429", "5xx")
     ]
     exploring = settings(
-        max_examples=examples, derandomize=examples == 2, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples, derandomize=examples == 1, deadline=None, suppress_health_check=list(HealthCheck)
     )
 
     def explore(method: str, path: str) -> None:
@@ -229,7 +230,7 @@ def test_every_response_matches_the_schema(
             if case.path_parameters and chance < 0.7:  # otherwise nearly all responses would be 404
                 known = {"service_id": SERVICE, "queue_name": orders}
                 case.path_parameters |= {name: known[name] for name in case.path_parameters}
-            case.call_and_validate(auth=ADMIN, timeout=PATIENCE)
+            case.call_and_validate(auth=ADMIN, timeout=PATIENCE, excluded_checks=[ignored_auth])  # it asks again
 
         run()
 
