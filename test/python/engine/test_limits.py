@@ -44,7 +44,7 @@ def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Cal
         pin.execute("select pg_current_xact_id()")
         for _ in range(60):
             queue.enqueue_batch([1] * 50)
-            claimed = list(queue.claim(50))
+            claimed = list(wait_for(lambda: queue.claim(50)))
             queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
         queue.enqueue_batch([1] * 50)
         assert buffers_of_claims(connection, name) < 502  # 251

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import psycopg
 import pytest
-from clients import buffers_of_claims, connect
+from clients import buffers_of_claims, connect, wait_for
 
 import pgqueue
 
@@ -23,7 +23,7 @@ def test_claims_read_few_buffers_beside_a_backlog_and_a_pinned_horizon(
         priorities = [number % 9 + 1 for number in range(100)]
         for _ in range(40):
             queue.enqueue_batch(priorities, priorities=priorities)
-            claimed = list(queue.claim(100))
+            claimed = list(wait_for(lambda: queue.claim(100)))
             queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
         if is_analyzed:
             connection.execute("analyze pgqueue.messages")
