@@ -1,14 +1,9 @@
 """Tasks whose agents die or stall, at every step."""
 
-import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from uuid import UUID, uuid4
+from typing import Any
 
 import psycopg
 import pytest
@@ -267,42 +262,3 @@ def test_users_take_turns_with_their_tasks(site: Site, config: Path, controller:
             "select id::text from pgqueue_http.tasks where id = any(%s) order by updated_at", [[*tasks, task]]
         ).fetchall()
     assert ended.index((task,)) <= 2
-
-
-@pytest.mark.parametrize(("more", "most"), [(0, 3), (1, 1)])
-async def test_an_agent_reads_one_large_request_at_a_time_in_a_turn(
-    monkeypatch: pytest.MonkeyPatch, more: int, most: int
-) -> None:
-    """It connects before: requests that wait for a turn can have all connections."""
-    from pgqueue.http import registry, statements
-    from pgqueue.http.agent import Agent
-    from pgqueue.http.registry import AgentTask
-    from pgqueue.http.request_body import LARGE_BATCH
-    from pgqueue.http.settings import Settings
-
-    reading, found = 0, 0
-    connected = []
-
-    def connect(*_arguments: object, **_more: object) -> nullcontext[None]:
-        connected.append(statements._has_turn.get())
-        return nullcontext()
-
-    async def read_request(_connection: object, _id: UUID) -> bytearray:
-        nonlocal reading, found
-        assert statements._has_turn.get() == (most == 1)
-        reading += 1
-        found = max(found, reading)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        reading -= 1
-        raise NotImplementedError
-
-    monkeypatch.setattr(registry, "read_request", read_request)
-    databases: Any = SimpleNamespace(service=lambda _id: None, control=nullcontext, target=connect)
-    agent = Agent(Settings("", {}, {}), databases, cast("Any", None))
-    queue: Any = SimpleNamespace(service_id="one", database_name="db")
-    task = AgentTask(uuid4(), "enqueue", LARGE_BATCH + more, datetime.now(UTC), uuid4())
-    ended = await asyncio.gather(*(agent._enqueue(task, queue) for _ in range(3)), return_exceptions=True)
-    assert [type(each) for each in ended] == [NotImplementedError] * 3
-    assert found == most
-    assert connected == [False] * 3

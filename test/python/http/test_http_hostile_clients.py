@@ -21,11 +21,7 @@ import pytest
 from clients import PATIENCE, drop
 from served import ADMIN, SERVICE, Site, in_process, locked, new_name, waiters
 
-from pgqueue._tasks import end_tasks
-from pgqueue.message import QueueStats
-
 if TYPE_CHECKING:
-    import uvloop
     from starlette.types import Receive, Scope, Send
     from uvicorn import Config
     from uvicorn.server import ServerState
@@ -35,19 +31,13 @@ if TYPE_CHECKING:
         page_forms,
         page_routes,
         protocol,
-        request_body,
         server,
-        statements,
     )
     from pgqueue.http.client_connections import ClientConnections
     from pgqueue.http.request_body import PART_BYTES
-    from pgqueue.http.rights import Caller, begin
-    from pgqueue.http.sampling import History
     from pgqueue.http.settings import Limits, Service, Settings
-    from pgqueue.http.statements import Statement
 
     SETTINGS = Settings("", {"one": Service("one", "", ("one", "two"))}, {})
-    LARGE = Statement("large", "select repeat('x', 200000) from generate_series(1, $1::int)")
 
 pytestmark = pytest.mark.long(part="http")
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -136,27 +126,6 @@ async def closed(reader: asyncio.StreamReader) -> bool:
         return await reader.read() == b""
     except ConnectionError:
         return True
-
-
-async def test_a_refused_client_has_some_time_to_read_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server closed the connection while the client still sends, the client would not get the answer."""
-    async with listening(greeting, ClientConnections(10)) as served:
-        for seconds in (PATIENCE, 0.01):
-            monkeypatch.setattr(protocol, "_LINGER_SECONDS", seconds)
-            reader, writer = await served.connect(b"NONSENSE\r\n\r\n")
-            while not served.protocols:  # noqa: ASYNC110 - the server has no event for this
-                await asyncio.sleep(0)
-            (refused,) = served.protocols
-            writer.write(b"x" * PART_BYTES)
-            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
-            assert await served.ask() == b"HTTP/1.1 200 OK"
-            if seconds == PATIENCE:
-                assert refused in served.protocols
-                writer.write(b"x" * PART_BYTES)
-                await writer.drain()
-                writer.close()
-            while served.protocols:  # noqa: ASYNC110 - the same
-                await asyncio.sleep(0.001)
 
 
 class Holding:
@@ -253,109 +222,6 @@ def test_the_server_accepts_as_many_connections_as_it_may_open_files(
     assert given == ([] if raised is None else [(raised, hard)])
     more = replace(SETTINGS, limits=Limits(client_connections=10))
     assert server._most_client_connections(more) == min(most, 10)
-
-
-class Receiving(Holding):
-    """An application whose requests first receive their bodies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.receiving = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.receiving += 1
-        while (await receive()).get("more_body"):
-            pass
-        await super().__call__(scope, receive, send)
-
-
-async def test_what_clients_send_ahead_on_all_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with the end of a body the server can read more of it than a little."""
-    monkeypatch.setattr(protocol, "PIPELINES_LIMIT", 90_000)
-    app, clients = Receiving(), ClientConnections(10)
-
-    async def connect(ahead: int) -> asyncio.StreamReader:
-        before = app.receiving
-        reader, writer = await served.connect(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
-        while app.receiving == before:  # noqa: ASYNC110 - nothing tells that it is called
-            await asyncio.sleep(0)
-        writer.write(b"x" + WHOLE * (ahead // len(WHOLE)))
-        return reader
-
-    async with listening(app, clients) as served:
-        first = await connect(50_000)
-        while clients.unparsed < 40_000:  # noqa: ASYNC110 - nothing tells that the server has received it
-            await asyncio.sleep(0)
-        for _ in range(3):
-            assert await closed(await connect(50_000))
-        little = [await connect(14_000) for _ in range(2)]
-        await app.until(6)
-        app.released.set()
-        for reader in (first, *little):
-            await reader.readuntil(b"ok")
-        for each in served.protocols:
-            each.transport.abort()
-        while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
-            await asyncio.sleep(0)
-        assert clients.unparsed == 0
-
-
-@pytest.mark.parametrize("begin", [b"", WHOLE], ids=["first", "pipelined"])
-def test_the_server_reads_little_of_a_body_for_which_no_request_waits(begin: bytes) -> None:
-    """Requests wait for a password to be verified, for example, on all connections at once."""
-
-    async def hold() -> None:
-        app = Holding()
-        async with listening(app, ClientConnections(10)) as served:
-            _, writer = await served.connect(begin + b"POST / HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
-            writer.write(bytes(1_000_000))
-            await app.until(1)
-            (connection,) = served.protocols
-            while not connection.flow.read_paused:  # noqa: ASYNC110 - nothing tells that the server reads no more
-                await asyncio.sleep(0)
-            assert len(connection.cycle.body) + len(connection._unparsed) <= protocol.PIPELINE_LIMIT + 8192
-            app.released.set()
-            while writer.transport.get_write_buffer_size():  # noqa: ASYNC110 - nor that it reads again
-                await asyncio.sleep(0)
-
-    uvloop.run(hold())
-
-
-@pytest.mark.parametrize("drains", [False, True])
-async def test_a_client_that_reads_slowly_is_disconnected(monkeypatch: pytest.MonkeyPatch, drains: bool) -> None:
-    """It reads all the time, so the kernel does not close the connection."""
-    ended = asyncio.Event()
-
-    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(1000):
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": bytes(PART_BYTES),
-                    "more_body": True,
-                }
-            )
-        ended.set()
-
-    async with listening(app, ClientConnections(10)) as served:
-        reader, writer = await served.connect()
-        while not served.protocols:  # noqa: ASYNC110 - nothing tells that the server knows a connection
-            await asyncio.sleep(0)
-        # Not before: the kernel has a time limit of its own, after which it closes a connection that takes nothing.
-        monkeypatch.setattr(protocol, "CLIENT_READ_SECONDS", 0.5)
-        writer.write(WHOLE)
-        await reader.readuntil(b"\r\n\r\n")
-        if drains:
-            for each in served.protocols:
-                each.shutdown()
-        received = 0
-        while not ended.is_set():
-            received += len(await reader.read(256))
-            await asyncio.sleep(0.01)
-        assert received < 100 * PART_BYTES
-        while served.protocols:  # noqa: ASYNC110 - nothing tells that a connection is forgotten
-            await asyncio.sleep(0)
 
 
 def test_searches_of_two_users_leave_connections_to_the_database_to_others(site: Site, tmp_path: Path) -> None:
@@ -466,29 +332,6 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         assert {here for _, here in threads.taken()} == {True}
 
 
-async def test_a_long_table_is_rendered_beside_the_event_loop(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the rights of the user, and although samples are added meanwhile."""
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-    threads = Threads(monkeypatch)
-    async with serving_here(site, tmp_path) as (client, place, _):
-        for most, is_here in ((100, True), (0, False)):
-            monkeypatch.setattr(page_routes, "_FEW_ROWS", most)
-            threads.watch(page_routes, "render")
-            for path in ("/", "/page/queues"):
-                answer = await client.get(path)
-                assert answer.status_code == 200
-                assert f'data-queue="{place["name"]}"' in answer.text
-                assert "Pause" in answer.text  # which only an administrator sees
-            assert {here for _, here in threads.taken()} == {is_here}
-    history = History()
-    history.add(0.0, QueueStats(place["name"], 0, 0, 0, 0, None, False, []))
-    copied = history.copy()
-    history.add(1.0, QueueStats(place["name"], 7, 0, 0, 0, None, False, []))
-    assert (copied.last.depth, len(copied.throughputs)) == (0, 1)
-
-
 async def test_of_many_recorded_failures_the_last_ones_are_shown(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,53 +350,3 @@ async def test_of_many_recorded_failures_the_last_ones_are_shown(
 
 async def connect(dsn: str) -> psycopg.AsyncConnection[Any]:
     return await psycopg.AsyncConnection.connect(dsn, autocommit=True)
-
-
-async def test_one_large_answer_of_a_database_is_received_at_a_time(site: Site) -> None:
-    """libpq keeps all of it in memory, and its size is not known before. Users take turns."""
-    answered: list[str] = []
-
-    async def fetch(user: str, rows: int) -> None:
-        begin(Caller(user))
-        async with await connect(site.target) as connection:
-            assert (await LARGE.fetch(connection, str(rows))).ntuples == rows
-        answered.append(user)
-
-    gate = statements._LARGE_TURNS
-    async with asyncio.timeout(PATIENCE):
-        assert gate.try_pass("many")  # as if an answer for this user were received
-        waiting = []
-        for user in ("many", "many", "other"):
-            waiting.append(asyncio.create_task(fetch(user, 100)))
-            while sum(map(len, gate._waiting.values())) < len(waiting):
-                assert not waiting[-1].done()
-                await asyncio.sleep(0)
-        await asyncio.create_task(fetch("many", 0))
-        gate.leave("many")
-        await asyncio.gather(*waiting)
-        assert gate.try_pass("many")
-        given_up = asyncio.create_task(fetch("many", 100))
-        while not gate._waiting:  # noqa: ASYNC110 - the same
-            await asyncio.sleep(0)
-        await end_tasks([given_up])
-        gate.leave("many")
-    assert answered == ["many", "many", "other", "many"]
-    assert (gate._free, gate._passed) == (1, {})
-
-
-async def test_the_copies_of_an_answer_that_is_stored_for_a_key_are_counted(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The claim that does not fit is rolled back."""
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-    async with serving_here(site, tmp_path) as (client, place, sql):
-        name = place["name"]
-        await sql.execute("select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[4]))", [name, LONG_LIST])
-        monkeypatch.setattr(request_body, "BODIES_LIMIT", 900_000)
-        for headers, expected in (({}, 200), ({"Idempotency-Key": name}, 503)):
-            body = {"max_messages": 2, "visibility_timeout_seconds": 3600}
-            answer = await client.post(f"/v1/queues/{name}/claim", json=body, headers=headers)
-            assert answer.status_code == expected, answer.text[-500:]
-        monkeypatch.undo()
-        answer = await client.post(f"/v1/queues/{name}/claim", json={"max_messages": 100})
-        assert [each["attempt_count"] for each in answer.json()["messages"]] == [1, 1]

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pgqueue.http.sampling import History, Sampler
     from pgqueue.http.settings import Limits, Service, Settings
     from pgqueue.http.throughput import throughput_between
-    from pgqueue.http.turns import Gate
 
 
 LONG = pytest.mark.long(part="http")
@@ -242,30 +241,6 @@ async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
     async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname):
         pass  # no place is lost
     await made.close()
-
-
-async def test_a_user_cannot_have_all_connections() -> None:
-    """Its requests may take long. The server itself can have all."""
-    gate = Gate(10)
-    assert [gate.try_pass("many") for _ in range(10)] == [True] * 8 + [False] * 2
-    waiting = [asyncio.create_task(gate.wait("many")) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert [gate.try_pass(user) for user in ("one", "")] == [True, True]
-    assert not gate.try_pass("")
-    gate.leave("one")
-    assert gate.try_pass("other"), "a free place is not for the user that has too many"
-    await end_tasks(waiting[:1])
-    for user in ("", "other", "many"):
-        gate.leave(user)
-    async with asyncio.timeout(PATIENCE):
-        await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED)
-    assert [each.done() for each in waiting[1:]] == [True, False]
-    gate.leave("many")
-    await waiting[2]
-    for _ in range(8):
-        gate.leave("many")
-    assert [gate.try_pass("") for _ in range(11)] == [True] * 10 + [False]
-    assert Gate(1).try_pass("many")
 
 
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
