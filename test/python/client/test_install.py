@@ -15,7 +15,6 @@ from commands import NewDatabase
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import pgqueue
 from pgqueue.embedded import _packaged_bindir
 
 ROOT = Path(__file__).parents[3]
@@ -128,10 +127,6 @@ def test_the_package_has_the_license_and_the_readme() -> None:
     assert project["license-files"] == ["LICENSE"]
     assert (ROOT / "python/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert project["readme"] == "README.md"
-
-
-def test_the_version_is_an_attribute_of_the_package() -> None:
-    assert pgqueue.__version__ == tomllib.loads((ROOT / "python/pyproject.toml").read_text())["project"]["version"]
 
 
 def test_psql_prints_one_error_if_the_database_has_pgqueue(empty_database: NewDatabase) -> None:
