@@ -144,12 +144,6 @@ def test_an_object_that_is_no_decision_is_refused() -> None:
 # Evidence
 
 
-def test_a_failure_is_described_by_type_message_and_traceback() -> None:
-    text = describe(raised(ValueError("broken")))
-    assert text.startswith("ValueError: broken\n\nTraceback (most recent call last):\n")
-    assert text.rstrip().endswith("ValueError: broken")
-
-
 def test_the_reason_of_the_decision_comes_first() -> None:
     error = raised(ValueError("broken"))
     assert describe(error, Reject("not ours")).startswith("not ours\n\nValueError: broken\n\nTraceback")
@@ -169,31 +163,6 @@ def test_the_cause_of_a_retry_is_what_failed() -> None:
         fail()
     assert describe(caught.value, caught.value).startswith("KeyError: 'id'\n\n")
     assert failure_headers(message(), caught.value, "c", dies=False)[FAILURES][0]["exception_type"] == "KeyError"
-
-
-def test_a_failure_is_recorded_in_the_headers() -> None:
-    headers = failure_headers(message({"a": 1}, attempt=3), raised(ValueError("broken")), "host:1:q", dies=False)
-    assert list(headers) == [FAILURES]
-    [entry] = headers[FAILURES]
-    assert datetime.fromisoformat(entry.pop("failed_at")).tzinfo is not None
-    assert entry == {
-        "attempt": 3,
-        "exception_type": "ValueError",
-        "exception_message": "broken",
-        "consumer": "host:1:q",
-    }
-
-
-def test_a_dead_letter_has_all_records_of_its_failures() -> None:
-    past = failure_headers(message(), raised(KeyError("x")), "c", dies=False)
-    headers = failure_headers(message(past, attempt=2), raised(psycopg.OperationalError("gone")), "c", dies=True)
-    assert [entry["attempt"] for entry in headers[FAILURES]] == [1, 2]
-    assert headers["pgqueue.failed_queue"] == "q"
-    assert headers["pgqueue.exception_type"] == "psycopg.OperationalError"
-    assert headers["pgqueue.exception_message"] == "gone"
-    assert headers["pgqueue.stack_trace"].startswith("Traceback (most recent call last):")
-    assert headers["pgqueue.attempts"] == 2
-    assert headers["pgqueue.failed_at"] == headers[FAILURES][-1]["failed_at"]
 
 
 def test_the_history_keeps_the_last_20_attempts() -> None:

@@ -46,11 +46,6 @@ SYNC_LEASE, ASYNC_LEASE = Form(False, "transactional"), Form(True, "transactiona
 SYNC_RECEIVE, ASYNC_RECEIVE = Form(False, "receive"), Form(True, "receive")
 
 
-def only(form: Form) -> pytest.MarkDecorator:
-    """Runs a test in one form: what it shows is the same in the others, which other tests use."""
-    return each_of([form])
-
-
 def kill(step: Step) -> None:
     """End the connection of a step from beside."""
     with connect(step.connection.info.dsn + " dbname=" + step.connection.info.dbname) as beside:
@@ -102,7 +97,7 @@ def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(
     assert run.circuits == []
 
 
-@only(SYNC_LEASE)
+@each_of([SYNC_LEASE])
 def test_a_message_that_kills_every_connection_spends_its_attempts(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -120,7 +115,7 @@ def test_a_message_that_kills_every_connection_spends_its_attempts(
     assert run.consumer.stats.failed == 2
 
 
-@only(ASYNC_LEASE)
+@each_of([ASYNC_LEASE])
 def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -152,7 +147,7 @@ def kill_process(process: int, how: signal.Signals) -> None:
         os.kill(process, how)
 
 
-@only(PAIR[0])
+@each_of([PAIR[0]])
 def test_a_claim_that_a_server_crash_undid_is_lost_and_not_acknowledged(form: Form, name: str) -> None:
     with EmbeddedServer(settings={"autovacuum": "off"}) as server, ExitStack() as stack:
         with connect(server.dsn) as connection:
@@ -218,7 +213,7 @@ def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, 
         assert [run.attempts for run in runs] == [[1]] * len(FORMS)
 
 
-@only(OTHER_PAIR[0])
+@each_of([OTHER_PAIR[0]])
 def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
@@ -373,7 +368,7 @@ def test_a_locked_message_keeps_no_other_from_being_settled(
     assert (stats.succeeded, stats.lost, run.criticals, run.circuits) == (4, 0, [], [])
 
 
-@only(OTHER_PAIR[0])
+@each_of([OTHER_PAIR[0]])
 def test_a_locked_message_keeps_no_other_from_being_given_back(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +392,7 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
     assert attempts(connection, name) == [0, 1, 0, 0]
 
 
-@only(SYNC_LEASE)
+@each_of([SYNC_LEASE])
 def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +428,7 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
     assert run.consumer.stats.released == 2
 
 
-@only(PAIR[0])
+@each_of([PAIR[0]])
 @pytest.mark.usefixtures("often")
 def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(form: Form, name: str) -> None:
     go_on = threading.Event()
@@ -497,7 +492,7 @@ def slow(empty_database: Callable[[], str]) -> str:
     return dsn
 
 
-@only(PAIR[0])
+@each_of([PAIR[0]])
 def test_a_result_that_takes_too_long_to_arrive_is_fetched_in_smaller_portions(
     form: Form, slow: str, name: str
 ) -> None:
