@@ -92,6 +92,8 @@ verify: setup  ## are generated files current, versions equal, modules in order,
 	for file in $$again/*; do \
 	    diff -u extension/$${file##*/} $$file || { echo 'extension/ is not what sql/ generates: run "make build"'; exit 1; }; \
 	done
+	@# Databases of every encoding read these scripts.
+	@! LC_ALL=C grep -n '[^ -~]' extension/*.sql || { echo 'extension/ has characters that are not ASCII'; exit 1; }
 	@$(PYTHON) test/versions.py
 	@$(PYTHON) test/modules.py $(BEHAVIOUR)
 	@$(PYTHON) test/descriptions.py

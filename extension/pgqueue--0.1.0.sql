@@ -951,7 +951,11 @@ begin
     raise exception using
         errcode = 'PQ002',
         message = format('queue %L already exists', queue_name),
-        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.';
+        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
+            || case when current_query() like '%create_queue(%).*%'
+                then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
+                    ' pgqueue.create_queue(...).'
+                else '' end;
 end;
 $$;
 comment on function pgqueue._raise_queue_exists(text) is
@@ -8176,7 +8180,7 @@ begin
     cross join lateral (
         select
             pgqueue._is_name(o.queue_name) as is_valid,
-            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
     ) n;
 
     return query
@@ -8465,7 +8469,7 @@ as $$
 declare
     partition constant text := pgqueue._day_partition_name(day);
 begin
-    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table … partition of"
+    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition of"
     -- would take an access exclusive lock on the parent.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);
@@ -8922,7 +8926,7 @@ begin
         message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
             s.stream_name, s.queue_name, epoch, s.epoch),
         detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
-        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream.';
+        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
 end;
 $$;
 comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is
@@ -12019,8 +12023,8 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as
-\000.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise in the format escape
+of encode.';
 
 create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text
@@ -13375,7 +13379,7 @@ begin
                     else 'the next enqueues or sweeps compact it'
                 end),
             case obstacle
-                when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
+                when 'published' then 'alter publication <its name> set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
                 else 'select * from pgqueue.compact_queues();'
             end)::pgqueue.finding;
     end loop;

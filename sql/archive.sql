@@ -91,7 +91,7 @@ as $$
 declare
     partition constant text := pgqueue._day_partition_name(day);
 begin
-    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table … partition of"
+    -- Create the table first and attach it afterwards: this blocks no reader or writer. "create table ... partition of"
     -- would take an access exclusive lock on the parent.
     execute format('create table pgqueue.%I (like pgqueue.archived_messages including all)', partition);
     execute format('create index on pgqueue.%I (queue_name, id)', partition);

@@ -482,7 +482,7 @@ begin
                     else 'the next enqueues or sweeps compact it'
                 end),
             case obstacle
-                when 'published' then 'alter publication … set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
+                when 'published' then 'alter publication <its name> set (publish = ''insert, update, delete, truncate'', publish_via_partition_root = false);'
                 else 'select * from pgqueue.compact_queues();'
             end)::pgqueue.finding;
     end loop;

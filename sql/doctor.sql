@@ -445,7 +445,7 @@ begin
     cross join lateral (
         select
             pgqueue._is_name(o.queue_name) as is_valid,
-            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '…' else '' end as shown
+            left(o.queue_name, 128) || case when length(o.queue_name) > 128 then '...' else '' end as shown
     ) n;
 
     return query

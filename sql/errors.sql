@@ -49,7 +49,11 @@ begin
     raise exception using
         errcode = 'PQ002',
         message = format('queue %L already exists', queue_name),
-        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.';
+        hint = 'Change it with pgqueue.alter_queue, or call create_queue with if_not_exists => true.'
+            || case when current_query() like '%create_queue(%).*%'
+                then ' PostgreSQL calls the function in (create_queue(...)).* once for each column. Write select * from'
+                    ' pgqueue.create_queue(...).'
+                else '' end;
 end;
 $$;
 comment on function pgqueue._raise_queue_exists(text) is

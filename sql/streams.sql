@@ -30,7 +30,7 @@ begin
         message = format('stream %L of queue %L is fenced: epoch %s was superseded by %s',
             s.stream_name, s.queue_name, epoch, s.epoch),
         detail = format('Opened at %s by %s.', s.opened_at, coalesce(quote_literal(s.opened_by), 'a reader without a name')),
-        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream.';
+        hint = 'Another query opened this stream, or stream_skip was called without an epoch. Stop this query. Each query needs its own stream. (stream_open(...)).* opens the stream once for each column: write select * from pgqueue.stream_open(...).';
 end;
 $$;
 comment on function pgqueue._raise_stream_fenced(pgqueue.streams, bigint) is

@@ -465,8 +465,8 @@ as $$
     end
 $$;
 comment on function pgqueue._body_string(text) is
-'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise with escaped bytes such as
-\000.';
+'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise in the format escape
+of encode.';
 
 create or replace function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
 returns text

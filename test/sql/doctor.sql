@@ -186,7 +186,7 @@ select pg_temp.examines('doctor_shared', false);
 select pg_temp.examines('doctor_dedicated', true);
 
 insert into pgqueue.messages (queue_name, payload) values (repeat('Doctor ', 1000), '1');
-select is((select array[max(length(f.queue_name)), max(length(f.detail))] from pgqueue.doctor() f where f.finding = 'orphaned_messages'), array[129, 194], 'doctor shows the beginning of a long queue name');
+select is((select array[max(length(f.queue_name)), max(length(f.detail))] from pgqueue.doctor() f where f.finding = 'orphaned_messages'), array[131, 196], 'doctor shows the beginning of a long queue name');
 select is((select f.repair ~ 'update pgqueue.messages set queue_name = <its name> where md5' from pgqueue.doctor() f where f.finding = 'orphaned_messages'), true, 'doctor does not propose to create a queue with an invalid name');
 delete from pgqueue.messages where queue_name ~ '^Doctor';
 insert into pgqueue.messages (queue_name, payload) values ('doctor_orphan', '1');

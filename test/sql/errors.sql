@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(306);
+select plan(307);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -145,7 +145,7 @@ declare
 begin
     execute statement;
     return null;
-exception when invalid_parameter_value then
+exception when invalid_parameter_value or sqlstate 'PQ002' then
     get stacked diagnostics hint = pg_exception_hint;
     return hint;
 end;
@@ -158,6 +158,7 @@ from unnest(array[
     $$ select pgqueue.nack('errors', 1, gen_random_uuid(), '3653 days') $$, $$ select pgqueue.sweep_staged('3653 days') $$,
     $$ select pgqueue.sweep_staged(forget_after => '3653 days') $$
 ]) as c (statement);
+select matches(pg_temp.hint($$ select (pgqueue.create_queue('errors_columns')).* $$), 'once for each column', 'the hint says that PostgreSQL calls a function in (f()).* once for each column');
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');

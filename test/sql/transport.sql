@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(221);
+select plan(222);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -149,6 +149,10 @@ select throws_ok($$ alter table public.transport add bodystring text $$, '42809'
 select throws_ok($$ insert into public.transport (id, headers) values (gen_random_uuid(), '{}') on conflict (id) do nothing $$, '42P10', null, 'an insert into the relation cannot name a conflict');
 select throws_ok($$ update public.transport set body = 'x' $$, '0A000', null, 'the body of a message cannot be updated through the relation');
 select throws_ok($$ update public.transport set expires = null $$, '0A000', null, 'the expiry of a message cannot be updated through the relation');
+set local session_replication_role = replica;
+insert into public.transport (headers, body) values ('{"replica": "sends"}', 'x');
+reset session_replication_role;
+select is_empty($$ select from public.transport where headers like '%replica%' $$, 'an insert while session_replication_role is replica sends nothing');
 
 -- Sizes.
 select lives_ok($$ select pg_temp.send('transport', repeat('h', 262144), 'x') $$, 'the relation accepts headers of the size of max_payload_bytes');

@@ -1,7 +1,8 @@
-"""Databases with other encodings than UTF8."""
+"""Databases with other encodings than UTF8, and with other settings."""
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -19,26 +20,60 @@ HEADERS = {
 }
 
 
-@pytest.fixture(params=["LATIN1", "SQL_ASCII"])
-def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
-    """A session in a database with another encoding."""
+# What "alter database" can set, with values other than those of the server.
+SETTINGS = """
+    array_nulls=off backslash_quote=off bytea_output=escape check_function_bodies=off client_min_messages=error
+    constraint_exclusion=on createrole_self_grant=set,inherit DateStyle=German,DMY debug_parallel_query=on
+    default_statistics_target=1 default_transaction_deferrable=on default_transaction_isolation=serializable
+    enable_bitmapscan=off enable_hashjoin=off enable_indexscan=off enable_memoize=off enable_partition_pruning=off
+    enable_seqscan=off escape_string_warning=off extra_float_digits=-15 from_collapse_limit=1 gin_fuzzy_search_limit=1
+    IntervalStyle=sql_standard jit_above_cost=0 join_collapse_limit=1 lo_compat_privileges=on parallel_setup_cost=0
+    parallel_tuple_cost=0 plan_cache_mode=force_generic_plan quote_all_identifiers=on row_security=off
+    search_path=information_schema standard_conforming_strings=off synchronous_commit=off synchronize_seqscans=off
+    TimeZone=Asia/Kathmandu transform_null_equals=on work_mem=64kB xmloption=document
+""".split()
+
+
+@contextmanager
+def installed(server: str, encoding: str, settings: list[str]) -> Iterator[psycopg.Connection[Any]]:
+    """A session in a database with this encoding and these settings, where pgqueue has been installed."""
     name = f"pgqueue_test_{secrets.token_hex(6)}"
     with connect(server) as maintenance:
-        maintenance.execute(f"create database {name} template template0 encoding '{request.param}' locale 'C'")
+        maintenance.execute(f"create database {name} template template0 encoding '{encoding}' locale 'C'")
+        for setting, _, value in (setting.partition("=") for setting in settings):
+            maintenance.execute(f"alter database {name} set {setting} to '{value}'")
         with connect(make_conninfo(server, dbname=name)) as connection:
             connection.execute("create extension pgqueue")
             yield connection
         maintenance.execute(f"drop database {name} with (force)")
 
 
+def live(connection: psycopg.Connection[Any]) -> None:
+    """Send, fail, process, archive and read a message."""
+    connection.execute("select pgqueue.create_queue('q', archive_for => '1 day')")
+    connection.execute("select pgqueue.subscribe('orders.*', 'q')")
+    connection.execute("select pgqueue.publish('orders.paid', '{\"a\": 1}')")
+    connection.execute("select pgqueue.nack('q', id, claim_token, '0', 'failed') from pgqueue.claim('q')")
+    acked = connection.execute("select pgqueue.ack('q', id, claim_token) from pgqueue.claim('q')").fetchone()
+    assert acked == (True,)
+    assert connection.execute("select payload from pgqueue.browse_archived_messages('q')").fetchone() == ({"a": 1},)
+    assert connection.execute("select * from pgqueue.doctor()").fetchall() == []
+
+
+@pytest.fixture(params=["EUC_JP", "LATIN1", "SQL_ASCII"])
+def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
+    """A session in a database with another encoding."""
+    with installed(server, request.param, []) as connection:
+        yield connection
+
+
 def test_messages_work_in_other_encodings(other: psycopg.Connection[Any]) -> None:
-    other.execute("select pgqueue.create_queue('q', archive_for => '1 day')")
-    other.execute("select pgqueue.subscribe('orders.*', 'q')")
-    other.execute("select pgqueue.publish('orders.paid', '{\"a\": 1}')")
-    other.execute("select pgqueue.nack('q', id, claim_token, '0', 'failed') from pgqueue.claim('q')")
-    assert other.execute("select pgqueue.ack('q', id, claim_token) from pgqueue.claim('q')").fetchone() == (True,)
-    assert other.execute("select payload from pgqueue.browse_archived_messages('q')").fetchone() == ({"a": 1},)
-    assert other.execute("select * from pgqueue.doctor()").fetchall() == []
+    live(other)
+
+
+def test_messages_work_with_other_settings_of_the_database(server: str) -> None:
+    with installed(server, "UTF8", SETTINGS) as connection:
+        live(connection)
 
 
 def test_transport_headers_outside_the_encoding_do_not_block_messages(other: psycopg.Connection[Any]) -> None:
