@@ -23,6 +23,11 @@ class StopSignals:
         self._received = 0
         self._last = 0
         self._replaced: dict[int, Any] = {}
+        self._forking = threading.local()
+        # A signal for a new process waits until the process has the handlers that the program had.
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._release, after_in_child=self._put_back_in_child
+        )
 
     @contextmanager
     def call(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -49,6 +54,24 @@ class StopSignals:
                     signal.signal(number, handler)
         if not self._stops and self._received > 1:
             raise SystemExit(128 + self._last)
+
+    def _hold(self) -> None:
+        if self._stops:
+            self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._replaced)
+
+    def _release(self) -> None:
+        mask = self._forking.__dict__.pop("mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _put_back_in_child(self) -> None:
+        """The consumers run in the parent. Where asyncio has handled a signal, there is no loop that it could stop."""
+        if self._stops:
+            self._stops.clear()
+            for number, handler in self._replaced.items():
+                by_asyncio = handler not in (signal.SIG_DFL, signal.default_int_handler)
+                signal.signal(number, signal.default_int_handler if by_asyncio else handler)
+        self._release()
 
     def _handle(self, number: int, _: object) -> None:
         self._received += 1

@@ -18,7 +18,7 @@ Connection = psycopg.Connection[Any]
 # Handlers wait for the file "open". The consumer's records of a stop are printed, without its name. The last line shows
 # whether the handlers of signals are as they were before. Nothing ends by itself.
 PROGRAM = """
-import asyncio, logging, os, signal, sys, threading, time, pgqueue
+import asyncio, logging, multiprocessing, os, signal, sys, threading, time, pgqueue
 from pgqueue.consumer.timings import timings
 timings.cancel = timings.end_calls = timings.release = 120.0
 flavour, conninfo, queue, home = sys.argv[1:]
@@ -38,6 +38,13 @@ def handle(delivery):
         time.sleep(0.01)
     print("done", flush=True)
 
+def fork(delivery):
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    child.terminate()
+    child.join()
+    print(child.exitcode, flush=True)
+
 async def handle_async(delivery):
     print("begun", flush=True)
     while not os.path.exists(home + "/open"):
@@ -56,7 +63,7 @@ if flavour == "async":
     asyncio.run(run())
 else:
     before = handlers()
-    consumer = pgqueue.Consumer(conninfo, queue, handle)
+    consumer = pgqueue.Consumer(conninfo, queue, fork if flavour == "forking" else handle)
     if flavour == "thread":
         thread = threading.Thread(target=consumer.run)
         thread.start()
@@ -166,6 +173,17 @@ def test_one_signal_stops_all_consumers_of_an_event_loop(
         running.let_handlers_return()
         assert running.end() == (0, "done\ndone\nback\n")
     assert all(is_empty(connection, one) for one in names)
+
+
+def test_a_forked_child_of_a_handler_is_terminated_by_a_signal(
+    database: str, connection: Connection, name: str, tmp_path: Path
+) -> None:
+    prepare(connection, name).enqueue(1)
+    with program("forking", database, name, tmp_path) as running:
+        assert running.next_line() == str(-SIGTERM)
+        running.process.send_signal(SIGTERM)
+        assert running.end()[0] == 0
+    assert is_empty(connection, name)
 
 
 def test_run_in_another_thread_leaves_signals_alone(
