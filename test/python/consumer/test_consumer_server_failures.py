@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
@@ -456,6 +459,51 @@ def test_a_silent_connection_is_given_up_while_claims_can_still_be_extended(form
         wait_for(lambda: is_empty(connection, name))
         kill_process(silent, signal.SIGCONT)
     assert run.attempts == [1]
+
+
+# A connection is aborted in a thread while the server does not answer. Each step waits for a line of the input.
+ABORT = """
+import sys, threading, time, psycopg
+from pgqueue.consumer.connections import shut_down
+from pgqueue.consumer.timings import timings
+connection = psycopg.connect(sys.argv[1])
+statement = threading.Thread(target=connection.execute, args=["select pg_sleep(600)"], daemon=True)
+statement.start()
+print("runs", flush=True)
+input()
+tell_server = shut_down(connection)
+timings.cancel_statement = float(input())
+telling = threading.Thread(target=tell_server, daemon=True)
+telling.start()
+while telling.is_alive():
+    time.sleep(0.01)
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_process_goes_on_while_the_server_does_not_answer_to_a_cancellation(answers: bool) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer(durable=False))
+        connection = stack.enter_context(connect(server.dsn))
+        words = [sys.executable, "-c", ABORT, server.dsn]
+        program = stack.enter_context(
+            subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
+        stack.callback(program.kill)
+        assert program.stdin is not None
+        assert program.stdout is not None
+        assert program.stdout.readline() == "runs\n"
+        sleeps = "select from pg_stat_activity where query ~ '^select pg_sleep'"
+        wait_for(lambda: rows(connection, sleeps))
+        if not answers:
+            postmaster = psutil.Process(connection.info.backend_pid).ppid()
+            stack.callback(kill_process, postmaster, signal.SIGCONT)
+            os.kill(postmaster, signal.SIGSTOP)
+        out, _ = program.communicate(f"\n{PATIENCE if answers else 0.1}\n", timeout=PATIENCE)
+        assert out == "goes on\n"
+        if answers:
+            wait_for(lambda: not rows(connection, sleeps + " and state = 'active'"))
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 import asyncio
 import inspect
 import os
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor
+from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, pq
 from psycopg.adapt import AdaptersMap
-from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.pq import PipelineStatus, PollingStatus, TransactionStatus
+from psycopg.pq.abc import PGcancelConn, PGconn
 from psycopg.types.array import ListBinaryDumper, ListDumper
 
 from .. import _calls
@@ -230,23 +233,42 @@ def begin_statement(connection: AnyConnection) -> bytes:
     return b"; ".join(filter(None, (begin, correction_statement(connection, is_local=True))))
 
 
+_EVENTS = {PollingStatus.READING: selectors.EVENT_READ, PollingStatus.WRITING: selectors.EVENT_WRITE}
+
+
 def shut_down(connection: AnyConnection) -> Callable[[], None]:
     """Shut down the socket of a connection that another thread may wait on; returns a function that tells the server.
 
-    That function can take as long as connecting. Without it the server would notice when its statement has ended.
+    That function can wait for a server that does not answer, for `timings.cancel_statement`. Without it the server
+    would notice when its statement has ended.
     """
     try:
-        cancel = connection.pgconn.get_cancel()
+        cancel_statement = _cancellation(connection.pgconn)
         with socket.socket(fileno=os.dup(connection.pgconn.socket)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
     except (psycopg.Error, OSError):
         return lambda: None
-
-    def cancel_statement() -> None:
-        with suppress(psycopg.Error):
-            cancel.cancel()
-
     return cancel_statement
+
+
+def _cancellation(pgconn: PGconn) -> Callable[[], None]:
+    """What tells the server to cancel the statement of a connection, also after the connection was closed."""
+    if psycopg.capabilities.has_cancel_safe():
+        return partial(_cancel, pgconn.cancel_conn())
+    # With a libpq before 17 this can block until the server answers. psycopg's compiled modules would keep the lock of
+    # the interpreter all the time. ctypes releases it.
+    return pgconn.get_cancel().cancel if pq.__impl__ == "python" else lambda: None
+
+
+def _cancel(cancel: PGcancelConn) -> None:
+    deadline = time.monotonic() + timings.cancel_statement
+    with suppress(psycopg.Error), selectors.DefaultSelector() as selector:
+        cancel.start()
+        while (waits_for := _EVENTS.get(cancel.poll())) and (left := deadline - time.monotonic()) > 0:
+            selector.register(cancel.socket, waits_for)
+            selector.select(left)
+            selector.unregister(cancel.socket)
+    cancel.finish()
 
 
 # Keeping and sharing

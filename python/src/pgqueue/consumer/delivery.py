@@ -213,7 +213,7 @@ class HandlerCall:
     def abort_connection(self) -> None:
         """Abort the connection in use, if there is one: its statement fails, its transaction is rolled back.
 
-        This can take as long as connecting.
+        This can take `timings.cancel_statement`.
         """
         with self._lock:
             if self._connection is None:

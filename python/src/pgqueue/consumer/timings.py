@@ -19,6 +19,7 @@ class Timings:
     cancel: float = 0.5  # for a thread to notice that its call is cancelled, before its connection is aborted
     end_calls: float = 2.5  # for all cancelled calls to end
     release: float = 2.5  # for giving back messages
+    cancel_statement: float = 10.0  # for telling the server that the statement of an aborted connection is cancelled
     abort: float = 0.05  # for the server and for other threads to notice that a connection was aborted
 
     # Looking for messages
