@@ -193,31 +193,29 @@ def test_a_slow_commit_does_not_cost_other_messages_their_claims(
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (2, 0)
 
 
-@together([form for form in FORMS if form.is_async])
-def test_a_coroutine_that_cancels_its_own_task_counts_as_an_attempt(
-    form: Form, database: str, connection: Connection, name: str
+@each_of([form for form in FORMS if form.is_async])
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_task_that_its_handler_cancels_fails_alone(
+    form: Form, awaits: bool, database: str, connection: Connection, name: str
 ) -> None:
-    queue = prepare(connection, name, max_attempts=3)
-    queue.enqueue_batch(["bad", "good"])
+    queue = prepare(connection, name, max_attempts=1)
+    queue.enqueue_batch(["good", "bad", "fine"])
 
     async def work(step: Step) -> None:
-        if step.message.payload == "bad":
+        if "bad" in [delivery.message.payload for delivery in step.deliveries]:
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
-            await asyncio.sleep(0)
+            if awaits:
+                await asyncio.sleep(0)
 
-    def dead_messages() -> list[pgqueue.DeadMessage]:
-        # A claim that is not given back runs out: at once here.
-        expired = "update pgqueue.messages set visible_at = now() where queue_name = %s and payload = '\"bad\"'"
-        connection.execute(expired, (name,))
-        return queue.browse_dead_messages()
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        [dead] = wait_for(dead_messages)
+    with form.consuming(database, name, work, concurrency=1, batch_size=3) as run:
         wait_for(lambda: is_empty(connection, name))
-    assert (dead.payload, dead.attempt_count) == ("bad", 3)
-    assert set(run.returned) == {"good"}
+        [dead] = queue.browse_dead_messages()
+        wait_for(lambda: run.consumer.stats.failed)
+    assert (dead.payload, dead.attempt_count) == ("bad", 1)
+    assert "CancelledError" in (dead.last_error or "")
+    assert run.consumer.stats.succeeded == 2
 
 
 # Functions that make no connection

@@ -136,11 +136,16 @@ class Workers:
             value = function(argument)
             if self.is_async and hasattr(value, "__await__"):
                 value = await value
+            if task is not None and task.cancelling():
+                await asyncio.sleep(0)  # raises CancelledError: the function returned after its task was cancelled
             answer = _answered(value)
         except BaseException as error:  # also SystemExit, which would end only a thread
-            # A cancellation is not of this task if something was cancelled that the function awaited.
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
+            if task is not None and task.cancelling():
+                if isinstance(error, asyncio.CancelledError) and not call.counts():
+                    raise
+                # Not the consumer has cancelled the task, but the function, or other code that cancels all tasks.
+                while task.uncancel():
+                    pass
             answer = Answer(error=error)
         finally:
             call.began_at = math.inf
