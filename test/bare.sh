@@ -1,5 +1,6 @@
 #!/bin/bash
-# Runs `make demo` and `make test` on a minimal Debian 12, in a clone of the last commit, with an empty HOME:
+# Runs `make demo`, `make test` and `make test-long` (with PART=soak one part of it) on a minimal Debian 12, in a clone of
+# the last commit, with an empty HOME:
 #     test/bare.sh root|user [FILE…]
 # With names of test files it runs `make demo` and these files. A chroot has no user namespaces. The capabilities are
 # those of a container by default. The script needs root and debootstrap, and passes on this machine's settings of apt,
@@ -11,7 +12,7 @@ account=${1:-}
 case $account in
     root) home=/root ids=0:0 ;;
     user) home=/home/user ids=1000:1000 ;;
-    *) sed -n '2,6s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,7s/^# //p' "$0" >&2; exit 2 ;;
 esac
 
 # The namespaces end with the script, and with them its mounts and processes.
@@ -90,6 +91,7 @@ inside make demo | while IFS= read -r line; do echo "$SECONDS s: $line"; done
 du -sh "$root$home/pgqueue/.venv"
 if [ $# -eq 1 ]; then
     inside make test
+    inside make test-long ${PART:+"PART=$PART"}
 else
     inside make test-tools
     inside make py FILE="${*:2}"
