@@ -119,7 +119,10 @@ def is_conflict(error: BaseException | None) -> bool:
             return False
         if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
             return True
-        error = error.__cause__
+        try:
+            error = error.__cause__
+        except BaseException:  # The class may define it as a property.
+            return False
     return False
 
 

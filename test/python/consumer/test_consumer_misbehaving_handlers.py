@@ -408,6 +408,12 @@ class Quits(Exception):
         raise SystemExit(3)
 
 
+class Secretive(Exception):
+    @property
+    def __cause__(self) -> BaseException | None:  # type: ignore[override]
+        raise ValueError("not told")
+
+
 class Curious(logging.Handler):
     """Asks exceptions for their text, as formatters do that make JSON of them."""
 
@@ -431,7 +437,7 @@ def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
-    raised: dict[str, Exception] = {"throttled": Throttled(5), "refused": Refused(7), "quits": Quits()}
+    raised: dict[str, Exception] = {"throttled": Throttled(5), "refused": Refused(7), "quits": Quits(), "secret": Secretive()}
     queue.enqueue_batch([*raised, "good"])
 
     async def work(step: Step) -> None:
@@ -444,7 +450,7 @@ def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     assert run.returned == ["good"]
     dead = {letter.payload: (letter.reason, letter.attempt_count) for letter in queue.browse_dead_messages()}
     spent = ("attempts_exhausted", 2)
-    assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent}
+    assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent, "secret": spent}
     assert run.criticals == []
 
 

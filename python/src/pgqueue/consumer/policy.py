@@ -193,8 +193,9 @@ def stack_of(error: BaseException, limit: int = _STACK_CHARACTERS) -> str:
 
 def cause_of(error: BaseException) -> BaseException:
     """The exception that a Retry or Reject was raised from, or while handling; else the exception itself."""
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return cause if isinstance(error, (Retry, Reject)) and cause is not None else error
+    if not isinstance(error, (Retry, Reject)):
+        return error
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
 
 
 def describe(error: BaseException, decision: Decision | None = None) -> str:
