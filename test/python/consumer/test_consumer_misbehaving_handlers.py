@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import subprocess
 import sys
 import threading
@@ -28,12 +29,14 @@ from consumers import (
     beside,
     each_of,
     extend_often,
+    failing,
     prepare,
     rows,
     together,
     until,
     waits_for_handlers,
 )
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 from pgqueue.consumer.timings import timings
@@ -452,6 +455,25 @@ def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     spent = ("attempts_exhausted", 2)
     assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent, "secret": spent}
     assert run.criticals == []
+
+
+@each_of(MIXED)
+def test_an_error_keeps_the_characters_that_the_encoding_of_the_database_has(
+    form: Form, server: str, name: str
+) -> None:
+    dsn = make_conninfo(server, dbname=f"pgqueue_{secrets.token_hex(6)}", client_encoding="utf8")
+    with connect(server) as maintenance:
+        database = conninfo_to_dict(dsn)["dbname"]
+        maintenance.execute(f"create database {database} template template0 encoding 'LATIN1' locale 'C'")
+        with connect(dsn) as connection:
+            pgqueue.install(connection)
+            queue = prepare(connection, name, max_attempts=1)
+            queue.enqueue(1)
+            with form.consuming(dsn, name, failing(ValueError("5 € für Öl"))):
+                [dead] = wait_for(queue.browse_dead_messages)
+            assert (dead.last_error or "").startswith("ValueError: 5 ? für Öl")
+            assert (dead.headers or {})["pgqueue.exception_message"] == "5 ? für Öl"
+        maintenance.execute(f"drop database {database} with (force)")
 
 
 @pytest.mark.parametrize(("form", "size"), [*zip(MIXED, [None, 2, None], strict=True)], ids=str)

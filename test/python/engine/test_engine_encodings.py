@@ -21,26 +21,56 @@ HEADERS = {
 
 
 # What "alter database" can set, with values other than those of the server.
-SETTINGS = """
-    array_nulls=off backslash_quote=off bytea_output=escape check_function_bodies=off client_min_messages=error
-    constraint_exclusion=on createrole_self_grant=set,inherit DateStyle=German,DMY debug_parallel_query=on
-    default_statistics_target=1 default_transaction_deferrable=on default_transaction_isolation=serializable
-    enable_bitmapscan=off enable_hashjoin=off enable_indexscan=off enable_memoize=off enable_partition_pruning=off
-    enable_seqscan=off escape_string_warning=off extra_float_digits=-15 from_collapse_limit=1 gin_fuzzy_search_limit=1
-    IntervalStyle=sql_standard jit_above_cost=0 join_collapse_limit=1 lo_compat_privileges=on parallel_setup_cost=0
-    parallel_tuple_cost=0 plan_cache_mode=force_generic_plan quote_all_identifiers=on row_security=off
-    search_path=information_schema standard_conforming_strings=off synchronous_commit=off synchronize_seqscans=off
-    TimeZone=Asia/Kathmandu transform_null_equals=on work_mem=64kB xmloption=document
-""".split()
+SETTINGS = {
+    "array_nulls": "off",
+    "backslash_quote": "off",
+    "bytea_output": "escape",
+    "check_function_bodies": "off",
+    "client_min_messages": "error",
+    "constraint_exclusion": "on",
+    "createrole_self_grant": "set,inherit",
+    "DateStyle": "German,DMY",
+    "debug_parallel_query": "on",
+    "default_statistics_target": "1",
+    "default_transaction_deferrable": "on",
+    "default_transaction_isolation": "serializable",
+    "enable_bitmapscan": "off",
+    "enable_hashjoin": "off",
+    "enable_indexscan": "off",
+    "enable_memoize": "off",
+    "enable_partition_pruning": "off",
+    "enable_seqscan": "off",
+    "escape_string_warning": "off",
+    "extra_float_digits": "-15",
+    "from_collapse_limit": "1",
+    "gin_fuzzy_search_limit": "1",
+    "IntervalStyle": "sql_standard",
+    "jit_above_cost": "0",
+    "join_collapse_limit": "1",
+    "lo_compat_privileges": "on",
+    "parallel_setup_cost": "0",
+    "parallel_tuple_cost": "0",
+    "plan_cache_mode": "force_generic_plan",
+    "quote_all_identifiers": "on",
+    "row_security": "off",
+    "search_path": "information_schema",
+    "standard_conforming_strings": "off",
+    "synchronous_commit": "off",
+    "synchronize_seqscans": "off",
+    "TimeZone": "Asia/Kathmandu",
+    "transform_null_equals": "on",
+    "work_mem": "64kB",
+    "xmloption": "document",
+}
 
 
 @contextmanager
-def installed(server: str, encoding: str, settings: list[str]) -> Iterator[psycopg.Connection[Any]]:
+def installed(server: str, encoding: str, settings: dict[str, str]) -> Iterator[psycopg.Connection[Any]]:
     """A session in a database with this encoding and these settings, where pgqueue has been installed."""
     name = f"pgqueue_test_{secrets.token_hex(6)}"
     with connect(server) as maintenance:
         maintenance.execute(f"create database {name} template template0 encoding '{encoding}' locale 'C'")
-        for setting, _, value in (setting.partition("=") for setting in settings):
+        for setting, value in settings.items():
             maintenance.execute(f"alter database {name} set {setting} to '{value}'")
         with connect(make_conninfo(server, dbname=name)) as connection:
             connection.execute("create extension pgqueue")
@@ -63,7 +93,7 @@ def live(connection: psycopg.Connection[Any]) -> None:
 @pytest.fixture(params=["EUC_JP", "LATIN1", "SQL_ASCII"])
 def other(server: str, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection[Any]]:
     """A session in a database with another encoding."""
-    with installed(server, request.param, []) as connection:
+    with installed(server, request.param, {}) as connection:
         yield connection
 
 

@@ -1,7 +1,9 @@
 """Connections of a consumer: how they are opened, shared, kept while idle and aborted."""
 
 import asyncio
+import codecs
 import inspect
+import json
 import os
 import selectors
 import socket
@@ -20,6 +22,8 @@ from psycopg.adapt import AdaptersMap
 from psycopg.pq import PipelineStatus, PollingStatus, TransactionStatus
 from psycopg.pq.abc import PGcancelConn, PGconn
 from psycopg.types.array import ListBinaryDumper, ListDumper
+from psycopg.types.json import Jsonb, JsonbDumper
+from psycopg.types.string import StrDumperUnknown
 
 from .. import _calls
 from .._calls import Bound
@@ -76,6 +80,35 @@ class _OriginalAdapters:
         return _adapters[connection]
 
 
+class _FittingStrDumper(StrDumperUnknown):
+    """Replaces characters that the encoding of the database lacks. The text of an error can have such characters."""
+
+    def dump(self, obj: str) -> Any:
+        return super().dump(_fitting(obj, _codec_of(self.connection)))
+
+
+class _FittingJsonbDumper(JsonbDumper):
+    """The same for headers."""
+
+    def dump(self, obj: Jsonb) -> Any:
+        return _fitting(json.dumps(obj.obj, ensure_ascii=False), _codec_of(self.connection)).encode()
+
+
+def _codec_of(connection: Any) -> str:
+    """Python's name of the encoding of a database, or nothing if the database can store every character."""
+    encoding = connection.pgconn.parameter_status(b"server_encoding").decode()
+    if encoding in ("UTF8", "SQL_ASCII"):
+        return ""
+    try:
+        return codecs.lookup(encoding.replace("WIN", "cp")).name
+    except LookupError:
+        return "ascii"
+
+
+def _fitting(text: str, codec: str) -> str:
+    return text.encode(codec, "replace").decode(codec)
+
+
 class _ConsumerCursor(_OriginalAdapters, Cursor[Any]):
     pass
 
@@ -118,6 +151,9 @@ class ConnectionFactory:
             _adapters[connection] = adapters = AdaptersMap(connection.adapters)
             for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
                 adapters.register_dumper(list, dumper)
+            if _codec_of(connection):
+                adapters.register_dumper(str, _FittingStrDumper)
+                adapters.register_dumper(Jsonb, _FittingJsonbDumper)
             correction = correction_statement(connection)
             self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
             if for_handlers:
