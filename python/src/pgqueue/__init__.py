@@ -125,3 +125,7 @@ def __getattr__(name: str) -> Any:
     if name in _CONSUMER:
         return getattr(import_module(".consumer", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # with the names of the consumer
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ An optional argument that is None is not sent, so that the default of the databa
 depends only on which arguments are given. It is cached, so that psycopg sees the same text again and prepares it.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timedelta
@@ -93,7 +94,12 @@ def _declared(arguments: str) -> dict[str, str]:
 
 
 def as_jsonb(value: Any) -> Jsonb:
-    """The value as a parameter of type jsonb. A value in a `Jsonb` or `Json` keeps the wrapper's `dumps`."""
+    """The value as a parameter of type jsonb. A value in a `Jsonb` or `Json` keeps the wrapper's `dumps`.
+
+    Raises `TypeError` for bytes, which are no JSON.
+    """
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"invalid JSON value: {type(value).__name__}; send raw bytes as the body of a message")
     if isinstance(value, Jsonb):
         return value
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
@@ -108,9 +114,16 @@ def as_duration(name: str, value: Any) -> timedelta:
 
 
 def as_integer(name: str, bits: int, value: Any) -> Any:
-    """Check the value of the argument `name`. Raises `InvalidArgument` if it does not fit into `bits` bits."""
-    # PostgreSQL's own error does not name the argument.
-    if isinstance(value, int) and not -(1 << bits - 1) <= value < 1 << bits - 1:
+    """Check the value of the argument `name`.
+
+    Raises `TypeError` if it is no integer, and `InvalidArgument` if it does not fit into `bits` bits.
+    """
+    # PostgreSQL would round a fraction, and its own error does not name the argument.
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"invalid {name}: {value!r:.200}; must be an integer") from None
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
         given = value if value.bit_length() < 512 else f"an integer of {value.bit_length()} bits"
         raise InvalidArgument(
             f"invalid {name}: {given}; must be an integer from {-(1 << bits - 1)} to {(1 << bits - 1) - 1}"

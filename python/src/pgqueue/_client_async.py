@@ -9,7 +9,7 @@ from psycopg import AsyncConnection, AsyncCursor
 
 from . import _calls
 from ._client_rows import AsyncRows, each_row_async, read_leniently
-from ._connections import correction_statement
+from ._connections import check_connection, correction_statement
 from ._copy import CopyRows, copy_messages, server_moment
 from .errors import MISSING, not_installed
 from .message import (
@@ -38,9 +38,7 @@ class _Calls:
     __slots__ = ("connection",)
 
     def __init__(self, connection: AsyncConnection[Any]) -> None:
-        # Otherwise the first call raises an AttributeError. A wrapper of a connection passes its attributes on.
-        if not hasattr(connection, "pgconn"):
-            raise TypeError(f"invalid connection: {type(connection).__name__}; must be a connection of psycopg")
+        check_connection(connection, AsyncConnection)
         self.connection = connection
 
     async def _all(self, call: _calls.Bound[T]) -> list[T]:

@@ -10,7 +10,7 @@ from psycopg import Connection, Cursor
 
 from . import _calls
 from ._client_rows import Rows, each_row, read_leniently
-from ._connections import correction_statement
+from ._connections import check_connection, correction_statement
 from ._copy import CopyRows, copy_messages, server_moment
 from .errors import MISSING, not_installed
 from .message import (
@@ -39,9 +39,7 @@ class _Calls:
     __slots__ = ("connection",)
 
     def __init__(self, connection: Connection[Any]) -> None:
-        # Otherwise the first call raises an AttributeError. A wrapper of a connection passes its attributes on.
-        if not hasattr(connection, "pgconn"):
-            raise TypeError(f"invalid connection: {type(connection).__name__}; must be a connection of psycopg")
+        check_connection(connection, Connection)
         self.connection = connection
 
     def _all(self, call: _calls.Bound[T]) -> list[T]:

@@ -17,6 +17,7 @@ from psycopg.pq.abc import PGresult
 from ._coroutines import done, run_to_end
 
 __all__ = [
+    "check_connection",
     "complete_conninfo",
     "connect",
     "connect_async",
@@ -32,6 +33,27 @@ AnyConnection = Connection[Any] | AsyncConnection[Any]
 # What psycopg needs to read values. A role, a database or a user may have set something else.
 _WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encoding": b"UTF8"}
 _BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
+
+
+# Where objects of other packages keep their connection of psycopg.
+_WRAPPED = {
+    "django": ", as connection.connection is after connection.ensure_connection()",
+    "sqlalchemy": ", as session.connection().connection.driver_connection is",
+}
+
+
+def check_connection(connection: Any, kind: type[AnyConnection]) -> None:
+    """Check that a client can use a connection: one of this kind, or a wrapper that passes its attributes on.
+
+    Raises `TypeError`.
+    """
+    name = type(connection).__name__
+    if not hasattr(connection, "pgconn"):
+        wrapped = _WRAPPED.get(type(connection).__module__.partition(".")[0], "")
+        raise TypeError(f"invalid connection: {name}; must be a connection of psycopg{wrapped}")
+    if isinstance(connection, (Connection, AsyncConnection)) and not isinstance(connection, kind):
+        users = "Queue and Queues use a Connection, AsyncQueue and AsyncQueues an AsyncConnection"
+        raise TypeError(f"invalid connection: {name}; must be a {kind.__name__}. {users}")
 
 
 def complete_conninfo(conninfo: str, application: str, **defaults: Any) -> str:

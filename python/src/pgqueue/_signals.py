@@ -25,9 +25,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
         self._forking = threading.local()
         # A signal for a new process waits until the process has the handlers that the program had.
-        os.register_at_fork(
-            before=self._hold, after_in_parent=self._release, after_in_child=self._put_back_in_child
-        )
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._put_back_in_child)
 
     @contextmanager
     def call(self, stop: Callable[[], None]) -> Iterator[None]:

@@ -32,6 +32,14 @@ class Error(psycopg.DatabaseError):
     them.
     """
 
+    def __str__(self) -> str:
+        # Without the context, which lists functions of pgqueue.
+        diag = self.diag
+        if diag.message_primary is None:
+            return super().__str__()
+        parts = (("", diag.message_primary), ("DETAIL:  ", diag.message_detail), ("HINT:  ", diag.message_hint))
+        return "\n".join(label + text for label, text in parts if text)
+
 
 class QueueNotFound(Error, code="PQ001"):
     """There is no queue of this name."""
@@ -87,6 +95,8 @@ class NotInstalled(Error, InvalidSchemaName, UndefinedFunction):
     """The database has no pgqueue, or its pgqueue lacks the function that the client calls. `sqlstate` is 3F000 or
     42883, and `diag` is that of the server's error.
     """
+
+    __str__ = psycopg.DatabaseError.__str__
 
 
 MISSING = InvalidSchemaName, UndefinedFunction

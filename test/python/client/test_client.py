@@ -1,7 +1,9 @@
 """Every verb through the async client: arguments arrive, results have the right types, nothing is committed."""
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -317,13 +319,42 @@ def test_enqueue_batch_refuses_a_single_value_as_payloads(queue: Any) -> None:
     assert queue.peek() == 0
 
 
-@pytest.mark.parametrize("made", [pgqueue.Queue, pgqueue.AsyncQueue])
 def test_a_queue_refuses_what_is_no_connection_or_no_name(
-    connection: psycopg.Connection[Any], database: str, made: Any
+    connection: psycopg.Connection[Any], client: Client, database: str
 ) -> None:
-    with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg$"):
-        made(database, "orders")
-    for wrong in (None, 5):
-        with pytest.raises(TypeError, match=rf"^invalid name: {wrong}; must be a string$"):
-            made(connection, wrong)
-    assert repr(made(connection, "orders")) == f"{made.__name__}('orders')"
+    other: Any = client.queue("orders").connection
+    for made, fits, unfit in ((pgqueue.Queue, connection, other), (pgqueue.AsyncQueue, other, connection)):
+        with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg$"):
+            made(database, "orders")
+        with pytest.raises(TypeError, match=r"^invalid connection: (Async)?Connection; must be a (Async)?Connection\."):
+            made(unfit, "orders")
+        for wrong in (None, 5):
+            with pytest.raises(TypeError, match=rf"^invalid name: {wrong}; must be a string$"):
+                made(fits, wrong)
+        assert repr(made(fits, "orders")) == f"{made.__name__}('orders')"
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [("django.utils.connection", "connection.connection"), ("sqlalchemy.orm", "driver_connection")],
+)
+def test_the_error_says_where_another_package_keeps_its_connection(package: str, remedy: str) -> None:
+    session = type("Session", (), {"__module__": package})()
+    with pytest.raises(TypeError, match=f"connection of psycopg, as .*{remedy} is$"):
+        pgqueue.Queue(session, "orders")
+
+
+def test_a_fraction_or_bytes_for_json_are_refused_by_name(queue: Any) -> None:
+    for wrong in (1.5, "2", Decimal(1)):
+        with pytest.raises(TypeError, match=f"^invalid max_messages: {re.escape(repr(wrong))}; must be an integer$"):
+            queue.claim(max_messages=wrong)
+    with pytest.raises(TypeError, match=r"^invalid JSON value: bytes; send raw bytes as the body of a message$"):
+        queue.enqueue(b"x")
+
+
+def test_the_text_of_an_error_is_message_and_hint(client: Client) -> None:
+    with pytest.raises(pgqueue.QueueNotFound) as raised:
+        client.queue("nowhere").claim()
+    message, hint = str(raised.value).split("\n")
+    assert message == "queue 'nowhere' does not exist"
+    assert hint.startswith("HINT:  Create it")

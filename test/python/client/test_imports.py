@@ -6,6 +6,8 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+import pgqueue
+
 # Optional dependencies, and the packages of this distribution that need them.
 HEAVY = ("fastapi", "pyarrow", "pydantic", "pyspark", "starlette", "uvicorn", "pgqueue.http", "pgqueue.spark")
 
@@ -28,3 +30,7 @@ def test_importing_pgqueue_loads_no_optional_dependency() -> None:
     loaded = done.stdout.split()
     assert "pgqueue.client" in loaded
     assert [name for name in loaded if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)] == []
+
+
+def test_dir_lists_the_names_of_the_consumer() -> None:
+    assert {"Consumer", "Delivery", "Queue", "Retry"} <= set(dir(pgqueue))

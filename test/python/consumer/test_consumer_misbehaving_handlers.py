@@ -440,7 +440,12 @@ def test_badly_written_exceptions_cost_only_their_message_an_attempt(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name, max_attempts=2)
-    raised: dict[str, Exception] = {"throttled": Throttled(5), "refused": Refused(7), "quits": Quits(), "secret": Secretive()}
+    raised: dict[str, Exception] = {
+        "throttled": Throttled(5),
+        "refused": Refused(7),
+        "quits": Quits(),
+        "secret": Secretive(),
+    }
     queue.enqueue_batch([*raised, "good"])
 
     async def work(step: Step) -> None:
