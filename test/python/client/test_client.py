@@ -323,6 +323,7 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
     connection: psycopg.Connection[Any], client: Client, database: str
 ) -> None:
     other: Any = client.queue("orders").connection
+    made: Any
     for made, fits, unfit in ((pgqueue.Queue, connection, other), (pgqueue.AsyncQueue, other, connection)):
         with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg$"):
             made(database, "orders")

@@ -300,8 +300,8 @@ def _cancel(cancel: PGcancelConn) -> None:
     deadline = time.monotonic() + timings.cancel_statement
     with suppress(psycopg.Error), selectors.DefaultSelector() as selector:
         cancel.start()
-        while (waits_for := _EVENTS.get(cancel.poll())) and (left := deadline - time.monotonic()) > 0:
-            selector.register(cancel.socket, waits_for)
+        while (event := _EVENTS.get(PollingStatus(cancel.poll()))) and (left := deadline - time.monotonic()) > 0:
+            selector.register(cancel.socket, event)
             selector.select(left)
             selector.unregister(cancel.socket)
     cancel.finish()
