@@ -708,22 +708,37 @@ def test_a_closed_pipe_ends_output_quietly(
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_closed_standard_streams_are_no_error(database: str, orders: pgqueue.Queue) -> None:
+def test_a_command_without_an_output_changes_nothing(database: str, orders: pgqueue.Queue) -> None:
+    orders.enqueue(1)
+    done = shell(f"'{sys.executable}' -m pgqueue claim {orders.name} >&-", PGQUEUE_DSN=database)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "pgqueue: standard output is closed"
+    assert orders.peek() == 1
+
+
+def test_closed_streams_that_a_command_does_not_need_are_no_error(database: str, orders: pgqueue.Queue) -> None:
     send = f"'{sys.executable}' -m pgqueue send {orders.name}"
-    done = shell(f"{send} 1 >&- 2>&- <&- && {send} --file - <&-", PGQUEUE_DSN=database)
+    done = shell(f"{send} 1 2>&- <&- && {send} --file - <&-", PGQUEUE_DSN=database)
     assert payloads(orders) == [1]
     assert done.returncode == 2
     assert "standard input is closed" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_is_reported_once(database: str, orders: pgqueue.Queue) -> None:
-    stats = f"'{sys.executable}' -m pgqueue stats {orders.name}"
-    done = shell(f"{stats} >/dev/full", PGQUEUE_DSN=database)
-    assert (done.returncode, done.stderr) == (1, "pgqueue: [Errno 28] No space left on device\n")
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_full_disk_is_reported_with_what_has_happened(database: str, orders: pgqueue.Queue, option: str) -> None:
+    program = f"'{sys.executable}' -m pgqueue"
+    done = shell(f"{program} send {orders.name} 1 {option} >/dev/full", PGQUEUE_DSN=database)
+    message, hint = done.stderr.splitlines()
+    assert (done.returncode, message) == (1, "pgqueue: the output could not be written: No space left on device")
+    assert hint.startswith("hint: The command had made its changes before.")
+    assert payloads(orders) == [1]
+
+
+def test_a_full_disk_for_notes_is_no_error(database: str, orders: pgqueue.Queue) -> None:
     # Of a password in the DSN a note warns on stderr, which is full. The results are written.
     given = make_conninfo(database, password=conninfo_to_dict(database).get("password") or "none")
-    done = shell(f"{stats} --dsn {shlex.quote(given)} 2>/dev/full")
+    done = shell(f"'{sys.executable}' -m pgqueue stats {orders.name} --dsn {shlex.quote(given)} 2>/dev/full")
     assert (done.returncode, orders.name in done.stdout) == (0, True)
 
 

@@ -27,7 +27,7 @@ from . import (
     work,
 )
 from .formatting import escape_unencodable
-from .session import Dsn, Group, Session, command, discard_unwritten
+from .session import Dsn, Group, Session, Status, command, discard_unwritten
 
 __all__ = ["app", "main"]
 
@@ -194,12 +194,16 @@ command(app, _DATABASE, "psql -- -c 'select * from pgqueue.stats()'")(database.p
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
     codecs.register_error("pgqueue", escape_unencodable)
+    has_output = sys.stdout is not None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed; else the next file or connection would get its file number
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="pgqueue")  # the handler escapes characters that the encoding lacks
+    if not has_output:
+        print("pgqueue: standard output is closed\nhint: Write >/dev/null if it is not needed.", file=sys.stderr)
+        return int(Status.USAGE)
     try:
         app(None if arguments is None else list(arguments), prog_name="pgqueue")
     except SystemExit as end:

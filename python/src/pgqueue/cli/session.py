@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import IntEnum
@@ -120,7 +120,8 @@ class Session:
 
     def lines(self, records: Iterable[object]) -> None:
         """Print results as JSON Lines."""
-        sys.stdout.writelines(f"{json_line(record)}\n" for record in records)
+        with _writing_output():
+            sys.stdout.writelines(f"{json_line(record)}\n" for record in records)
 
     def say(self, text: str, **record: object) -> None:
         """Print a result: a sentence, or with --json an object of the given fields."""
@@ -257,7 +258,8 @@ class _Console(Console):
 
     def print(self, *objects: Any, **how: Any) -> None:
         try:
-            super().print(*objects, **how)
+            with _writing_output() if self.file is sys.stdout else nullcontext():
+                super().print(*objects, **how)
         except OSError:  # such as a full disk
             if self.file is sys.stdout:
                 raise
@@ -443,7 +445,8 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         try:
             function(session, **values)
         finally:
-            sys.stdout.flush()
+            with _writing_output():
+                sys.stdout.flush()
     except BrokenPipeError:  # as with `| head`
         discard_unwritten(sys.stdout)
         raise typer.Exit(128 + signal.SIGPIPE) from None
@@ -456,6 +459,18 @@ def _run(session: Session, function: Callable[..., None], values: dict[str, Any]
         except OSError:  # such as a full disk, which `fail` has reported
             discard_unwritten(sys.stdout)
         raise typer.Exit(status) from None
+
+
+@contextmanager
+def _writing_output() -> Iterator[None]:
+    """Say what an error of the output means for what the command has done."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        hint = "The command had made its changes before. Do not repeat it for its output if it changes anything."
+        raise Failure(f"the output could not be written: {error.strerror or error}", hint) from error
 
 
 def discard_unwritten(stream: IO[str]) -> None:
