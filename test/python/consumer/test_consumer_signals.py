@@ -116,7 +116,7 @@ def program(flavour: str, database: str, queue: str, home: Path) -> Iterator[Pro
             process.kill()
 
 
-WAITS = "stopping: 1 handler may run for 30 s"
+WAITS = "stopping: 1 handler may run for 25 s"
 CANCELS = "stopping: 1 handler cancelled"
 
 

@@ -54,7 +54,7 @@ def serve(
     role: Annotated[Role, typer.Option(help="Answer requests (controller), run tasks (agent), or both.")] = Role.ALL,
     grace_seconds: Annotated[
         int, typer.Option(metavar="N", help="Seconds that running requests get when it stops.", min=0, max=3600)
-    ] = 30,
+    ] = 25,
     forwarded_allow_ips: Annotated[
         str,
         typer.Option(

@@ -82,7 +82,7 @@ def work(
     ] = None,
     grace_period: Annotated[
         timedelta | None,
-        duration_option(help="The time that running handlers get when it stops (30s)."),
+        duration_option(help="The time that running handlers get when it stops (25s)."),
     ] = None,
     handler_timeout: Annotated[
         timedelta | None,

@@ -69,7 +69,7 @@ class Settings:
     on_critical: Callable[[BaseException | None, str], None] | None = None
     on_circuit: Callable[[str], None] | None = None
     circuit_breaker_after: timedelta = timedelta(seconds=30)
-    grace_period: timedelta = timedelta(seconds=30)
+    grace_period: timedelta = timedelta(seconds=25)  # five less than Kubernetes waits before SIGKILL
     handler_timeout: timedelta | None = None
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None

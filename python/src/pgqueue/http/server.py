@@ -120,7 +120,7 @@ def serve(
     role: Literal["all", "controller", "agent"] = "all",
     host: str = "127.0.0.1",
     port: int = 8080,
-    grace_seconds: int = 30,
+    grace_seconds: int = 25,
     started: Callable[[str, int], None] = lambda _host, _port: None,
     forwarded_allow_ips: str = "",
 ) -> None:
