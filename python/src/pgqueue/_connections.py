@@ -37,8 +37,8 @@ _BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
 
 # Where objects of other packages keep their connection of psycopg.
 _WRAPPED = {
-    "django": ", as connection.connection is after connection.ensure_connection()",
-    "sqlalchemy": ", as session.connection().connection.driver_connection is",
+    "django": ", such as connection.connection after connection.ensure_connection()",
+    "sqlalchemy": ", such as session.connection().connection.driver_connection",
 }
 
 

@@ -33,12 +33,9 @@ class Error(psycopg.DatabaseError):
     """
 
     def __str__(self) -> str:
-        # Without the context, which lists functions of pgqueue.
-        diag = self.diag
-        if diag.message_primary is None:
-            return super().__str__()
-        parts = (("", diag.message_primary), ("DETAIL:  ", diag.message_detail), ("HINT:  ", diag.message_hint))
-        return "\n".join(label + text for label, text in parts if text)
+        # Without the context, which lists functions of pgqueue and is the last part.
+        text, context = super().__str__(), self.diag.context
+        return text[: text.index(context)].rpartition("\n")[0] if context and context in text else text
 
 
 class QueueNotFound(Error, code="PQ001"):
@@ -95,8 +92,6 @@ class NotInstalled(Error, InvalidSchemaName, UndefinedFunction):
     """The database has no pgqueue, or its pgqueue lacks the function that the client calls. `sqlstate` is 3F000 or
     42883, and `diag` is that of the server's error.
     """
-
-    __str__ = psycopg.DatabaseError.__str__
 
 
 MISSING = InvalidSchemaName, UndefinedFunction

@@ -341,7 +341,7 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
 )
 def test_the_error_says_where_another_package_keeps_its_connection(package: str, remedy: str) -> None:
     session = type("Session", (), {"__module__": package})()
-    with pytest.raises(TypeError, match=f"connection of psycopg, as .*{remedy} is$"):
+    with pytest.raises(TypeError, match=f"connection of psycopg, such as .*{remedy}"):
         pgqueue.Queue(session, "orders")
 
 
