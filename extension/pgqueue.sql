@@ -11207,7 +11207,8 @@ create function pgqueue.create_schedule(
     paused boolean default false,
     catch_up boolean default true,
     priority int default null,
-    group_key text default null
+    group_key text default null,
+    if_not_exists boolean default false
 )
 returns timestamptz
 language plpgsql volatile security definer
@@ -11216,6 +11217,9 @@ as $$
 declare
     s pgqueue.schedules;
 begin
+    if if_not_exists is null then
+        perform pgqueue._raise_invalid('if_not_exists', null, 'true or false');
+    end if;
     s.name := name;
     s.queue_name := queue_name;
     s.cron := cron;
@@ -11229,13 +11233,18 @@ begin
     s := pgqueue._check_schedule(s);
     insert into pgqueue.schedules select (s).* on conflict do nothing;
     if not found then
-        perform pgqueue._raise_schedule_exists(name);
+        select e.next_at into s.next_at from pgqueue.schedules e
+        where if_not_exists and e.name = s.name and e.queue_name = s.queue_name;
+        if not found then
+            perform pgqueue._raise_schedule_exists(name);
+        end if;
+        return s.next_at;
     end if;
     return pgqueue._add_first_tick_message(s, pgqueue._now());
 end;
 $$;
 comment on function pgqueue.create_schedule(
-    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int, text
+    text, pgqueue.queue_of_admin, text, jsonb, jsonb, text, boolean, boolean, int, text, boolean
 ) is
 'Creates a schedule: at each tick of cron, the queue gets a message with payload and headers. Returns the time of the
 first tick, or null if the schedule is paused. name is 1 to 255 characters, without control characters, and unique in
@@ -11251,7 +11260,8 @@ priority (0 to 9, the highest; null is 0) is for a queue with priorities, and gr
 none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With
 group_limit 1, the message of a tick waits until the message of the tick before is finished. While a transaction that
 received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never
-idle. Raises 22023, PQ001, PQ003, PQ012.';
+idle. If if_not_exists (false) and the queue has a schedule of this name, that stays unchanged, and the time of its next
+tick is returned. Raises 22023, PQ001, PQ003, PQ012.';
 
 create function pgqueue.alter_schedule(
     name text,

@@ -63,7 +63,7 @@ select results_eq(
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
     ('compact_queues', 'caller pgqueue.caller', 1, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval, priorities boolean, counters boolean', 21, 'pgqueue.queue'),
-    ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer, group_key text', 7, 'timestamp with time zone'),
+    ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer, group_key text, if_not_exists boolean', 8, 'timestamp with time zone'),
     ('doctor', 'peek_delay interval, caller pgqueue.caller', 2, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', 'caller pgqueue.caller', 1, 'SETOF text'),
     ('drop_queue', 'queue_name text', 0, 'bigint'),

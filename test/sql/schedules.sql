@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(141);
+select plan(145);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -214,6 +214,12 @@ from unnest(array['Europe/Pariss', 'utc2', 'CET', '', null]) as z (name);
 select throws_ok(format('select pgqueue.create_schedule(%L, %L, %L)', s.name, 'schedules', '@daily'), '22023', null, format('create_schedule refuses a name with %s', s.what))
 from (values ('', 'no character'), (repeat('n', 256), '256 characters'), (e'a\nb', 'a control character'), (null, 'the value null')) as s (name, what);
 select throws_ok($$ select pgqueue.create_schedule('taken', 'schedules', '@daily') $$, 'PQ012', 'schedule ''taken'' already exists', 'create_schedule refuses a name that is taken');
+select is(pgqueue.create_schedule('taken', 'schedules', '@hourly', if_not_exists => true), (select l.next_at from pgqueue.list_schedules() l where l.name = 'taken'),
+    'create_schedule with if_not_exists returns the next tick of a schedule that exists');
+select is((select l.cron from pgqueue.list_schedules() l where l.name = 'taken'), '@daily', 'create_schedule with if_not_exists leaves a schedule unchanged');
+select pgqueue.create_queue('schedules_others') is not null as made \gset
+select throws_ok($$ select pgqueue.create_schedule('taken', 'schedules_others', '@daily', if_not_exists => true) $$, 'PQ012', null, 'create_schedule with if_not_exists refuses the name of a schedule of another queue');
+select throws_ok($$ select pgqueue.create_schedule('a', 'schedules', '@daily', if_not_exists => null) $$, '22023', 'invalid if_not_exists: null', 'create_schedule refuses null for if_not_exists');
 select throws_ok($$ select pgqueue.create_schedule('a', 'nothing', '@daily') $$, 'PQ001', 'queue ''nothing'' does not exist', 'create_schedule refuses a queue that does not exist');
 select throws_ok($$ select pgqueue.create_schedule('a', 'schedules', '@daily', headers => '[]') $$, '22023', 'invalid headers: ''[]''', 'create_schedule refuses headers that are no object');
 select throws_ok($$ select pgqueue.create_schedule('a', 'schedules', '@daily', payload => null) $$, '22023', 'invalid payload: null', 'create_schedule refuses a payload of SQL null');

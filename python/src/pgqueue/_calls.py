@@ -288,7 +288,8 @@ create_schedule: Call[datetime | None] = Call(
     datetime,
     "create_schedule",
     "name text, queue_name text, cron text",
-    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int, group_key text",
+    "payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority int, group_key text,"
+    " if_not_exists boolean",
 )
 alter_schedule: Call[datetime | None] = Call(
     datetime,

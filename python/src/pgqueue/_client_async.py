@@ -542,6 +542,7 @@ class AsyncQueue(_Calls):
         catch_up: bool | None = None,
         priority: int | None = None,
         group_key: str | None = None,
+        if_not_exists: bool | None = None,
     ) -> datetime | None:
         """Create a schedule: this queue gets one message at each tick. Returns the time of the first tick.
 
@@ -552,10 +553,12 @@ class AsyncQueue(_Calls):
         finished when the next tick comes expires. The headers of a message also have `pgqueue.schedule`, the name, and
         `pgqueue.scheduled_for`, the time of the tick. In a queue with `priorities`, messages have the `priority` (0 to
         9, the highest), and in a queue with `group_limit` the `group_key`; both become `headers` of the schedule.
+        With `if_not_exists` (false) an existing schedule of this queue stays unchanged, and the time of its next tick
+        is returned.
 
         Raises `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, `ScheduleExists`.
         """
-        settings = (payload, headers, time_zone, paused, catch_up, priority, group_key)
+        settings = (payload, headers, time_zone, paused, catch_up, priority, group_key, if_not_exists)
         return await self._one(_calls.create_schedule(name, self.name, cron, *settings))
 
     async def list_schedules(self) -> list[Schedule]:

@@ -295,6 +295,8 @@ def test_schedules_are_created_changed_listed_run_and_dropped(cli: Cli, orders: 
     made = cli("schedule", "create", name, orders.name, "0 3 * * mon-fri", '{"job": 1}', "-H", "a=b", "--json")
     (record,) = made.records
     assert (record["cron"], record["payload"], record["headers"]) == ("0 3 * * mon-fri", {"job": 1}, {"a": "b"})
+    again = cli("schedule", "create", name, orders.name, "@daily", "--if-not-exists", "--json")
+    assert again.records == made.records
     assert cli("schedule", "alter", name, "--time-zone", "Europe/Paris", "--paused").out.count("paused") == 1
     (listed,) = orders.list_schedules()
     assert (listed.time_zone, listed.paused, listed.next_at) == ("Europe/Paris", True, None)

@@ -65,6 +65,9 @@ def test_a_schedule_is_created_altered_run_and_dropped(web: Server, queue: str, 
         "next_at": schedule["next_at"],
         "last_at": None,
     }
+    again = post(web, queue, "create_schedule", {"name": name, "cron": "@hourly", "if_not_exists": True})
+    assert again.json() == created.json()
+    assert schedules(web, queue) == [schedule]
     altered = post(web, queue, "alter_schedule", {"name": name, "paused": True, "cron": "@hourly", "payload": [2]})
     assert (altered.status_code, altered.json()) == (200, {"next_at": None})
     (schedule,) = schedules(web, queue)

@@ -46,6 +46,9 @@ def create(
     catch_up: CatchUp = None,
     priority: Priority = None,
     group_key: GroupKey = None,
+    if_not_exists: Annotated[
+        bool, typer.Option("--if-not-exists", help="Leave an existing schedule of the queue unchanged.")
+    ] = False,
 ) -> None:
     """Send a message to a queue at each tick of a cron expression.
 
@@ -53,7 +56,8 @@ def create(
     """
     content, headers = json_argument(payload), parse_headers(header or [])
     with session.queue(queue) as verbs:
-        verbs.create_schedule(name, cron, content, headers, time_zone, paused, catch_up, priority, group_key)
+        settings = (headers, time_zone, paused, catch_up, priority, group_key, if_not_exists or None)
+        verbs.create_schedule(name, cron, content, *settings)
         _report(session, name, verbs.list_schedules())
 
 

@@ -291,6 +291,7 @@ class CreateSchedule(AlterSchedule):
     """A schedule: at each tick of `cron` the queue gets a message."""
 
     cron: str = Field(max_length=200, description=_CRON)
+    if_not_exists: bool = Field(default=False, description="Leave an existing schedule of the queue unchanged.")
 
 
 # Responses. These models are for OpenAPI only; the routes write the JSON text directly.

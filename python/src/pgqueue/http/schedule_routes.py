@@ -53,11 +53,14 @@ async def list_schedules(target: TargetDependency) -> Response:
 
 @router.post("/create_schedule", status_code=201, response_model=NextTick, responses=DIRECT_ERRORS)
 async def create_schedule(request: JsonRequest, target: KeyedTargetDependency, body: CreateSchedule) -> Response:
-    """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick."""
+    """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick.
+
+    With `if_not_exists` an existing schedule of the queue stays unchanged, and the time of its next tick is returned.
+    """
     settings = await _settings(request, body)
 
     async def effect(queue: AsyncQueue) -> Answer:
-        return _next_tick(201, await queue.create_schedule(body.name, **settings))
+        return _next_tick(201, await queue.create_schedule(body.name, **settings, if_not_exists=body.if_not_exists))
 
     return to_response(await target.run_once(effect))
 
