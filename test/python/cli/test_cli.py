@@ -29,7 +29,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgqueue
 import pgqueue.cli
-from pgqueue.cli import app
+from pgqueue.cli import app, session
 from pgqueue.cli.formatting import format_duration
 from pgqueue.cli.parameters import parse_duration
 
@@ -390,6 +390,15 @@ def test_wrong_usage_is_refused_before_anything_runs(words: str) -> None:
     assert done.err
 
 
+def test_the_name_of_an_sql_function_leads_to_its_command() -> None:
+    for name, command in session._COMMANDS.items():
+        done = in_process("host=/nowhere", name)
+        assert done.status == 2
+        assert f"No such command {name!r}. Use pgqueue {command}." in " ".join(done.err.split())
+        words = [word for word in command.split() if not word.startswith("-")]
+        assert in_process("host=/nowhere", *words, "--help").status == 0
+
+
 # Claiming and settling
 
 
@@ -400,7 +409,9 @@ def test_messages_are_claimed_and_acknowledged(cli: Cli, orders: pgqueue.Queue) 
     first, second = done.records
     assert (first["payload"], first["attempt_count"], first["claimed_by"]) == ({"n": 1}, 1, "me")
     token = first["claim_token"]
-    assert cli("ack", orders.name, token, str(first["id"]), str(second["id"])).out == "2 done\n"
+    for words in (("1",), (token,), ("1", token, token), ("1", "x", token)):
+        assert cli("ack", orders.name, *words).status == 2
+    assert cli("ack", orders.name, str(first["id"]), str(second["id"]), token).out == "2 done\n"
     again = cli("ack", orders.name, token, str(first["id"]), "--json")
     assert (again.status, again.records) == (3, [{"id": first["id"], "settled": False}])
     assert again.err.startswith(f"pgqueue: claim lost: {first['id']}\n")

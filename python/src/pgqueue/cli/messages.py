@@ -16,8 +16,10 @@ from .session import Failure, Session, Status
 
 __all__ = ["ack", "browse", "cancel", "claim", "extend", "nack", "purge"]
 
-Token = Annotated[UUID, typer.Argument(metavar="TOKEN", help="The claim_token of the messages.", show_default=False)]
-Claimed = Annotated[list[int], typer.Argument(metavar="ID", help="The ids of the messages.", show_default=False)]
+_CLAIM = "ID… TOKEN"
+Claimed = Annotated[
+    list[str], typer.Argument(metavar=_CLAIM, help="Ids of messages, and their claim_token.", show_default=False)
+]
 
 
 class State(StrEnum):
@@ -67,7 +69,7 @@ def claim(
         claimed = list(group)
         ids = " ".join(str(message.id) for message in claimed)
         named = f"-- {name}" if name.startswith("-") else name
-        session.say(f"Done with them: pgqueue ack {named} {claimed[0].claim_token} {ids}")
+        session.say(f"Done with them: pgqueue ack {named} {ids} {claimed[0].claim_token}")
 
 
 _HEADINGS = [">id", ">attempt", ">sent ago", "…message"]
@@ -85,8 +87,7 @@ def _row(message: Message) -> list[object]:
 def extend(
     session: Session,
     queue: QueueName,
-    token: Token,
-    ids: Claimed,
+    claimed: Claimed,
     visibility_timeout: Annotated[
         timedelta | None, duration_option(help="How long they stay hidden from now on (the timeout of the queue).")
     ] = None,
@@ -95,16 +96,18 @@ def extend(
 
     The exit status is 3 if a claim was lost; the other claims are extended.
     """
+    ids, token = _claim(claimed)
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.extend(each, token, visibility_timeout) for each in ids}
     _report(session, settled, "extended")
 
 
-def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
+def ack(session: Session, queue: QueueName, claimed: Claimed) -> None:
     """Acknowledge claimed messages: they are done and deleted.
 
     The exit status is 3 if a claim was lost; the other messages are acknowledged.
     """
+    ids, token = _claim(claimed)
     with session.queue(queue) as verbs, verbs.connection.transaction():
         settled = {each: verbs.ack(each, token) for each in ids}
     _report(session, settled, "done")
@@ -113,8 +116,7 @@ def ack(session: Session, queue: QueueName, token: Token, ids: Claimed) -> None:
 def nack(
     session: Session,
     queue: QueueName,
-    token: Token,
-    ids: Claimed,
+    claimed: Claimed,
     delay: Annotated[
         timedelta | None, duration_option(help="When they are delivered again (the backoff of the queue).")
     ] = None,
@@ -128,6 +130,7 @@ def nack(
     """
     if reject and delay is not None:
         raise typer.BadParameter("a rejected message is not delivered again.", param_hint="'--delay'")
+    ids, token = _claim(claimed)
     with session.queue(queue) as verbs, verbs.connection.transaction():
         if reject:
             settled = {each: verbs.reject(each, token, error) for each in ids}
@@ -163,6 +166,22 @@ def cancel(
         session.say(f"{len(cancelled) - len(missed):,} cancelled")
     if missed:
         raise Failure(f"claimed or gone: {', '.join(map(str, missed))}", status=Status.NO)
+
+
+def _claim(words: list[str]) -> tuple[list[int], UUID]:
+    """The ids and the claim_token among words, in any order: SQL has the id first."""
+    ids, tokens = [], []
+    for word in words:
+        if word.isdecimal():
+            ids.append(int(word))
+            continue
+        try:
+            tokens.append(UUID(word))
+        except ValueError:
+            raise typer.BadParameter(f"{word!r} is neither an id nor a claim_token.", param_hint=_CLAIM) from None
+    if not ids or len(tokens) != 1:
+        raise typer.BadParameter("give the ids of messages, and their claim_token.", param_hint=_CLAIM)
+    return ids, tokens[0]
 
 
 def _report(session: Session, settled: dict[int, bool], what: str) -> None:

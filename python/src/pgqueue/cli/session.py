@@ -349,8 +349,55 @@ COMMON: dict[str, tuple[Any, Any]] = {
 }
 
 
+# The commands whose functions have other names in SQL.
+_COMMANDS: Final = {
+    "ack_batch": "ack",
+    "alter_queue": "alter",
+    "alter_schedule": "schedule alter",
+    "browse_archived_messages": "archive list",
+    "browse_dead_messages": "dead list",
+    "cancel_by_key": "cancel --key",
+    "compact_queue": "compact",
+    "compact_queues": "compact",
+    "create_queue": "create",
+    "create_schedule": "schedule create",
+    "drop_queue": "drop",
+    "drop_schedule": "schedule drop",
+    "drop_stream": "spark drop-stream",
+    "enqueue": "send",
+    "enqueue_batch": "send --file",
+    "extend_batch": "extend",
+    "get_queue": "show",
+    "grant_access": "grant",
+    "list_queues": "list",
+    "list_schedules": "schedule list",
+    "list_streams": "spark streams",
+    "list_subscriptions": "subscriptions",
+    "maintain_archive": "archive maintain",
+    "pause_queue": "pause",
+    "peek": "stats",
+    "purge_dead_messages": "dead purge",
+    "purge_queue": "purge",
+    "receive": "claim",
+    "redrive": "dead redrive",
+    "reject": "nack --reject",
+    "resume_queue": "resume",
+    "revoke_access": "revoke",
+    "run_schedule": "schedule run",
+}
+
+
 class Group(typer.core.TyperGroup):
     """A group whose help lists the commands under headings, in the order in which they are registered."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Name the command for the name of an SQL function."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if found := _COMMANDS.get(args[0].replace("-", "_")):
+                error.message = f"No such command {args[0]!r}. Use pgqueue {found}."  # type: ignore[attr-defined]
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands that have no heading first."""
