@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -219,6 +220,20 @@ def test_a_task_that_its_handler_cancels_fails_alone(
     assert (dead.payload, dead.attempt_count) == ("bad", 1)
     assert "CancelledError" in (dead.last_error or "")
     assert run.consumer.stats.succeeded == 2
+
+
+@each_of(PLAIN[1:])
+def test_a_handler_that_blocks_the_event_loop_for_longer_than_its_claim_is_reported(
+    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
+
+    async def work(_: Step) -> None:
+        time.sleep(2)  # noqa: ASYNC251 - what the test is about
+
+    with form.consuming(database, name, work, concurrency=1):
+        wait_for(lambda: is_empty(connection, name))
+    assert "the event loop was blocked for" in caplog.text
 
 
 # Functions that make no connection

@@ -154,6 +154,15 @@ class Claims:
                 await self._heartbeat()
             else:
                 await self._runtime.wait_until(lambda at=at: self._heartbeat_at < at, at)  # type: ignore[misc]
+                self._warn_of_blocked_loop(time.monotonic() - at)
+
+    def _warn_of_blocked_loop(self, seconds: float) -> None:
+        if seconds >= self.visibility_timeout.total_seconds() * 2 / 3:
+            self._runtime.log(
+                logging.WARNING,
+                f"the event loop was blocked for {seconds:.1f} s, and claims have ended, so that their messages can be"
+                " delivered twice: run what blocks by asyncio.to_thread",
+            )
 
     async def _heartbeat(self) -> None:
         seconds = self.visibility_timeout.total_seconds()
