@@ -332,7 +332,9 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
     sql.execute("select pgqueue.create_queue(%s)", [long])
     sql.execute("select pgqueue.subscribe(%s, %s)", ["orders." + "x" * 200, queue])
     sql.execute("select pgqueue.claim(%s, claimed_by => %s)", [queue, "worker-" + "x" * 100])
-    sql.execute("select pgqueue.pause_queue(%s)", [queue])  # which doctor() reports
+    sql.execute("select pgqueue.enqueue(%s, '1')", [long])
+    for paused in (queue, long):  # which doctor() reports
+        sql.execute("select pgqueue.pause_queue(%s)", [paused])
     web.look(web.site.databases[0], queue)
     page.emulate_media(reduced_motion="reduce")  # colours change at once
     for path, visible in (
