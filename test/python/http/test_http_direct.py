@@ -629,6 +629,7 @@ def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall("\r\n".join([*lines, "", text]).encode())
         yield
+    assert web.get("/healthz").status_code == 200  # The server has read the end of the connection before this request.
 
 
 @pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
