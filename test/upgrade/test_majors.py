@@ -57,7 +57,7 @@ def filled(server: EmbeddedServer, door: str) -> Server:
     """The server, with pgqueue in a database that has the name of its door."""
     at = Server("PostgreSQL 15", server.dsn)
     with at.connect("postgres") as connection:
-        if connection.execute("select from pg_database where datname = %s", (door,)).fetchone():
+        if connection.execute("select 1 from pg_database where datname = %s", (door,)).fetchone():
             return at
         connection.execute(f"create database {door}")
     DOORS[door](at, door)

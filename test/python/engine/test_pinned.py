@@ -48,7 +48,7 @@ end $$
 """
 
 
-LONG = [("current", 10), ("current, analyzed", 25), ("oldest, analyzed", 10)]
+LONG = [("current", 10), ("current, analyzed", 10), ("oldest, analyzed", 10)]
 
 
 @pytest.fixture(

@@ -13,6 +13,7 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
+from commands import starter
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import SERVICE, Server, Site, configuration, in_process, locked, new_name, serving, waiters
 
@@ -400,6 +401,7 @@ def test_after_a_signal_requests_and_tasks_end_normally(site: Site, tmp_path: Pa
 def test_a_hangup_stops_the_server_unless_it_ignores_the_signal(site: Site, tmp_path: Path, by_nohup: bool) -> None:
     # The tests may have been started by nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
+    starter.cache_clear()  # The next one inherits this.
     try:
         with serving(site.configuration(tmp_path), tmp_path) as web, ThreadPoolExecutor(1) as threads:
             name = new_name()
@@ -414,6 +416,7 @@ def test_a_hangup_stops_the_server_unless_it_ignores_the_signal(site: Site, tmp_
             assert web.command.end().status == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+        starter.cache_clear()
 
 
 @LONG
