@@ -21,7 +21,7 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-builtin-rules
 # Two pip processes in one .venv disturb each other.
 .NOTPARALLEL:
-# The tests start Python about a thousand times, which takes half the time with compiled modules. Images of containers
+# The tests start Python often, which takes half the time with compiled modules. Images of containers
 # often set this variable.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -143,7 +143,7 @@ class Workers:
             if task is not None and task.cancelling():
                 if isinstance(error, asyncio.CancelledError) and not call.counts():
                     raise
-                # Not the consumer has cancelled the task, but the function, or other code that cancels all tasks.
+                # The function has cancelled the task, or other code that cancels all tasks, and not the consumer.
                 while task.uncancel():
                     pass
             answer = Answer(error=error)
