@@ -305,7 +305,8 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
     target, control = (make_conninfo(postgres.tcp_dsn, dbname=each) for each in ("target", "control"))
     limits = {"request_seconds": 30, "database_seconds": 600}
     config = configuration(tmp_path, control, {SERVICE: (postgres.tcp_dsn, ["target"])}, limits=limits)
-    with in_process(config) as other, ThreadPoolExecutor(1) as threads:
+    # In this process the client would receive the answer only when the application has ended.
+    with serving(config, tmp_path) as other, ThreadPoolExecutor(1) as threads:
         with locked(target, "lock table pgqueue.messages in access exclusive mode"):
             sending = threads.submit(enqueue, other, name)
             (pid,) = other.until(lambda: waiters(target, "%pgqueue.enqueue(%"))
