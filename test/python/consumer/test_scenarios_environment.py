@@ -105,73 +105,7 @@ def test_errors_of_handlers_do_not_arm_the_circuit(
     assert (run.circuits, run.criticals) == ([], [])
 
 
-# H1, H2, H3, H6, H7, H8: the engine's clock, numbers and order
-
-
-def test_delays_and_expiry_run_from_the_send_in_a_long_transaction(
-    database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name)
-    with psycopg.connect(database) as sender:
-        sender.execute("select now(), pg_sleep(0.3)")
-        queue = Queue(sender, name)
-        queue.enqueue("expires", expires_in=60 * SECOND)
-        queue.enqueue("delayed", delay=SECOND / 4)
-        assert rows(
-            sender,
-            "select count(*) from pgqueue.scheduled_messages"
-            " where queue_name = %s and due_at between now() + interval '0.5 s' and clock_timestamp() + interval '1 s'",
-            name,
-        ) == [(1,)]
-        assert rows(
-            sender,
-            "select expires_at - enqueued_at, expires_at > now() + interval '60.2 s'"
-            " from pgqueue.messages where queue_name = %s",
-            name,
-        ) == [(60 * SECOND, True)]
-    assert "expires" in [message.payload for message in Queue(connection, name).claim(10)]
-
-
-ZONES = ["UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Apia"]
-
-
-def test_timestamps_are_the_same_in_every_time_zone(connection: Connection, name: str) -> None:
-    prepare(connection, name)
-    # An hour before clocks change in Berlin; in its own transaction, so that the clock of other tests goes on.
-    with connection.transaction(force_rollback=True):
-        connection.execute(
-            "create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe"
-            " as $$ select timestamptz '2030-03-31 00:00+00' $$"
-        )
-        roles = []
-        for zone in ZONES:
-            role = sql.Identifier(f"{name} {zone}")
-            connection.execute(sql.SQL("create role {} superuser").format(role))
-            connection.execute(sql.SQL("alter role {} set timezone = {}").format(role, sql.Literal(zone)))
-            roles.append(role)
-        for zone, role in zip(ZONES, roles, strict=True):
-            connection.execute(sql.SQL("set local role {}").format(role))
-            connection.execute("select set_config('timezone', %s, true)", (zone,))
-            queue = Queue(connection, name)
-            queue.enqueue("delayed", delay=timedelta(days=1), expires_in=timedelta(days=2))
-            queue.enqueue("expires", expires_in=timedelta(days=300))
-            queue.enqueue("claimed")
-            assert len(queue.claim(10, visibility_timeout=timedelta(hours=12))) == 2
-        connection.execute("set local timezone = 'UTC'; reset role")
-        for table, columns in (("scheduled_messages", "due_at, expires_at"), ("messages", "visible_at, expires_at")):
-            found = rows(
-                connection,
-                f"select payload, {columns}, count(*) from pgqueue.{table} where queue_name = %s group by 1, 2, 3",
-                name,
-            )
-            assert [row[-1] for row in found] == [len(ZONES)] * (1 if table == "scheduled_messages" else 2), found
-        # However the session is set, a day has 24 hours.
-        assert rows(
-            connection,
-            "select distinct due_at - pgqueue._now(), expires_at - pgqueue._now() from pgqueue.scheduled_messages"
-            " where queue_name = %s",
-            name,
-        ) == [(timedelta(days=1), timedelta(days=2))]
+# H3, H7: numbers and order
 
 
 def test_ids_may_exceed_32_bits(empty_database: Callable[[], str]) -> None:
@@ -195,20 +129,6 @@ def test_ids_may_exceed_32_bits(empty_database: Callable[[], str]) -> None:
                 wait_for(lambda: is_empty(connection, queue.name))  # noqa: B023
             assert sorted(run.returned) == [0, 1, 2, 3, 4]
             assert max(call.message.id for call in run.calls) == 2**62 + 1
-
-
-def test_long_delays_and_times_to_live_are_exact_to_the_microsecond(connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    span = timedelta(days=1234, seconds=5, microseconds=6)
-    queue.enqueue(1, delay=span, expires_in=2 * span)
-    queue.enqueue(2, expires_in=span)
-    [scheduled] = queue.browse("scheduled")
-    assert scheduled.visible_at - scheduled.enqueued_at == span
-    assert scheduled.expires_at is not None
-    assert scheduled.expires_at - scheduled.enqueued_at == 2 * span
-    [ready] = queue.browse()
-    assert ready.expires_at is not None
-    assert ready.expires_at - ready.enqueued_at == span
 
 
 def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
@@ -241,14 +161,6 @@ def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
     held = False
     take()
     assert sorted(claimed) == sent
-
-
-def test_messages_are_claimed_in_order_of_their_due_times(connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    milliseconds = [50, 10, 40, 20, 30]
-    queue.enqueue_batch(milliseconds, delays=[timedelta(milliseconds=number) for number in milliseconds])
-    wait_for(lambda: queue.peek() == 5)
-    assert [message.payload for _ in milliseconds for message in queue.claim()] == sorted(milliseconds)
 
 
 # H5: an error that the handler swallows

@@ -11,7 +11,6 @@ from typing import Any
 import psycopg
 import pytest
 from clients import CONTEXT, PATIENCE, connect, is_empty, wait_for
-from conftest import Client
 from consumers import (
     CROSSED,
     FORMS,
@@ -84,12 +83,6 @@ def test_changing_headers_after_the_call_does_not_change_the_message(queue: Any)
     payload.clear()
     [message] = queue.claim()
     assert (message.headers, message.payload) == ({"a": 1}, [1])
-
-
-def test_a_producer_needs_no_queue_of_its_own(client: Client, queue: Any) -> None:
-    before = client.queues.list_queues()
-    queue.enqueue(1)
-    assert client.queues.list_queues() == before
 
 
 # 2 to 6: the policy

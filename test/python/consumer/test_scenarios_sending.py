@@ -48,25 +48,7 @@ def die(connection: Connection, name: str) -> pgqueue.DeadMessage:
     return dead
 
 
-# 22, 34: peek
-
-
-def test_a_peek_counts_messages_that_no_transaction_holds(database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, dedicated=True)
-    assert queue.peek() == 0
-    queue.enqueue(1)
-    assert queue.peek() == 1
-    queue.enqueue(2)
-    with psycopg.connect(database) as consumer:
-        assert [message.payload for message in Queue(consumer, name).receive()] == [1]
-        assert queue.peek() == 1
-        queue.enqueue_batch([3, 4])
-        consumer.execute("select from pgqueue.messages where queue_name = %s and payload = '3' for update", (name,))
-        assert queue.peek() == 2, "there is a gap in the middle"
-        assert len(Queue(consumer, name).receive(10)) == 3
-        assert queue.peek() == 0, "all are held"
-        consumer.rollback()
-    assert queue.peek() == 4
+# 34: a long receive
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
@@ -113,17 +95,6 @@ def test_a_delayed_message_is_delivered_when_its_delay_ends(
         assert time.monotonic() - sent_at >= 0.5
         wait_for(lambda: run.returned == ["soon"])
     assert [message.payload for message in queue.browse("scheduled")] == ["in a day"]
-
-
-def test_a_message_with_visible_at_in_the_past_is_delivered_at_once(connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    with pytest.raises(pgqueue.InvalidArgument):
-        queue.enqueue(1, delay=-MILLISECOND)
-    queue.enqueue(1, delay=NOW)
-    connection.execute(
-        "insert into pgqueue.messages (queue_name, payload, visible_at) values (%s, '2', '1999-12-31')", (name,)
-    )
-    assert [message.payload for message in queue.claim(10)] == [1, 2]
 
 
 # 26: poison
@@ -212,27 +183,7 @@ def test_a_row_inserted_under_the_id_of_a_dead_letter_can_die(
     assert sorted(dead.payload for dead in queue.browse_dead_messages()) in (["first", "last"], ["again", "last"])
 
 
-# 27, 32, 33: queues that do not exist
-
-
-def test_a_delayed_message_to_an_unknown_queue_is_refused_when_it_is_sent(connection: Connection, name: str) -> None:
-    with pytest.raises(QueueNotFound, match=name):
-        Queue(connection, name).enqueue(1, delay=5 * SECOND)
-
-
-def test_a_delayed_message_to_a_dropped_queue_is_a_dead_letter_of_that_queue(connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    sent = queue.enqueue({"n": 1}, delay=60 * SECOND, expires_in=600 * SECOND, headers={"h": "1"})
-    assert queue.drop_queue() == 0
-    (letter,) = queue.browse_dead_messages()
-    assert (letter.id, letter.queue_name, letter.reason) == (sent, name, "queue_dropped")
-    assert (letter.payload, letter.headers, letter.expires_at) == ({"n": 1}, {"h": "1"}, None)
-    with pytest.raises(QueueNotFound, match=name):
-        queue.redrive()
-    prepare(connection, name)
-    assert queue.redrive() == 1
-    (message,) = queue.claim()
-    assert (message.id, message.payload, message.expires_at) == (sent, {"n": 1}, None)
+# 32, 33: queues that do not exist
 
 
 @together(MIXED)
@@ -419,26 +370,6 @@ def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied:
 # 36, 39, 40, 56: time to live
 
 
-def test_expiry_is_set_by_the_sender_and_measured_by_the_clock_of_the_database(
-    connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    queue.enqueue(1)
-    queue.enqueue(2, headers={"NServiceBus.TimeToBeReceived": "00:00:00.001"})
-    queue.enqueue(3, expires_in=NOW)
-    connection.execute(
-        "insert into pgqueue.messages (queue_name, payload, expires_at)"
-        " values (%s, '4', clock_timestamp() - interval '1 min')",
-        (name,),
-    )
-    with pytest.raises(pgqueue.InvalidArgument):
-        queue.enqueue(5, expires_in=timedelta(minutes=-1))
-    assert [message.payload for message in queue.browse()] == [1, 2]
-    assert [(message.payload, message.expires_at) for message in queue.receive(10)] == [(1, None), (2, None)]
-    queue.receive()
-    assert is_empty(connection, name)
-
-
 @together(CROSSED)
 def test_an_expired_message_is_not_handled_and_is_removed(
     form: Form, database: str, connection: Connection, name: str
@@ -549,24 +480,6 @@ def test_a_consumer_of_an_unusual_queue_name_is_notified(
 
 
 # 46, 47, 57, 58: whose transaction
-
-
-def test_messages_sent_in_a_transaction_of_the_caller_depend_on_its_outcome(
-    database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    with psycopg.connect(database) as sender:
-        Queue(sender, name).enqueue_batch([1, 2])
-        queue.enqueue(3)
-        assert [message.payload for message in queue.claim(10)] == [3]
-        sender.rollback()
-        Queue(sender, name).enqueue_batch([4, 5])
-        assert queue.claim(10) == []
-        sender.commit()
-    seen: list[Any] = []
-    while len(seen) < 2:
-        seen += [message.payload for message in wait_for(lambda: queue.claim(10))]
-    assert seen == [4, 5]
 
 
 @together(MIXED)
