@@ -1866,6 +1866,7 @@ create function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -2316,6 +2317,7 @@ returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -2522,6 +2524,7 @@ create function pgqueue.alter_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -2594,6 +2597,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -2625,6 +2629,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     removed bigint;
@@ -2656,6 +2661,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
@@ -2734,6 +2740,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
@@ -2753,6 +2760,7 @@ create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
@@ -2765,6 +2773,7 @@ create function pgqueue.list_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.queue
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query
@@ -2781,6 +2790,7 @@ create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
@@ -2800,6 +2810,7 @@ create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -2922,6 +2933,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -2977,6 +2989,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -3005,6 +3018,7 @@ set enable_bitmapscan = off
 set enable_nestloop = on
 set enable_hashjoin = off
 set enable_mergejoin = off
+set jit = off
 as $$
 begin
     -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
@@ -3072,6 +3086,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_nestloop = off
+set jit = off
 as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
@@ -3169,6 +3184,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
@@ -3578,6 +3594,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -3656,6 +3673,7 @@ returns setof bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -5683,6 +5701,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     first_id bigint;
@@ -6183,6 +6202,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -6212,6 +6232,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -6243,6 +6264,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
@@ -6272,6 +6294,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     acked int;
@@ -6421,6 +6444,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
@@ -6448,6 +6472,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
@@ -6477,6 +6502,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6530,6 +6556,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6660,6 +6687,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6686,6 +6714,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6765,6 +6794,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6847,6 +6877,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -7144,6 +7175,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -7625,6 +7657,7 @@ create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
@@ -7640,6 +7673,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -7693,6 +7727,7 @@ create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeo
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7739,6 +7774,7 @@ create function pgqueue.version()
 returns text
 language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
@@ -7908,6 +7944,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     top_id bigint;
@@ -8336,6 +8373,7 @@ create function pgqueue.claim_any(
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     queue_name text;
@@ -8737,6 +8775,7 @@ returns setof pgqueue.archive_change
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -8856,6 +8895,7 @@ create function pgqueue.browse_archived_messages(
 returns setof pgqueue.archived_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
@@ -9199,6 +9239,7 @@ create function pgqueue.stream_open(
 returns pgqueue.stream
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -9766,6 +9807,7 @@ create function pgqueue.list_streams(
 returns setof pgqueue.stream
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -9786,6 +9828,7 @@ create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_na
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -9901,6 +9944,7 @@ create function pgqueue.sink_stage(
 returns uuid
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -9966,6 +10010,7 @@ create function pgqueue._measure_messages()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     are_sound boolean;
@@ -10315,6 +10360,7 @@ create function pgqueue.sink_commit(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     attempts pgqueue.staged_attempts[];
@@ -10396,6 +10442,7 @@ create function pgqueue.sink_abort(run uuid)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if run is null then
@@ -10415,6 +10462,7 @@ create function pgqueue.sweep_staged(
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -10591,6 +10639,7 @@ create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consum
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -10615,6 +10664,7 @@ create function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_cons
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
@@ -10634,6 +10684,7 @@ create function pgqueue.list_subscriptions(
 returns setof pgqueue.subscription
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -10673,6 +10724,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11092,6 +11144,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11145,6 +11198,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11180,6 +11234,7 @@ language sql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
     -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
@@ -11241,6 +11296,7 @@ create function pgqueue.create_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11306,6 +11362,7 @@ create function pgqueue.alter_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
@@ -11345,6 +11402,7 @@ create function pgqueue.drop_schedule(name text, caller pgqueue.caller default c
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
@@ -11365,6 +11423,7 @@ create function pgqueue.list_schedules(
 returns setof pgqueue.schedule
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -11386,6 +11445,7 @@ create function pgqueue.run_schedule(name text, caller pgqueue.caller default cu
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11424,6 +11484,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11459,6 +11520,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     candidate text;
@@ -11506,6 +11568,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11543,6 +11606,7 @@ create function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_ad
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11752,6 +11816,7 @@ create function pgqueue._insert_by_postgresql()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -11766,6 +11831,7 @@ create function pgqueue._insert_by_sqlserver()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -11784,6 +11850,7 @@ create function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.transport_seq := nextval(tg_argv[0]::regclass);
@@ -11800,6 +11867,7 @@ create function pgqueue._archive_deleted_by_transport()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
@@ -12200,6 +12268,7 @@ returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12289,6 +12358,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12310,6 +12380,7 @@ create function pgqueue._resolve_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     found_name text;
@@ -12337,6 +12408,7 @@ create function pgqueue._address_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12407,6 +12479,7 @@ create function pgqueue.expose_subscriptions(
 returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
@@ -12451,6 +12524,7 @@ create function pgqueue.unexpose_subscriptions(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if schema_name is null then
@@ -12654,6 +12728,7 @@ create function pgqueue.expose_contract(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_contract');
@@ -12710,6 +12785,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
@@ -12797,6 +12873,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 set lock_timeout = '100 ms'
+set jit = off
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
@@ -12867,6 +12944,7 @@ create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_u
 returns setof text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
@@ -13278,6 +13356,7 @@ create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -13306,6 +13385,7 @@ create function pgqueue.compact_queues(caller pgqueue.caller default current_use
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'compact_queues');
@@ -13678,6 +13758,7 @@ create function pgqueue.grant_access(role_name name, access text, queue_name tex
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass := 'pgqueue.access_any';
@@ -13827,6 +13908,7 @@ create function pgqueue.revoke_access(role_name name, access text, queue_name te
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass;
@@ -13855,6 +13937,7 @@ create function pgqueue.list_access()
 returns setof pgqueue.access
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query

@@ -1838,6 +1838,7 @@ create function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -2288,6 +2289,7 @@ returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -2494,6 +2496,7 @@ create function pgqueue.alter_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -2566,6 +2569,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -2597,6 +2601,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     removed bigint;
@@ -2628,6 +2633,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
@@ -2706,6 +2712,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
@@ -2725,6 +2732,7 @@ create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
@@ -2737,6 +2745,7 @@ create function pgqueue.list_queues(caller pgqueue.caller default current_user)
 returns setof pgqueue.queue
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query
@@ -2753,6 +2762,7 @@ create function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
@@ -2772,6 +2782,7 @@ create function pgqueue.resume_queue(queue_name pgqueue.queue_of_admin)
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -2894,6 +2905,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -2949,6 +2961,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -2977,6 +2990,7 @@ set enable_bitmapscan = off
 set enable_nestloop = on
 set enable_hashjoin = off
 set enable_mergejoin = off
+set jit = off
 as $$
 begin
     -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
@@ -3044,6 +3058,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_nestloop = off
+set jit = off
 as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
@@ -3141,6 +3156,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));
@@ -3550,6 +3566,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -3628,6 +3645,7 @@ returns setof bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -5655,6 +5673,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     first_id bigint;
@@ -6155,6 +6174,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -6184,6 +6204,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -6215,6 +6236,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
@@ -6244,6 +6266,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     acked int;
@@ -6393,6 +6416,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
@@ -6420,6 +6444,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
@@ -6449,6 +6474,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6502,6 +6528,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6632,6 +6659,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6658,6 +6686,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6737,6 +6766,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -6819,6 +6849,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -7116,6 +7147,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -7597,6 +7629,7 @@ create function pgqueue.wake(queue_name pgqueue.queue_of_producer_admin_or_raw)
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
@@ -7612,6 +7645,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -7665,6 +7699,7 @@ create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeo
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -7711,6 +7746,7 @@ create function pgqueue.version()
 returns text
 language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
@@ -7880,6 +7916,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     top_id bigint;
@@ -8308,6 +8345,7 @@ create function pgqueue.claim_any(
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     queue_name text;
@@ -8709,6 +8747,7 @@ returns setof pgqueue.archive_change
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -8828,6 +8867,7 @@ create function pgqueue.browse_archived_messages(
 returns setof pgqueue.archived_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Archived messages of a dropped queue remain under its name, so the queue need not exist.
@@ -9171,6 +9211,7 @@ create function pgqueue.stream_open(
 returns pgqueue.stream
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -9738,6 +9779,7 @@ create function pgqueue.list_streams(
 returns setof pgqueue.stream
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -9758,6 +9800,7 @@ create function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin, stream_na
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -9873,6 +9916,7 @@ create function pgqueue.sink_stage(
 returns uuid
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -9938,6 +9982,7 @@ create function pgqueue._measure_messages()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     are_sound boolean;
@@ -10287,6 +10332,7 @@ create function pgqueue.sink_commit(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     attempts pgqueue.staged_attempts[];
@@ -10368,6 +10414,7 @@ create function pgqueue.sink_abort(run uuid)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if run is null then
@@ -10387,6 +10434,7 @@ create function pgqueue.sweep_staged(
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -10563,6 +10611,7 @@ create function pgqueue.subscribe(topic text, queue_name pgqueue.queue_of_consum
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -10587,6 +10636,7 @@ create function pgqueue.unsubscribe(topic text, queue_name pgqueue.queue_of_cons
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
@@ -10606,6 +10656,7 @@ create function pgqueue.list_subscriptions(
 returns setof pgqueue.subscription
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -10645,6 +10696,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11064,6 +11116,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11117,6 +11170,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11152,6 +11206,7 @@ language sql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
     -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
@@ -11213,6 +11268,7 @@ create function pgqueue.create_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11278,6 +11334,7 @@ create function pgqueue.alter_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
@@ -11317,6 +11374,7 @@ create function pgqueue.drop_schedule(name text, caller pgqueue.caller default c
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
@@ -11337,6 +11395,7 @@ create function pgqueue.list_schedules(
 returns setof pgqueue.schedule
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -11358,6 +11417,7 @@ create function pgqueue.run_schedule(name text, caller pgqueue.caller default cu
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11396,6 +11456,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -11431,6 +11492,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     candidate text;
@@ -11478,6 +11540,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11515,6 +11578,7 @@ create function pgqueue.cancel_by_key(queue_name pgqueue.queue_of_producer_or_ad
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -11724,6 +11788,7 @@ create function pgqueue._insert_by_postgresql()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -11738,6 +11803,7 @@ create function pgqueue._insert_by_sqlserver()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -11756,6 +11822,7 @@ create function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.transport_seq := nextval(tg_argv[0]::regclass);
@@ -11772,6 +11839,7 @@ create function pgqueue._archive_deleted_by_transport()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
@@ -12172,6 +12240,7 @@ returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12261,6 +12330,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12282,6 +12352,7 @@ create function pgqueue._resolve_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     found_name text;
@@ -12309,6 +12380,7 @@ create function pgqueue._address_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -12379,6 +12451,7 @@ create function pgqueue.expose_subscriptions(
 returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
@@ -12423,6 +12496,7 @@ create function pgqueue.unexpose_subscriptions(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if schema_name is null then
@@ -12626,6 +12700,7 @@ create function pgqueue.expose_contract(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_contract');
@@ -12682,6 +12757,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');
@@ -12769,6 +12845,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 set lock_timeout = '100 ms'
+set jit = off
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
@@ -12839,6 +12916,7 @@ create function pgqueue.drop_idle_queues(caller pgqueue.caller default current_u
 returns setof text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.
@@ -13250,6 +13328,7 @@ create function pgqueue.compact_queue(queue_name pgqueue.queue_of_admin)
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -13278,6 +13357,7 @@ create function pgqueue.compact_queues(caller pgqueue.caller default current_use
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'compact_queues');
@@ -13650,6 +13730,7 @@ create function pgqueue.grant_access(role_name name, access text, queue_name tex
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass := 'pgqueue.access_any';
@@ -13799,6 +13880,7 @@ create function pgqueue.revoke_access(role_name name, access text, queue_name te
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass;
@@ -13827,6 +13909,7 @@ create function pgqueue.list_access()
 returns setof pgqueue.access
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query

@@ -359,6 +359,7 @@ returns setof pgqueue.archive_change
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -478,6 +479,7 @@ create or replace function pgqueue.browse_archived_messages(
 returns setof pgqueue.archived_message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Archived messages of a dropped queue remain under its name, so the queue need not exist.

@@ -10,6 +10,7 @@ create or replace function pgqueue.claim_any(
 returns setof pgqueue.message
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     queue_name text;

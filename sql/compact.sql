@@ -371,6 +371,7 @@ create or replace function pgqueue.compact_queue(queue_name pgqueue.queue_of_adm
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -399,6 +400,7 @@ create or replace function pgqueue.compact_queues(caller pgqueue.caller default 
 returns setof pgqueue.compaction
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'compact_queues');

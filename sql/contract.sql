@@ -88,6 +88,7 @@ create or replace function pgqueue.expose_contract(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'expose_contract');
@@ -144,6 +145,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     perform pgqueue._require_admin_of_all(caller, 'unexpose_contract');

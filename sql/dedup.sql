@@ -59,6 +59,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -114,6 +115,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     slice constant int := pgqueue._dedup_slice(pgqueue._dedup_class(q.dedup_window), period);
@@ -142,6 +144,7 @@ set enable_bitmapscan = off
 set enable_nestloop = on
 set enable_hashjoin = off
 set enable_mergejoin = off
+set jit = off
 as $$
 begin
     -- `offset 0` and the settings keep the planner from a join that reads all keys of the queue.
@@ -209,6 +212,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_nestloop = off
+set jit = off
 as $$
 declare
     class constant int := pgqueue._dedup_class(q.dedup_window);
@@ -306,6 +310,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     new_due_at constant timestamptz := pgqueue._clamp_due_at(pgqueue._add_interval(at, delay));

@@ -4,6 +4,7 @@ create or replace function pgqueue.version()
 returns text
 language sql immutable parallel safe security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$ select '0.1.0'::text $$;
 comment on function pgqueue.version() is
 'Returns the version of the installed functions.';
@@ -173,6 +174,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     top_id bigint;

@@ -271,6 +271,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -349,6 +350,7 @@ returns setof bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

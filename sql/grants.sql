@@ -276,6 +276,7 @@ create or replace function pgqueue.grant_access(role_name name, access text, que
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass := 'pgqueue.access_any';
@@ -425,6 +426,7 @@ create or replace function pgqueue.revoke_access(role_name name, access text, qu
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     access_view regclass;
@@ -453,6 +455,7 @@ create or replace function pgqueue.list_access()
 returns setof pgqueue.access
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query

@@ -105,6 +105,7 @@ create or replace function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

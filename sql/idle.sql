@@ -73,6 +73,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 set lock_timeout = '100 ms'
+set jit = off
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
@@ -143,6 +144,7 @@ create or replace function pgqueue.drop_idle_queues(caller pgqueue.caller defaul
 returns setof text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Dropping a queue takes about ten locks. Thousands of queues would fill the lock table.

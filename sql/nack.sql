@@ -121,6 +121,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     return pgqueue._nack_or_reject(queue_name, id, claim_token, delay, error, headers, null);
@@ -148,6 +149,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     -- Callers cannot set the other reasons, as those state facts that pgqueue determines.
@@ -177,6 +179,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -230,6 +233,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

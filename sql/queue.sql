@@ -152,6 +152,7 @@ returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -358,6 +359,7 @@ create or replace function pgqueue.alter_queue(
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -430,6 +432,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -461,6 +464,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     removed bigint;
@@ -492,6 +496,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
@@ -570,6 +575,7 @@ returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 begin
     return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
@@ -589,6 +595,7 @@ create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_acc
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return pgqueue._public_queue(pgqueue._get_unlocked_queue(queue_name));
@@ -601,6 +608,7 @@ create or replace function pgqueue.list_queues(caller pgqueue.caller default cur
 returns setof pgqueue.queue
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     return query
@@ -617,6 +625,7 @@ create or replace function pgqueue.pause_queue(queue_name pgqueue.queue_of_admin
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._get_locked_queue(queue_name);
@@ -636,6 +645,7 @@ create or replace function pgqueue.resume_queue(queue_name pgqueue.queue_of_admi
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues := pgqueue._get_locked_queue(queue_name);

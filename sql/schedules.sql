@@ -319,6 +319,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
@@ -372,6 +373,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -407,6 +409,7 @@ language sql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
     -- The update comes first: otherwise the trigger would add the message again.
     update pgqueue.schedules c set next_id = null, next_at = null where c.name = s.name;
@@ -468,6 +471,7 @@ create or replace function pgqueue.create_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -533,6 +537,7 @@ create or replace function pgqueue.alter_schedule(
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules := pgqueue._lock_schedule(name, caller);
@@ -572,6 +577,7 @@ create or replace function pgqueue.drop_schedule(name text, caller pgqueue.calle
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._remove_tick_message(pgqueue._lock_schedule(name, caller));
@@ -592,6 +598,7 @@ create or replace function pgqueue.list_schedules(
 returns setof pgqueue.schedule
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -613,6 +620,7 @@ create or replace function pgqueue.run_schedule(name text, caller pgqueue.caller
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -651,6 +659,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     s pgqueue.schedules;
@@ -686,6 +695,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     candidate text;

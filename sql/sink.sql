@@ -42,6 +42,7 @@ create or replace function pgqueue.sink_stage(
 returns uuid
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -107,6 +108,7 @@ create or replace function pgqueue._measure_messages()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     are_sound boolean;
@@ -456,6 +458,7 @@ create or replace function pgqueue.sink_commit(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     attempts pgqueue.staged_attempts[];
@@ -537,6 +540,7 @@ create or replace function pgqueue.sink_abort(run uuid)
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if run is null then
@@ -556,6 +560,7 @@ create or replace function pgqueue.sweep_staged(
 returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

@@ -303,6 +303,7 @@ create or replace function pgqueue.stream_open(
 returns pgqueue.stream
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -870,6 +871,7 @@ create or replace function pgqueue.list_streams(
 returns setof pgqueue.stream
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -890,6 +892,7 @@ create or replace function pgqueue.drop_stream(queue_name pgqueue.queue_of_admin
 returns int
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

@@ -90,6 +90,7 @@ create or replace function pgqueue.subscribe(topic text, queue_name pgqueue.queu
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
@@ -114,6 +115,7 @@ create or replace function pgqueue.unsubscribe(topic text, queue_name pgqueue.qu
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._check_topic('topic', topic collate "default", true);
@@ -133,6 +135,7 @@ create or replace function pgqueue.list_subscriptions(
 returns setof pgqueue.subscription
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if queue_name is not null then
@@ -172,6 +175,7 @@ set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();

@@ -184,6 +184,7 @@ create or replace function pgqueue._insert_by_postgresql()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -198,6 +199,7 @@ create or replace function pgqueue._insert_by_sqlserver()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.seq := pgqueue._accept_from_transport(
@@ -216,6 +218,7 @@ create or replace function pgqueue._assign_transport_place()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     new.transport_seq := nextval(tg_argv[0]::regclass);
@@ -232,6 +235,7 @@ create or replace function pgqueue._archive_deleted_by_transport()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._finish_time();
@@ -632,6 +636,7 @@ returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -721,6 +726,7 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '500 ms'
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -742,6 +748,7 @@ create or replace function pgqueue._resolve_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     found_name text;
@@ -769,6 +776,7 @@ create or replace function pgqueue._address_subscription()
 returns trigger
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q pgqueue.queues;
@@ -839,6 +847,7 @@ create or replace function pgqueue.expose_subscriptions(
 returns text
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
@@ -883,6 +892,7 @@ create or replace function pgqueue.unexpose_subscriptions(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     if schema_name is null then

@@ -5,6 +5,7 @@ create or replace function pgqueue.wake(queue_name pgqueue.queue_of_producer_adm
 returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 begin
     perform pgqueue._wake(pgqueue._get_locked_queue(queue_name));
@@ -20,6 +21,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
@@ -73,6 +75,7 @@ create or replace function pgqueue.prepare_wait(queue_name pgqueue.queue_of_cons
 returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);

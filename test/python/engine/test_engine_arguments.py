@@ -243,3 +243,70 @@ def test_names_are_accepted_in_any_collation(arguments: psycopg.Connection[Any],
         != "taken"
     }
     assert bad == {}
+
+
+# A life of messages with what the calls with valid arguments above do not reach: keys that are taken, free again and
+# replaced, groups, priorities, limits, an archive, the relation of a transport, a schedule.
+LIFE = """
+select pgqueue.create_queue('jit', dedup_window => '0', archive_for => '1 day')
+select pgqueue.enqueue('jit', '1', dedup_key => 'k')
+select pgqueue.ack('jit', id, claim_token) from pgqueue.claim('jit')
+select pgqueue.enqueue('jit', '2', dedup_key => 'k')
+select pgqueue.enqueue('jit', '3', dedup_key => 'k', on_duplicate => 'replace')
+select pgqueue.enqueue('jit', '3', dedup_key => 'k', delay => '1 h', on_duplicate => 'replace')
+select pgqueue.cancel_by_key('jit', 'k')
+select pgqueue.enqueue_batch('jit', '{4,5}', dedup_keys => '{k,l}')
+select pgqueue.enqueue_batch('jit', '{4,5}', dedup_keys => '{k,l}', on_duplicate => 'replace')
+select pgqueue.subscribe('jit.*', 'jit')
+select pgqueue.publish('jit.a', '6', dedup_key => 'k')
+select pgqueue.nack('jit', id, claim_token, '0') from pgqueue.claim('jit')
+select pgqueue.extend_batch('jit', array[id], claim_token) from pgqueue.claim('jit')
+select pgqueue.ack_batch('jit', array[id], claim_token) from pgqueue.claim('jit')
+select pgqueue.reject('jit', id, claim_token) from pgqueue.claim('jit')
+select pgqueue.redrive('jit')
+select pgqueue.exchange('jit', array[id], claim_token) from pgqueue.claim('jit')
+select pgqueue.receive('jit')
+select pgqueue.create_schedule('jit', 'jit', '* * * * *')
+select pgqueue.run_schedule('jit')
+select pgqueue.expose_transport('jit', table_name => 'jit')
+insert into jit (id, headers, body) values (gen_random_uuid(), '{}', '')
+delete from jit where seq = (select min(seq) from jit)
+select pgqueue.create_queue('jit-grouped', group_limit => 2, max_in_flight => 3, rate_limit => 9)
+select pgqueue.enqueue('jit-grouped', '1', group_key => 'a') from generate_series(1, 3)
+select pgqueue.nack('jit-grouped', id, claim_token, '0') from pgqueue.claim('jit-grouped', 2)
+select pgqueue.claim('jit-grouped', 2)
+select pgqueue.stats('jit-grouped')
+select pgqueue.create_queue('jit-prior', priorities => true)
+select pgqueue.enqueue('jit-prior', '1', priority => 5)
+select pgqueue.claim('jit-prior')
+select pgqueue.sweep_queue('jit')
+select pgqueue.doctor()
+select pgqueue.drop_queue('jit')
+"""
+
+
+def test_no_statement_of_a_verb_asks_for_compilation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+    # PostgreSQL decides while it plans, whether its build has LLVM or not. A notice with a context comes from inside a
+    # function; the statement of the caller is the caller's.
+    plans: list[tuple[str, bool]] = []
+
+    def keep(notice: psycopg.errors.Diagnostic) -> None:
+        if notice.message_primary == "plan:" and notice.context and notice.context.startswith(("SQL", "PL/pgSQL")):
+            plans.append((notice.context.splitlines()[0], ":jitFlags 0" in str(notice.message_detail)))
+
+    with arguments.transaction(force_rollback=True):
+        # The plans of the tests before are forgotten.
+        arguments.execute("discard plans")
+        arguments.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
+        arguments.execute("set local client_min_messages = log; set local debug_print_plan = on")
+        arguments.execute("set local debug_pretty_print = off")
+        arguments.add_notice_handler(keep)
+        # channel is one expression, which the statement of the caller evaluates.
+        called = [verb for verb in verbs if verb.name not in {*ALONE, "channel"}]
+        seen = {verb.name: outcome(arguments, verb.call(), "") for verb in called}
+        for statement in LIFE.strip().splitlines():
+            arguments.execute(statement.encode())
+        arguments.remove_notice_handler(keep)
+    assert set(seen.values()) == {"taken"}
+    assert len(plans) > 1000
+    assert sorted({where for where, is_interpreted in plans if not is_interpreted}) == []
