@@ -11559,7 +11559,7 @@ language sql volatile
 as $$ select pgqueue._add_missing_ticks(at) $$;
 comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Repairs schedules that have stopped.';
--- Takes back messages that no consumer has claimed.
+-- Takes back messages that no consumer has claimed, or changes when they are due.
 
 create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
 returns boolean
@@ -11630,6 +11630,62 @@ comment on function pgqueue.cancel_by_key(pgqueue.queue_of_producer_or_admin, te
 taken, if a consumer has claimed the message, if it is gone, or if no message has the key. A message has its key for
 dedup_window from when it was sent, also if it waits for longer. With dedup_window 0 it has the key while it lives.
 Raises 22023, PQ001.';
+
+create function pgqueue.reschedule(
+    queue_name pgqueue.queue_of_producer_or_admin, id bigint, due_at timestamptz default null
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    new_due_at constant timestamptz := greatest(due_at, at);
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    end if;
+    if new_due_at > pgqueue._add_interval(at, '3652.5 days') then
+        perform pgqueue._raise_invalid('due_at', due_at::text, 'a time up to 10 years (3652.5 days) ahead, or null for now');
+    end if;
+    if exists (select from pgqueue.schedules s where s.queue_name = q.name and s.next_id = reschedule.id) then
+        perform pgqueue._raise_invalid(
+            'id', id::text, 'that of a message which is no future tick of a schedule: see run_schedule and alter_schedule');
+    end if;
+    -- If another transaction has locked the row, it claims the message, or moves it between the two tables.
+    update pgqueue.scheduled_messages s
+    set due_at = pgqueue._clamp_due_at(new_due_at)
+    where s.ctid = (
+        select c.ctid from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.id = reschedule.id and c.due_at > at for update skip locked
+    );
+    if not found then
+        -- In a queue with group_limit 1 a message waits here for its retry.
+        update pgqueue.messages m
+        set visible_at = new_due_at
+        where m.queue_name = q.name and m.id = (
+            select c.id from pgqueue.messages c
+            where c.queue_name = q.name and c.id = reschedule.id and c.visible_at > at and pgqueue._is_unclaimed(c)
+            for update skip locked
+        );
+        if not found then
+            return false;
+        end if;
+    end if;
+    perform pgqueue._announce_due(q, new_due_at);
+    return true;
+end;
+$$;
+comment on function pgqueue.reschedule(pgqueue.queue_of_producer_or_admin, bigint, timestamptz) is
+'Makes a message that waits for a delay or a retry due at another time, and returns true. due_at is up to 10 years
+ahead; null or a time that has passed is now. Waiting consumers are notified. Attempts, expiry, priority, and the place
+in a group stay. Returns false if the message is ready or in flight, if another transaction has locked it at this
+moment, or if it is gone. Does not wait for consumers. For the message of a future tick call run_schedule or
+alter_schedule instead. Raises 22023, PQ001.';
 -- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
 -- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
 -- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
@@ -13500,6 +13556,7 @@ as $$
     ('list_subscriptions', '{consumer,admin}'::text[]),
     ('cancel', '{producer,admin}'::text[]),
     ('cancel_by_key', '{producer,admin}'::text[]),
+    ('reschedule', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

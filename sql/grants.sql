@@ -18,6 +18,7 @@ as $$
     ('list_subscriptions', '{consumer,admin}'::text[]),
     ('cancel', '{producer,admin}'::text[]),
     ('cancel_by_key', '{producer,admin}'::text[]),
+    ('reschedule', '{producer,admin}'::text[]),
     ('create_schedule', '{admin}'::text[]),
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(439);
+select plan(443);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -36,6 +36,7 @@ insert into verbs values
 ('list_subscriptions', 'select pgqueue.list_subscriptions()', false, true, true),
 ('cancel', 'select pgqueue.cancel(''grants'', 1000000)', true, false, true),
 ('cancel_by_key', 'select pgqueue.cancel_by_key(''grants'', ''k'')', true, false, true),
+('reschedule', 'select pgqueue.reschedule(''grants'', 1000000)', true, false, true),
 ('create_schedule', 'select pgqueue.create_schedule(''grants_new'', ''grants'', ''@daily'')', false, false, true),
 ('alter_schedule', 'select pgqueue.alter_schedule(''grants'')', false, false, true),
 ('run_schedule', 'select pgqueue.run_schedule(''grants'')', true, false, true),

@@ -99,6 +99,7 @@ select results_eq(
     ('redrive', 'queue_name text, max_messages integer, ids bigint[]', 2, 'integer'),
     ('reject', 'queue_name text, id bigint, claim_token uuid, error text, headers jsonb, reason text', 3, 'boolean'),
     ('release', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
+    ('reschedule', 'queue_name text, id bigint, due_at timestamp with time zone', 1, 'boolean'),
     ('resume_queue', 'queue_name text', 0, 'boolean'),
     ('revoke_access', 'role_name name, access text, queue_name text', 1, 'void'),
     ('run_schedule', 'name text, caller pgqueue.caller', 1, 'bigint'),

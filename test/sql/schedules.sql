@@ -20,7 +20,7 @@ begin
     return array_to_string(found, ', ');
 end $$;
 
-select plan(145);
+select plan(146);
 
 -- Cron expressions.
 create temp table expressions (cron text, ticks text, description text);
@@ -116,6 +116,7 @@ select pgqueue.run_schedule('nightly') as ran \gset
 select is((select m.payload from pgqueue.messages m where m.id = :ran), '2'::jsonb, 'run_schedule sends a message at once, also while the schedule is paused');
 select is((select c.headers from pgqueue.claim('schedules') c), '{"pgqueue.schedule": "nightly", "pgqueue.scheduled_for": "2030-01-17T20:00:00Z"}', 'the message of run_schedule has the present time in its headers');
 select is(pgqueue.alter_schedule('nightly', paused => false), '2030-01-18 07:15+00', 'alter_schedule resumes a schedule');
+select throws_ok($$ select pgqueue.reschedule('schedules', (select s.next_id from pgqueue.schedules s where s.name = 'nightly')) $$, '22023', null, 'reschedule refuses the message of a future tick');
 select pgqueue.purge_queue('schedules') is not null as purged \gset
 select is((select pg_temp.utc(s.due_at) from pgqueue.scheduled_messages s where s.queue_name = 'schedules'), '2030-01-18 07:15:00', 'a purge keeps the next tick');
 select is((select l.last_at from pgqueue.list_schedules() l), '2030-01-17 03:00+00', 'a message that is removed before its tick is no tick');

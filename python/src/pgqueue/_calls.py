@@ -113,6 +113,14 @@ def as_duration(name: str, value: Any) -> timedelta:
     return value
 
 
+def as_moment(name: str, value: Any) -> datetime:
+    """Check the value of the argument `name`. Raises `TypeError` unless it is a datetime with a time zone."""
+    # PostgreSQL would read one without in the time zone of the session.
+    if not isinstance(value, datetime) or value.utcoffset() is None:
+        raise TypeError(f"invalid {name}: {value!r:.200}; must be a datetime with a time zone")
+    return value
+
+
 def as_integer(name: str, bits: int, value: Any) -> Any:
     """Check the value of the argument `name`.
 
@@ -144,6 +152,7 @@ def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
     adapters: dict[str, Callable[[Any], Any]] = {
         "jsonb": as_jsonb,
         "interval": partial(as_duration, name),
+        "timestamptz": partial(as_moment, name),
         "int": partial(as_integer, name, 32),
         "bigint": partial(as_integer, name, 64),
     }
@@ -284,6 +293,7 @@ publish = Call(
 )
 cancel = Call(bool, "cancel", "queue_name text, id bigint")
 cancel_by_key = Call(bool, "cancel_by_key", "queue_name text, dedup_key text")
+reschedule = Call(bool, "reschedule", "queue_name text, id bigint", "due_at timestamptz")
 create_schedule: Call[datetime | None] = Call(
     datetime,
     "create_schedule",

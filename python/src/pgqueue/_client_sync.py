@@ -532,6 +532,15 @@ class Queue(_Calls):
         """
         return self._one(_calls.cancel_by_key(self.name, dedup_key))
 
+    def reschedule(self, id: int, due_at: datetime | None = None) -> bool:
+        """Make a message that waits for a delay or a retry due at another time; None is now. False if it is ready or in
+        flight, if another transaction has locked it, or if it is gone.
+
+        `due_at` needs a time zone. Waiting consumers are notified. For the tick of a schedule call `run_schedule` or
+        `alter_schedule` instead. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.reschedule(self.name, id, due_at))
+
     def create_schedule(
         self,
         name: str,

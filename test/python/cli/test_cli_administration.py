@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -328,6 +328,21 @@ def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Cli, orders: 
     assert (missed.status, missed.out) == (3, "0 cancelled\n")
     assert f"claimed or gone: {claimed}, {ready}" in missed.err
     assert cli("cancel", orders.name, str(ready), "--json").records == [{"id": ready, "cancelled": False}]
+
+
+def test_reschedule_makes_messages_due_now_or_later(cli: Cli, orders: pgqueue.Queue) -> None:
+    first, second = orders.enqueue_batch([1, 2], delay=timedelta(hours=1))
+    later = datetime.now(UTC) + timedelta(days=30)
+    assert cli("reschedule", orders.name, str(second), "--at", later.isoformat()).out == "1 rescheduled\n"
+    assert orders.browse("scheduled")[1].visible_at == later
+    missed = cli("reschedule", orders.name, str(first), "7")
+    assert (missed.status, missed.out) == (3, "1 rescheduled\n")
+    assert "ready, claimed or gone: 7" in missed.err
+    assert [claimed.id for claimed in orders.claim(2)] == [first]
+    again = cli("reschedule", orders.name, str(first), "--json")
+    assert (again.status, again.records) == (3, [{"id": first, "rescheduled": False}])
+    refused = cli("reschedule", orders.name, str(second), "--at", "soon")
+    assert (refused.status, "'soon' is not a timestamp" in refused.err) == (2, True)
 
 
 def test_messages_with_a_key_are_sent_once_and_cancelled_by_it(cli: Cli, orders: pgqueue.Queue) -> None:

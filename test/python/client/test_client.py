@@ -345,10 +345,23 @@ def test_the_error_says_where_another_package_keeps_its_connection(package: str,
         pgqueue.Queue(session, "orders")
 
 
-def test_a_fraction_or_bytes_for_json_are_refused_by_name(queue: Any) -> None:
+def test_a_delayed_message_is_made_due_now_or_later(queue: Any) -> None:
+    number = queue.enqueue(1, delay=3600 * SECOND)
+    later = datetime.now(UTC) + 7200 * SECOND
+    assert queue.reschedule(number, later)
+    assert queue.next_due_at() == later
+    assert queue.reschedule(number)
+    assert [claimed.id for claimed in queue.claim()] == [number]
+    assert not queue.reschedule(number)
+
+
+def test_a_fraction_a_naive_time_or_bytes_for_json_are_refused_by_name(queue: Any) -> None:
     for wrong in (1.5, "2", Decimal(1)):
         with pytest.raises(TypeError, match=f"^invalid max_messages: {re.escape(repr(wrong))}; must be an integer$"):
             queue.claim(max_messages=wrong)
+    for naive in (datetime(2026, 1, 31), "2026-01-31T12:00:00Z"):
+        with pytest.raises(TypeError, match=r"^invalid due_at: .*; must be a datetime with a time zone$"):
+            queue.reschedule(1, naive)
     with pytest.raises(TypeError, match=r"^invalid JSON value: bytes; send raw bytes as the body of a message$"):
         queue.enqueue(b"x")
 

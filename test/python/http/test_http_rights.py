@@ -586,6 +586,7 @@ def test_administrative_acts_are_recorded(web: Server) -> None:
     acts = {
         "cancel": ({"id": 1}, 200),
         "cancel_by_key": ({"dedup_key": "1"}, 200),
+        "reschedule": ({"id": 1}, 200),
         "run_schedule": ({"name": name}, 404),
         "subscribe": ({"topic": name}, 200),
         "unsubscribe": ({"topic": name}, 200),

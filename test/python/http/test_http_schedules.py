@@ -47,6 +47,22 @@ def test_a_claimed_message_is_not_cancelled(web: Server, queue: str) -> None:
     assert settled.status_code == 200
 
 
+def test_a_message_that_waits_is_rescheduled(web: Server, queue: str) -> None:
+    (sent,) = post(web, queue, "enqueue", {"messages": [{"payload": 1, "delay_seconds": 60}]}).json()["message_ids"]
+    key = new_name()
+    for _ in range(2):  # the second time by the stored response
+        answer = post(web, queue, "reschedule", {"id": sent, "due_at": "2026-01-31T12:00:00+01:00"}, key)
+        assert (answer.status_code, answer.json()) == (200, {"rescheduled": True})
+    assert post(web, queue, "claim", {}).json()["messages"][0]["id"] == sent
+    assert post(web, queue, "reschedule", {"id": sent}).json() == {"rescheduled": False}
+    for wrong in ("2026-01-31T12:00:00", "soon", 1769857200):
+        refused = post(web, queue, "reschedule", {"id": sent, "due_at": wrong})
+        assert refused.status_code == 422
+        assert "due_at is invalid; must be " in refused.text
+        assert "a timestamp with an offset, such as 2026-01-31T12:00:00Z" in refused.text
+    assert post(web, queue, "reschedule", {"id": sent, "due_at": "9999-01-01T00:00:00Z"}).status_code == 422
+
+
 def test_a_schedule_is_created_altered_run_and_dropped(web: Server, queue: str, sql: psycopg.Connection[Any]) -> None:
     name = f"{queue} nightly"
     settings = {"cron": "0 3 * * *", "payload": {"n": 1}, "headers": {"event": "tick"}, "time_zone": "Europe/Paris"}

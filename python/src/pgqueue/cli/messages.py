@@ -1,6 +1,6 @@
 """The commands that claim, settle, list and delete messages."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
 from itertools import groupby
@@ -11,10 +11,10 @@ import typer
 
 from ..message import Message
 from .formatting import counted, format_age, message_content
-from .parameters import After, All, AlsoQueues, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
+from .parameters import MOMENT, After, All, AlsoQueues, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
 from .session import Failure, Session, Status
 
-__all__ = ["ack", "browse", "cancel", "claim", "extend", "nack", "purge"]
+__all__ = ["ack", "browse", "cancel", "claim", "extend", "nack", "purge", "reschedule"]
 
 _CLAIM = "ID… TOKEN"
 Claimed = Annotated[
@@ -166,6 +166,27 @@ def cancel(
         session.say(f"{len(cancelled) - len(missed):,} cancelled")
     if missed:
         raise Failure(f"claimed or gone: {', '.join(map(str, missed))}", status=Status.NO)
+
+
+def reschedule(
+    session: Session,
+    queue: QueueName,
+    ids: Annotated[list[int], typer.Argument(metavar="ID", help="Ids of messages.", show_default=False)],
+    at: Annotated[datetime | None, typer.Option(help="When they are due (now).", **MOMENT)] = None,
+) -> None:
+    """Make messages due that wait for a delay or a retry, now or at another time.
+
+    The exit status is 3 if a message is ready, claimed or gone; the other messages are rescheduled.
+    """
+    with session.queue(queue) as verbs:
+        moved = {each: verbs.reschedule(each, at) for each in ids}
+    missed = [each for each, is_moved in moved.items() if not is_moved]
+    if session.json:
+        session.lines({"id": each, "rescheduled": is_moved} for each, is_moved in moved.items())
+    else:
+        session.say(f"{len(moved) - len(missed):,} rescheduled")
+    if missed:
+        raise Failure(f"ready, claimed or gone: {', '.join(map(str, missed))}", status=Status.NO)
 
 
 def _claim(words: list[str]) -> tuple[list[int], UUID]:

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -18,6 +18,7 @@ from ..embedded import default_home, given_server, shared_server
 from ..message import ArchivedMessage, DeadMessage, Message
 
 __all__ = [
+    "MOMENT",
     "QUEUE",
     "After",
     "All",
@@ -64,6 +65,20 @@ def parse_duration(text: str | timedelta) -> timedelta:
 
 
 duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
+
+
+def parse_moment(text: str | datetime) -> datetime:
+    """Parse a timestamp in ISO 8601; UTC unless it has another offset."""
+    if isinstance(text, datetime):
+        return text
+    try:
+        found = datetime.fromisoformat(text)
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not a timestamp: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
+
+
+MOMENT: Any = {"parser": parse_moment, "metavar": "MOMENT", "show_default": False}
 
 
 def parse_headers(pairs: list[str]) -> dict[str, str] | None:

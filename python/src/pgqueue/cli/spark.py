@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from .._connections import connect
 from ..client import Queues
 from .formatting import counted
-from .parameters import QUEUE, OnlyQueue, OnlyQueues, QueueName, Yes, complete_queue, duration_option
+from .parameters import MOMENT, QUEUE, OnlyQueue, OnlyQueues, QueueName, Yes, complete_queue, duration_option
 from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
@@ -34,24 +34,12 @@ __all__ = [
 ]
 
 
-def _moment(text: str | datetime) -> datetime:
-    """Parse a timestamp in ISO 8601; UTC unless it has another offset."""
-    if isinstance(text, datetime):
-        return text
-    try:
-        found = datetime.fromisoformat(text)
-        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r} is not a timestamp: write 2026-01-31 or 2026-01-31T12:00:00Z.") from None
-
-
-_MOMENT: Any = {"parser": _moment, "metavar": "MOMENT", "show_default": False}
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory of its own.", show_default=False)]
 Where = Annotated[
     str, typer.Option(metavar="PREDICATE", help="A Spark SQL predicate over the columns.", show_default=False)
 ]
-Since = Annotated[datetime | None, typer.Option(help="Only messages finished at that time or later.", **_MOMENT)]
-Until = Annotated[datetime | None, typer.Option(help="Only messages finished before that time.", **_MOMENT)]
+Since = Annotated[datetime | None, typer.Option(help="Only messages finished at that time or later.", **MOMENT)]
+Until = Annotated[datetime | None, typer.Option(help="Only messages finished before that time.", **MOMENT)]
 Master = Annotated[str, typer.Option(metavar="URL", help="The Spark master.")]
 AppId = Annotated[
     str | None, typer.Option(metavar="NAME", help="The name of this job in the ledger.", show_default=False)

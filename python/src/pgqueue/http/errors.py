@@ -257,6 +257,8 @@ def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
         # of the class UUID; no other field is checked for its class
         case "uuid_type" | "uuid_parsing" | "is_instance_of":
             return "a UUID"
+        case "datetime_type":
+            return "a timestamp with an offset, such as 2026-01-31T12:00:00Z"
     return message
 
 

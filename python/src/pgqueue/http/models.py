@@ -55,8 +55,17 @@ def _uuid(value: object) -> object:
     return value
 
 
+def _moment(value: object) -> object:
+    if isinstance(value, str):
+        with suppress(ValueError):
+            moment = datetime.fromisoformat(value)
+            return moment if moment.tzinfo else value  # without an offset it is refused as a string
+    return value
+
+
 _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 Token = Annotated[UUID, BeforeValidator(_uuid)]
+Moment = Annotated[datetime, BeforeValidator(_moment)]
 _CRON: Final = "Five fields: minute, hour, day of month, month, day of week; or a word such as @daily"
 
 
@@ -256,6 +265,13 @@ class Cancel(_Request):
     """A message to cancel."""
 
     id: Id
+
+
+class Reschedule(_Request):
+    """A message that waits, and when it is due."""
+
+    id: Id
+    due_at: Moment | None = Field(None, description="A timestamp with an offset; by default now")
 
 
 class CancelByKey(_Request):
@@ -469,6 +485,12 @@ class Cancelled(BaseModel):
     """Whether a message was removed. It was not if a consumer has claimed it, or if it is gone."""
 
     cancelled: bool
+
+
+class Rescheduled(BaseModel):
+    """Whether a message is due at another time. It is not if it is ready, in flight, or gone."""
+
+    rescheduled: bool
 
 
 class NextTick(BaseModel):

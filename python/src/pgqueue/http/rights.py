@@ -124,6 +124,7 @@ NEEDS: Final[Mapping[str, Need]] = {
     f"POST {_DIRECT}/purge-dead-letters": _ADMIN,
     f"POST {_DIRECT}/cancel": _SENDER,
     f"POST {_DIRECT}/cancel_by_key": _SENDER,
+    f"POST {_DIRECT}/reschedule": _SENDER,
     f"GET {_DIRECT}/list_schedules": Need(("consumer", "admin", "reader")),
     f"POST {_DIRECT}/create_schedule": _ADMIN,
     f"POST {_DIRECT}/alter_schedule": _ADMIN,

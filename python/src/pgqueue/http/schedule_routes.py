@@ -1,4 +1,4 @@
-"""The routes of the schedules of a queue."""
+"""The routes of the schedules of a queue, and of the time at which a message is due."""
 
 from collections.abc import Awaitable, Callable
 from datetime import datetime
@@ -22,6 +22,8 @@ from .models import (
     Dropped,
     MessageIds,
     NextTick,
+    Reschedule,
+    Rescheduled,
     ScheduleName,
     Schedules,
 )
@@ -97,6 +99,16 @@ async def run_schedule(target: KeyedTargetDependency, body: ScheduleName) -> Res
     if not answer.replayed:
         target.count("enqueued", 1)
     return to_response(answer)
+
+
+@router.post("/reschedule", response_model=Rescheduled, responses=DIRECT_ERRORS)
+async def reschedule(target: KeyedTargetDependency, body: Reschedule) -> Response:
+    """Make a message that waits for a delay or a retry due at another time."""
+
+    async def effect(queue: AsyncQueue) -> Answer:
+        return Answer(200, to_json({"rescheduled": await queue.reschedule(body.id, body.due_at)}))
+
+    return to_response(await target.run_once(effect))
 
 
 async def _run(target: TargetQueue, name: str, verb: Callable[[AsyncQueues], Awaitable[Answer]]) -> Answer:
