@@ -126,6 +126,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Name a test that fails at once: the others may run for minutes."""
+    if not report.failed:
+        return None
+    status = "failed" if report.when == "call" else "error"
+    return status, f"\n{status.upper()} {report.nodeid}\n", status.upper()
+
+
 def strays(run: str) -> list[psutil.Process]:
     """The processes that tests of this run have started and that do not descend from this process any more."""
     own = [psutil.Process(), *psutil.Process().children(recursive=True)]
