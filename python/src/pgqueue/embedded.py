@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,7 @@ _CONNECTION_DEFAULTS: Final = {
     "PGTARGETSESSIONATTRS": ("target_session_attrs", "any"),
 }
 _LINGER_SECONDS: Final = 10.0  # so that consecutive commands find the server running
+_CLOSING_SECONDS: Final = 5.0  # in which the session of a program that has ended ends, too
 _READY: Final = "ready "
 # Has the connection string of the shared server. The server runs at least until its modification time.
 _DSN_FILE: Final = "dsn"
@@ -481,14 +483,20 @@ def given_server() -> str | None:
 
 
 @contextlib.contextmanager
-def shared_server(home: Path | str | None = None) -> Iterator[str]:
+def shared_server(home: Path | str | None = None, *, tcp: bool = False) -> Iterator[str]:
     """A server with the extension that keeps its data in `home` (`default_home`); yields its connection string.
 
     Any number of processes can use it at the same time. The first process starts it, in the background. It stops by
     itself seconds after the last process has left or died, but not while a session of another program is connected.
 
+    Args:
+        home: the directory; None: `default_home`.
+        tcp: until it stops the server also listens on a free TCP port of 127.0.0.1, with a password that is new at each
+            start; yields this connection string. A server that runs without is restarted.
+
     Raises:
-        EmbeddedServerError: the server did not start; the message ends with its log.
+        EmbeddedServerError: the server did not start; the message ends with its log. With `tcp`: a program is connected
+            to the server, which runs without.
         OSError: the directory cannot be created or written to.
     """
     directory = Path(home).absolute() if home is not None else default_home()
@@ -497,7 +505,7 @@ def shared_server(home: Path | str | None = None) -> Iterator[str]:
         directory.chmod(0o755)  # independent of the umask, because the server may run as another user
     with _locked(directory / "users.lock", fcntl.LOCK_SH):  # waits while a server stops
         with _locked(directory / "start.lock", fcntl.LOCK_EX) as lock:  # one process starts it, the others wait
-            dsn = _running_dsn(directory) or _start_keeper(directory, lock)
+            dsn = _running_dsn(directory, tcp) or _start_keeper(directory, lock, tcp)
         yield dsn
 
 
@@ -520,27 +528,42 @@ def _locked(path: Path, how: int) -> Iterator[int]:
         os.close(file)
 
 
-def _running_dsn(home: Path) -> str | None:
-    """The connection string of the server that runs on this data; None if there is none."""
+def _running_dsn(home: Path, tcp: bool) -> str | None:
+    """The connection string of the server that runs on this data; None if there is none.
+
+    With `tcp` it is the one by TCP; a server that has none is stopped.
+    """
     try:
         with (home / _DSN_FILE).open() as file:
-            written = file.read()
+            by_socket, _, by_tcp = file.read().partition("\n")
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
     except BlockingIOError:  # its keeper is there
-        dsn = make_conninfo(written, **_connection_defaults())
+        dsn = make_conninfo(by_socket, **_connection_defaults())
     else:
         return None  # the keeper has ended, and its server ends, although it may still accept connections
     while (answer := PGconn.ping(dsn.encode())) == Ping.REJECT:  # the server recovers from a crash, or shuts down
         time.sleep(_POLL_SECONDS)
-    return dsn if answer == Ping.OK else None
+    if answer != Ping.OK or not tcp:
+        return dsn if answer == Ping.OK else None
+    if not by_tcp:
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while _has_sessions(dsn):
+            if time.monotonic() > deadline:
+                raise EmbeddedServerError("the server runs without TCP, and programs are connected: end them first")
+            time.sleep(_POLL_SECONDS)
+        os.kill(int((home / "data/postmaster.pid").read_text().split()[0]), signal.SIGINT)
+        with (home / _DSN_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # its keeper has ended, too
+        return None
+    return make_conninfo(by_tcp, **_connection_defaults())
 
 
-def _start_keeper(home: Path, lock: int) -> str:
+def _start_keeper(home: Path, lock: int, tcp: bool) -> str:
     # The keeper becomes an orphan when the shell ends: it outlives this process, which does not have to wait for it. It
     # also holds the lock until the server runs, because this process may be killed before.
-    command = [sys.executable, "-P", "-m", "pgqueue.embedded", str(home)]
+    command = [sys.executable, "-P", "-m", "pgqueue.embedded", str(home), *(["--tcp"] if tcp else [])]
     keeper = subprocess.Popen(
         ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "pgqueue", *command],
         stdin=lock,
@@ -560,19 +583,20 @@ def _start_keeper(home: Path, lock: int) -> str:
     raise EmbeddedServerError(output.rstrip() or "the embedded server did not start")
 
 
-def _run_keeper(home: Path) -> None:
-    """Run the server of `shared_server` while it has users. `python -m pgqueue.embedded HOME` calls this."""
+def _run_keeper(home: Path, tcp: bool) -> None:
+    """Run the server of `shared_server` while it has users. `python -m pgqueue.embedded HOME [--tcp]` calls this."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     os.umask(0o077)  # independent of the umask of the caller
     with contextlib.ExitStack() as stack:
         try:
-            server = EmbeddedServer(data_dir=home / "data")
+            server = EmbeddedServer(data_dir=home / "data", port=_free_port() if tcp else None)
             stack.callback(server.stop)
             _start_after_another(server)
             with psycopg.connect(server.dsn, autocommit=True) as connection:
                 connection.execute("create extension if not exists pgqueue")
                 connection.execute("alter extension pgqueue update")
-            (home / _DSN_FILE).write_text(server.dsn)
+            # Only this user may read the file, because the umask is 077.
+            (home / _DSN_FILE).write_text(f"{server.dsn}\n{server.tcp_dsn}" if tcp else server.dsn)
             # A lock that ends with this process, however it ends. It tells that the server goes on.
             fcntl.flock(os.open(home / _DSN_FILE, os.O_RDONLY), fcntl.LOCK_EX)
         except (EmbeddedServerError, psycopg.Error, OSError) as error:
@@ -580,7 +604,7 @@ def _run_keeper(home: Path) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: sys.exit() if server.pid is None else None)
         stack.callback(signal.signal, signal.SIGCHLD, signal.SIG_DFL)
         with contextlib.suppress(OSError):  # The process that started it may be gone; the next one uses the server.
-            print(f"{_READY}{server.dsn}", flush=True)
+            print(f"{_READY}{server.tcp_dsn if tcp else server.dsn}", flush=True)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):  # stdin is the lock of the process that started this one
             os.dup2(nowhere, stream)
@@ -592,7 +616,7 @@ def _run_keeper(home: Path) -> None:
             time.sleep(_LINGER_SECONDS)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_kept(home) and not _has_sessions(server):
+                if not _is_kept(home) and not _has_sessions(server.dsn):
                     # The lock is held until this process ends, so that a new user waits until the server has stopped.
                     return
 
@@ -603,10 +627,10 @@ def _is_kept(home: Path) -> bool:
     return False
 
 
-def _has_sessions(server: EmbeddedServer) -> bool:
+def _has_sessions(dsn: str) -> bool:
     """Whether a program is connected. psql and programs of the user do not take the lock of the users."""
     try:
-        with psycopg.connect(server.dsn, options="", autocommit=True) as connection:
+        with psycopg.connect(dsn, options="", autocommit=True) as connection:
             (row,) = connection.execute(
                 "select exists (select from pg_stat_activity a"
                 " where a.backend_type = 'client backend' and a.pid <> pg_backend_pid())"
@@ -616,6 +640,12 @@ def _has_sessions(server: EmbeddedServer) -> bool:
     return bool(row[0])
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
 def _start_after_another(server: EmbeddedServer) -> None:
     """Start the server. If the keeper was killed, its old server may need a moment to stop; retry for 10 seconds."""
     deadline = time.monotonic() + 10
@@ -623,8 +653,11 @@ def _start_after_another(server: EmbeddedServer) -> None:
         try:
             server.start()
         except EmbeddedServerError as error:
-            if "postmaster.pid" not in str(error) or time.monotonic() > deadline:
+            is_port_taken = server._port is not None and "Address already in use" in str(error)
+            if not (is_port_taken or "postmaster.pid" in str(error)) or time.monotonic() > deadline:
                 raise
+            if is_port_taken:
+                server._port = _free_port()
             time.sleep(_POLL_SECONDS)
         else:
             return
@@ -780,4 +813,4 @@ def _chown_tree(directory: Path, uid: int) -> None:
 
 
 if __name__ == "__main__":
-    _run_keeper(Path(sys.argv[1]))
+    _run_keeper(Path(sys.argv[1]), "--tcp" in sys.argv[2:])

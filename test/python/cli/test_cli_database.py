@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 import typer
-from clients import PATIENCE
+from clients import PATIENCE, wait_for
 from commands import COMMAND, Cli, NewDatabase, environment, in_process, run, running, terminal
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -233,6 +234,73 @@ def test_dsn_connects_another_program_to_the_private_server(home: Path, tmp_path
             assert command.process.poll() is None
         command.signal(signal.SIGTERM)
         assert command.end().status == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "jdbc", "env"),
+    [
+        (
+            "host=db port=6432 user='a b' password='p@/:?#' dbname=shop sslmode=require",
+            "postgresql://a%20b:p%40%2F%3A%3F%23@db:6432/shop?sslmode=require",
+            "jdbc:postgresql://db:6432/shop?user=a%20b&password=p%40%2F%3A%3F%23&sslmode=require",
+            "export PGHOST=db\nexport PGPORT=6432\nexport PGUSER='a b'\nexport PGPASSWORD='p@/:?#'\n"
+            "export PGDATABASE=shop\nexport PGSSLMODE=require",
+        ),
+        (
+            "postgresql://u@[::1],db:5433/x?application_name=a",
+            "postgresql://u@[::1],db:5433/x?application_name=a",
+            "jdbc:postgresql://[::1],db:5433/x?user=u&ApplicationName=a",
+            "export PGUSER=u\nexport PGHOST=::1,db\nexport PGPORT=,5433\nexport PGDATABASE=x\nexport PGAPPNAME=a",
+        ),
+        (
+            "host=/run/postgresql user=u dbname='my shop'",
+            "postgresql:///my%20shop?user=u&host=%2Frun%2Fpostgresql",
+            None,
+            "export PGHOST=/run/postgresql\nexport PGUSER=u\nexport PGDATABASE='my shop'",
+        ),
+    ],
+    ids=["one host", "two hosts", "socket"],
+)
+def test_dsn_has_forms_for_other_libraries(given: str, url: str, jdbc: str | None, env: str) -> None:
+    assert in_process(given, "dsn", "--url") == (0, f"{url}\n", "")
+    assert conninfo_to_dict(url) == conninfo_to_dict(given)
+    if jdbc is not None:
+        assert in_process(given, "dsn", "--jdbc") == (0, f"{jdbc}\n", "")
+    else:
+        refused = in_process(given, "dsn", "--jdbc")
+        assert (refused.status, refused.out) == (2, "")
+        assert "JDBC connects by TCP only" in refused.err
+    printed = in_process(given, "dsn", "--env").out
+    assert sorted(printed.splitlines()) == sorted(env.splitlines())
+    assert in_process(given, "dsn", "--tcp").status == 2
+    assert in_process(given, "dsn", "--url", "--env").status == 2
+    left_out = in_process("host=db gssencmode=disable keepalives=1", "dsn", "--env")
+    assert left_out.err == "pgqueue: the environment has no place for keepalives\n"
+    left_out = in_process("host=db gssencmode=disable keepalives=1", "dsn", "--jdbc")
+    assert left_out.err == "pgqueue: JDBC has no place for gssencmode, keepalives\n"
+
+
+def test_dsn_by_tcp_needs_the_password_and_is_for_this_host_only(home: Path) -> None:
+    here = {"PGQUEUE_HOME": str(home)}
+    by_socket = in_process("", "dsn", **here).out.strip()
+    with psycopg.connect(by_socket):
+        refused = in_process("", "dsn", "--tcp", **here)
+        assert (refused.status, refused.out) == (1, "")
+        assert "the server runs without TCP, and programs are connected: end them first" in refused.err
+    url = wait_for(lambda: in_process("", "dsn", "--tcp", "--url", **here).out.strip())
+    assert in_process("", "dsn", "--tcp", "--url", **here).out.strip() == url
+    given = conninfo_to_dict(url)
+    assert (given["host"], given["user"], len(str(given["password"]))) == ("127.0.0.1", "postgres", 22)
+    with psycopg.connect(url, autocommit=True) as connection:
+        assert pgqueue.Queues(connection).list_queues() == []
+        assert connection.execute("show listen_addresses").fetchone() == ("127.0.0.1",)
+        rules = connection.execute("select distinct type, auth_method from pg_hba_file_rules order by 1").fetchall()
+        assert rules == [("host", "scram-sha-256"), ("local", "trust")]
+    for wrong in ("", "x"):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(make_conninfo(url, password=wrong), passfile="/dev/null")
+    assert stat.S_IMODE((home / "dsn").stat().st_mode) == 0o600
+    assert "password" not in in_process("", "dsn", **here).out
 
 
 def test_the_dsn_of_a_stopped_private_server_is_explained(tmp_path: Path) -> None:

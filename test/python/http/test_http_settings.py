@@ -323,10 +323,14 @@ async def test_tasks_are_pending_while_no_agent_runs(
 
 
 @LONG
-def test_a_port_that_is_in_use_is_reported(empty_database: Callable[[], str], tmp_path: Path) -> None:
+def test_a_port_that_is_in_use_is_the_only_thing_reported(empty_database: Callable[[], str], tmp_path: Path) -> None:
     config = Site(empty_database).configuration(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
         done = commands.run("serve", "--config", str(config), "--port", port, TEST_PASSWORD=ADMIN[1])
-    assert done.status == 1
-    assert "address already in use" in done.err
+    said = f"pgqueue: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert (done.status, done.err) == (1, said + "hint: Choose another address with --host and --port.\n")
+    unknown = commands.run("serve", "--config", str(config), "--host", "nowhere.invalid", TEST_PASSWORD=ADMIN[1])
+    assert unknown.status == 1
+    assert unknown.err.startswith("pgqueue: cannot listen on nowhere.invalid:8080: ")
+    assert unknown.err.count("\n") == 2

@@ -61,6 +61,9 @@ def test_the_commands_archive_and_replay_messages(database: str, queue: Queue, t
     where = ("--where", "get_json_object(payload, '$.n') = '3'")
     done = spark(database, "replay", path, queue.name, *where, "--app-id", queue.name, "--json")
     assert [(record["chosen"], record["was_done"]) for record in done.records] == [(1, False)]
+    misspelt = spark(database, "replay", path, queue.name, "--of", "nobody", "--of", queue.name)
+    assert misspelt.status == 1, misspelt
+    assert f"'nobody' is no queue, and file:{path} has {queue.name}" in misspelt.err
     # A version is sent once, and the message has the number sent then.
     done = spark(database, "replay", path, queue.name, "--app-id", queue.name)
     told = f"1 message had been sent into queue {queue.name}, as version 1 of {queue.name}"

@@ -1,13 +1,17 @@
 """The commands that give other programs access to the database: `dsn` prints it, `psql` runs psql on it."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Annotated, Final
+from urllib.parse import quote, urlencode
 
 import typer
 from psycopg import pq
@@ -15,12 +19,18 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .._files import extra
 from ..embedded import EmbeddedServerError, _packaged_bindir, keep_shared_server
-from .session import Failure, Session
+from .session import Failure, Session, Status
 
 __all__ = ["dsn", "psql"]
 
 _END_SIGNALS: Final = {signal.SIGINT, signal.SIGTERM}
 _KEPT: Final = timedelta(minutes=10)  # how long the private server runs after its connection string was printed
+
+# Parameters of libpq that JDBC has, too, and their names there.
+_JDBC_NAMES: Final = {name: name for name in ("user", "password", "sslmode", "sslrootcert", "options")} | {
+    "application_name": "ApplicationName",
+    "connect_timeout": "connectTimeout",
+}
 
 Words = Annotated[
     list[str] | None,
@@ -31,6 +41,12 @@ Words = Annotated[
 def dsn(
     session: Session,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the private server running until Ctrl-C.")] = False,
+    tcp: Annotated[
+        bool, typer.Option("--tcp", help="By a TCP port of 127.0.0.1 with a password, not by a Unix socket.")
+    ] = False,
+    url: Annotated[bool, typer.Option("--url", help="As a URL, postgresql://…")] = False,
+    jdbc: Annotated[bool, typer.Option("--jdbc", help="As a URL of JDBC, jdbc:postgresql://…")] = False,
+    env: Annotated[bool, typer.Option("--env", help="As export PGHOST=… and so on, for a shell.")] = False,
 ) -> None:
     """Print the connection string of the database.
 
@@ -38,16 +54,32 @@ def dsn(
     private server is started if necessary. It runs for ten minutes after this command, and longer while a program is
     connected or a pgqueue command runs. With --keep it runs until this command gets Ctrl-C or SIGTERM. The next start
     has another connection string. A connection string from the libpq variables has no password.
+
+    With --tcp the private server also listens on a free port of 127.0.0.1 until it stops, as programs such as those
+    with JDBC need. It asks for the password, which is in the connection string and is new at each start. A server that
+    runs without TCP is restarted, unless a program is connected.
     """
+    if url + jdbc + env > 1:
+        raise typer.BadParameter("give one of --url, --jdbc and --env.")
+    given = session.given_dsn
+    if tcp and given is not None:
+        raise typer.BadParameter("the database is given by --dsn or the environment.", param_hint="'--tcp'")
     with ExitStack() as stack:
-        given = session.given_dsn
-        text = stack.enter_context(session.private_server()) if given is None else given or _from_environment()
+        text = stack.enter_context(session.private_server(tcp)) if given is None else given or _from_environment()
+        values = {name: str(value) for name, value in conninfo_to_dict(text).items()}
+        variables = _variables(session, values) if env else {}
+        if url:
+            text = _url(values)
+        elif jdbc:
+            text = _jdbc_url(session, values)
+        elif env:
+            text = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
         is_kept = keep and given is None
         if is_kept:
             signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)  # first, as a signal can follow the output at once
         if given is None:
             keep_shared_server(seconds=_KEPT.total_seconds())
-        session.say(text, dsn=text)
+        session.say(text, **(variables or {"dsn": text}))
         if is_kept:
             sys.stdout.flush()
             signal.sigwait(_END_SIGNALS)
@@ -60,6 +92,46 @@ def _from_environment() -> str:
         for option in pq.Conninfo.get_defaults()
     }
     return make_conninfo("", **{name: value for name, value in values.items() if value and name != "password"})
+
+
+def _url(values: Mapping[str, str]) -> str:
+    """The connection parameters of libpq as a URL. Sockets are in the query: no other part of a URL has their place."""
+    left = dict(values)
+    database, hosts, ports = left.pop("dbname", ""), left.get("host", "").split(","), left.get("port", "").split(",")
+    place = ""
+    if "hostaddr" not in left and all(re.match("[^/@]", host) for host in hosts):
+        del left["host"]
+        left.pop("port", None)
+        ports = ports * len(hosts) if len(ports) == 1 else ports
+        named = [f"[{host}]" if ":" in host else quote(host, safe="") for host in hosts]
+        place = ",".join(f"{host}:{port}" if port else host for host, port in zip(named, ports, strict=False))
+        if "user" in left:
+            password = f":{quote(left.pop('password'), safe='')}" if "password" in left else ""
+            place = f"{quote(left.pop('user'), safe='')}{password}@{place}"
+    query = urlencode(left, quote_via=quote)
+    return f"postgresql://{place}/{quote(database, safe='')}" + (f"?{query}" if query else "")
+
+
+def _jdbc_url(session: Session, values: Mapping[str, str]) -> str:
+    """The same for JDBC, which has other names, and takes user and password in the query only."""
+    url = _url({name: value for name, value in values.items() if name in ("host", "port", "dbname")})
+    if url.startswith("postgresql:///"):
+        raise Failure("JDBC connects by TCP only, and the database has no host", "Give --tcp, or a host.", Status.USAGE)
+    _note_missing(session, "JDBC", values, {"host", "port", "dbname", *_JDBC_NAMES})
+    query = urlencode({_JDBC_NAMES[name]: values[name] for name in values if name in _JDBC_NAMES}, quote_via=quote)
+    return f"jdbc:{url}" + (f"?{query}" if query else "")
+
+
+def _variables(session: Session, values: Mapping[str, str]) -> dict[str, str]:
+    """The libpq variables with the connection parameters."""
+    names = {option.keyword.decode(): option.envvar.decode() for option in pq.Conninfo.get_defaults() if option.envvar}
+    _note_missing(session, "the environment", values, names)
+    return {names[name]: value for name, value in values.items() if name in names}
+
+
+def _note_missing(session: Session, where: str, values: Iterable[str], known: Container[str]) -> None:
+    if missing := sorted(name for name in values if name not in known):
+        session.note(f"{where} has no place for {', '.join(missing)}")
 
 
 def psql(session: Session, arguments: Words = None) -> None:

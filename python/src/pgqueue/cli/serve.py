@@ -83,15 +83,26 @@ def serve(
         _print_hash(session)
         return
     with ExitStack() as stack:
+        sockets = () if role is Role.AGENT else _listen(host, port)
+        for each in sockets:
+            stack.callback(each.close)
         settings = _settings(session, stack, config, role)
         log_to(session.err, log_level, log_json)
         if role is Role.AGENT:
             session.note("works on tasks")
         try:
             started = partial(_report_address, session)
-            http.serve(settings, role.value, host, port, grace_seconds, started, forwarded_allow_ips)
-        except SystemExit:  # raised by uvicorn, which has logged why it cannot listen
+            http.serve(settings, role.value, sockets, grace_seconds, started, forwarded_allow_ips)
+        except SystemExit:  # raised by uvicorn, which has logged why it cannot start
             raise typer.Exit(Status.ERROR) from None
+
+
+def _listen(host: str, port: int) -> Any:
+    """Listen before anything else is started. So a port that is taken leaves one message."""
+    try:
+        return _http("serve").listen(host, port)
+    except OSError as error:
+        raise Failure(str(error), "Choose another address with --host and --port.") from error
 
 
 def _http(command: str) -> Any:

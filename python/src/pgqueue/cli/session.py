@@ -165,14 +165,14 @@ class Session:
             ) from None
 
     @contextmanager
-    def private_server(self) -> Iterator[str]:
+    def private_server(self, tcp: bool = False) -> Iterator[str]:
         """The connection string of the private server, which is started, and runs at least until the context ends."""
         home = default_home()
         making = "" if (home / "data").exists() else ", which is created now"
         self.note(f"no --dsn: using the embedded database in {home}{making}")
         with ExitStack() as stack:
             try:
-                dsn = stack.enter_context(shared_server(home))
+                dsn = stack.enter_context(shared_server(home, tcp=tcp))
             except OSError as error:
                 raise Failure(explain(error)[0], _OTHER_SERVER_HINT) from error
             yield dsn

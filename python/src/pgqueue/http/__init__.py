@@ -4,7 +4,7 @@
 """
 
 from .app import create_app
-from .server import serve
+from .server import listen, serve
 from .settings import Limits, Service, Settings, SettingsError, Tasks, User
 
-__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User", "create_app", "serve"]
+__all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User", "create_app", "listen", "serve"]

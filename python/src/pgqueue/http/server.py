@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import gc
 import ipaddress
 import logging
@@ -10,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Literal
@@ -29,7 +30,7 @@ from .protocol import LimitedHttpProtocol
 from .sampling import Sampler
 from .settings import Settings
 
-__all__ = ["serve"]
+__all__ = ["listen", "serve"]
 
 logger = logging.getLogger("pgqueue.http")
 
@@ -115,21 +116,47 @@ class _Server(uvicorn.Server):
         self._app.state.context.stopping.set()
 
 
+def listen(host: str = "127.0.0.1", port: int = 8080) -> list[socket.socket]:
+    """Listen on all addresses of a host. Raises OSError, whose text names host and port."""
+    found: list[socket.socket] = []
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        addresses = dict.fromkeys(socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE))
+        for place, (family, kind, protocol, _, address) in enumerate(addresses):
+            listening = socket.socket(family, kind, protocol)
+            found.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                listening.bind(address)
+            except OSError as error:
+                # A name such as localhost can have an address of a family that this machine does not use.
+                if error.errno != errno.EADDRNOTAVAIL or (place == len(addresses) - 1 and len(found) == 1):
+                    raise
+                found.pop().close()
+            else:
+                listening.listen(_BACKLOG)
+    except OSError as error:
+        for each in found:
+            each.close()
+        raise OSError(f"cannot listen on {at}: {error.strerror or error}") from error
+    return found
+
+
 def serve(
     settings: Settings,
     role: Literal["all", "controller", "agent"] = "all",
-    host: str = "127.0.0.1",
-    port: int = 8080,
+    sockets: Sequence[socket.socket] = (),
     grace_seconds: int = 25,
     started: Callable[[str, int], None] = lambda _host, _port: None,
     forwarded_allow_ips: str = "",
 ) -> None:
-    """Serve until a signal; `started` is called with host and port. Running requests get `grace_seconds` to end.
+    """Serve on the sockets of `listen` until a signal, and close them; `started` is called with host and port of each.
 
-    `forwarded_allow_ips` are the addresses of reverse proxies, with commas between them. The address of a client is
-    then that in their header `X-Forwarded-For`.
-
-    The role `agent` does not listen. If the port is taken, uvicorn logs this and raises `SystemExit`.
+    Running requests get `grace_seconds` to end. `forwarded_allow_ips` are the addresses of reverse proxies, with commas
+    between them. The address of a client is then that in their header `X-Forwarded-For`. The role `agent` needs no
+    sockets.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for chatty in ("psycopg.pool", "uvicorn.error"):
@@ -149,8 +176,6 @@ def serve(
     clients = ClientConnections(_most_client_connections(settings), proxies.__contains__)
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         lifespan="on",
         backlog=_BACKLOG,
         http=partial(LimitedHttpProtocol, clients=clients),  # type: ignore[arg-type]
@@ -163,7 +188,7 @@ def serve(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=grace_seconds,
     )
-    uvloop.run(_Server(app, config, started).serve())
+    uvloop.run(_Server(app, config, started).serve([*sockets]))
 
 
 def _is_left(connection: socket.socket) -> bool:

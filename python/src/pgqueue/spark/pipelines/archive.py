@@ -35,6 +35,7 @@ __all__ = [
     "StandbyError",
     "archive_to_parquet",
     "compact_archive",
+    "existing_archive",
     "read_archive",
     "read_finished",
 ]
@@ -175,7 +176,7 @@ def compact_archive(
         raise OptionError(f"invalid keep: {keep}; must not be negative")
     folder = Folder(spark, path)
     with _writing(resolve_conninfo(dsn), folder) as connection:
-        table = _existing(spark, folder)
+        table = existing_archive(spark, folder)
         small = [file for file in table.files.values() if file.size < _SMALL]
         number = Counter((file.queue, file.day) for file in small)
         small = [file for file in small if number[file.queue, file.day] > 1]
@@ -206,7 +207,7 @@ def read_archive(
 
     Raises OptionError if `path` has no archive, or if its log is damaged.
     """
-    table = _existing(spark, Folder(spark, path))
+    table = existing_archive(spark, Folder(spark, path))
     since, until = since and in_utc(since), until and in_utc(until)
     names = None if queues is None else distinct_names(queues)
     files = [
@@ -366,7 +367,8 @@ def _commit(
     return table
 
 
-def _existing(spark: SparkSession, folder: Folder) -> Table:
+def existing_archive(spark: SparkSession, folder: Folder) -> Table:
+    """The table in a directory. Raises OptionError if there is none."""
     table = Table.load(spark, folder)
     if table.version < 0:
         raise OptionError(f"invalid path: {folder} has no archive; archive_to_parquet makes it")

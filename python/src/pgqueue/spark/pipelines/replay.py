@@ -11,13 +11,14 @@ import psycopg
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from ...client import Queue
+from ...client import Queue, Queues
 from ..active_session import set_active_session
 from ..connections import connect, resolve_conninfo
-from ..options import WRITE, distinct_names, parse
+from ..options import WRITE, OptionError, distinct_names, parse
 from ..sink import commit_name
-from .archive import read_archive
+from .archive import existing_archive, read_archive
 from .dead_letters import read_dead_letters
+from .delta import Table
 from .folder import Folder
 from .predicates import matching
 from .times import from_micros, in_utc
@@ -92,7 +93,7 @@ def replay(
         where: A predicate of Spark SQL over the columns of `read_archive`, such as
             `get_json_object(payload, '$.carrier') = 'UA' and attempt_count > 1`. Default: all messages.
         dsn: The database, as option `dsn` of the format.
-        queues: Only messages that were finished in these queues. Default: all queues.
+        queues: Only messages that were finished in these queues, each in the archive or in the database. Default: all.
         since: Only messages finished from this time on.
         until: Only messages finished before this time. Times without a time zone are in UTC.
         app_id: The name of the replay in pgqueue.sink_commits, 1 to 256 characters. Default: a digest of path, queue
@@ -105,9 +106,11 @@ def replay(
     since, until = since and in_utc(since), until and in_utc(until)
     if app_id is not None:
         _check_name(queue, app_id, version)
-    name = app_id if app_id is not None else _digest(str(Folder(spark, path)), queue, where, names, since, until)
+    folder = Folder(spark, path)
+    name = app_id if app_id is not None else _digest(str(folder), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = resolve_conninfo(dsn)
+    _check_queues(existing_archive(spark, folder), dsn, names or [])
     was_done, sent = _committed(dsn, commit_name(name, queue), version)
     set_active_session(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
@@ -167,6 +170,18 @@ def redrive_where(
 def _check_name(queue: str, app_id: str, version: int) -> None:
     """Raise OptionError for an invalid name or version, before anything is read."""
     parse({"queue": queue, "txnAppId": app_id, "txnVersion": str(version)}, WRITE)
+
+
+def _check_queues(archive: Table, dsn: str, queues: list[str]) -> None:
+    """Raise OptionError for a queue that neither the archive nor the database has: a misspelt one has no messages."""
+    there = {file.queue for file in archive.files.values()}
+    if missing := [name for name in queues if name not in there]:
+        with connect(dsn, autocommit=True) as connection:
+            existing = {info.name for info in Queues(connection).list_queues()}
+        for name in missing:
+            if name not in existing:
+                known = ", ".join(sorted(there)[:10]) or "no queue"
+                raise OptionError(f"invalid queues: {name!r} is no queue, and {archive.folder} has {known}")
 
 
 def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> None:
