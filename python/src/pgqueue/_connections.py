@@ -35,10 +35,11 @@ _WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encodin
 _BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
 
 
-# Where objects of other packages keep their connection of psycopg.
-_WRAPPED = {
-    "django": ", such as connection.connection after connection.ensure_connection()",
-    "sqlalchemy": ", such as session.connection().connection.driver_connection",
+# Where objects of other packages keep their connection of psycopg, by the start of their modules. The first fits.
+_REMEDIES = {
+    "django.": "connection.connection after connection.ensure_connection()",
+    "sqlalchemy.ext.asyncio.": "(await (await session.connection()).get_raw_connection()).driver_connection",
+    "sqlalchemy.": "session.connection().connection.driver_connection",
 }
 
 
@@ -47,10 +48,13 @@ def check_connection(connection: Any, kind: type[AnyConnection]) -> None:
 
     Raises `TypeError`.
     """
-    name = type(connection).__name__
+    name, module = type(connection).__name__, type(connection).__module__
     if not hasattr(connection, "pgconn"):
-        wrapped = _WRAPPED.get(type(connection).__module__.partition(".")[0], "")
-        raise TypeError(f"invalid connection: {name}; must be a connection of psycopg{wrapped}")
+        remedy = next((f", such as {remedy}" for start, remedy in _REMEDIES.items() if module.startswith(start)), "")
+        if connection is None:
+            remedy = " (connection.connection of Django is None before connection.ensure_connection())"
+        path = name if module == "builtins" else f"{module}.{name}"
+        raise TypeError(f"invalid connection: {path}; must be a connection of psycopg 3{remedy}")
     if isinstance(connection, (Connection, AsyncConnection)) and not isinstance(connection, kind):
         users = "Queue and Queues use a Connection, AsyncQueue and AsyncQueues an AsyncConnection"
         raise TypeError(f"invalid connection: {name}; must be a {kind.__name__}. {users}")

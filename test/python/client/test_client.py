@@ -325,7 +325,7 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
     other: Any = client.queue("orders").connection
     made: Any
     for made, fits, unfit in ((pgqueue.Queue, connection, other), (pgqueue.AsyncQueue, other, connection)):
-        with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg$"):
+        with pytest.raises(TypeError, match=r"^invalid connection: str; must be a connection of psycopg 3$"):
             made(database, "orders")
         with pytest.raises(TypeError, match=r"^invalid connection: (Async)?Connection; must be a (Async)?Connection\."):
             made(unfit, "orders")
@@ -337,12 +337,24 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
 
 @pytest.mark.parametrize(
     ("package", "remedy"),
-    [("django.utils.connection", "connection.connection"), ("sqlalchemy.orm", "driver_connection")],
+    [
+        ("django.utils.connection", ", such as connection.connection after connection.ensure_connection()"),
+        ("sqlalchemy.orm.session", ", such as session.connection().connection.driver_connection"),
+        (
+            "sqlalchemy.ext.asyncio.session",
+            ", such as (await (await session.connection()).get_raw_connection()).driver_connection",
+        ),
+        ("psycopg2.extensions", ""),
+    ],
 )
 def test_the_error_says_where_another_package_keeps_its_connection(package: str, remedy: str) -> None:
     session = type("Session", (), {"__module__": package})()
-    with pytest.raises(TypeError, match=f"connection of psycopg, such as .*{remedy}"):
+    with pytest.raises(TypeError) as raised:
         pgqueue.Queue(session, "orders")
+    error = f"invalid connection: {package}.Session; must be a connection of psycopg 3"
+    assert str(raised.value) == error + remedy
+    with pytest.raises(TypeError, match=r"^invalid connection: NoneType; .* None before connection.ensure_connection"):
+        pgqueue.Queue(None, "orders")  # type: ignore[arg-type]
 
 
 def test_a_delayed_message_is_made_due_now_or_later(queue: Any) -> None:
