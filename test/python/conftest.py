@@ -288,8 +288,8 @@ class Client:
     def plain(self, target: Any) -> Any:
         return Plain(target, self._run)
 
-    def queue(self, name: str) -> Any:
-        return self.plain(pgqueue.AsyncQueue(self._connection, name))
+    def queue(self, name: str, **options: Any) -> Any:
+        return self.plain(pgqueue.AsyncQueue(self._connection, name, **options))
 
     @property
     def queues(self) -> Any:

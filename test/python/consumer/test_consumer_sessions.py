@@ -1,10 +1,12 @@
 """What roles, databases and handlers set on a consumer's connections, and processes that a handler forks."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -235,7 +237,7 @@ def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
 
 
 @each_of(OTHER_PAIR)
-def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
+def test_a_consumer_uses_adapters_of_its_own_on_connections_of_the_user(
     form: Form, database: str, connection: Connection, name: str
 ) -> None:
     queue = prepare(connection, name)
@@ -243,13 +245,16 @@ def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
     def source() -> Connection:
         made = psycopg.connect(database)
         made.adapters.register_dumper(list, JsonbDumper)
+        made.adapters.register_loader("jsonb", BrokenLoader)
         return made
 
     async def work(step: Step) -> None:
+        assert isinstance(step.message.payload, Decimal)
         if step.message.payload == 1 and step.attempt == 1:
             raise ValueError("once")
 
-    with form.consuming(source, name, work, batch_size=3, visibility_timeout=LONG) as run:
+    exact = partial(json.loads, parse_int=Decimal)
+    with form.consuming(source, name, work, batch_size=3, visibility_timeout=LONG, json_loads=exact) as run:
         queue.enqueue_batch([0, 1, 2])
         wait_for(lambda: is_empty(connection, name))
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])

@@ -42,7 +42,7 @@ def show(
 
     The exit status is 3 if there is none with this id.
     """
-    before = max(as_integer("id", 64, id) - 1, -(2**63))
+    before = max(as_integer("id", id, 64) - 1, -(2**63))
     with session.queue(queue) as verbs:
         found = [letter for letter in verbs.browse_dead_messages(1, before) if letter.id == id]
     if not found:

@@ -22,7 +22,7 @@ import typer.core
 from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.datetime import TimestamptzLoader
-from psycopg.types.json import Jsonb, set_json_loads
+from psycopg.types.json import Jsonb
 from rich.console import Console
 from rich.text import Text
 
@@ -48,6 +48,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Client = TypeVar("Client", Queue, Queues)
 
 # Hide psycopg's warnings, such as that of an interrupted savepoint: the command reports the error itself. Commands that
 # write a log add their own handler.
@@ -179,23 +180,21 @@ class Session:
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
-        """A connection. JSON values stay in the text of the server."""
+        """A connection."""
         with self.conninfo() as conninfo, connect(conninfo, autocommit) as connection:
-            set_json_loads(RawJson.loads, connection)
-            connection.adapters.register_loader("timestamptz", _TimestampLoader)
             yield connection
 
     @contextmanager
     def queue(self, name: str) -> Iterator[Queue]:
         """A queue, on a connection of its own."""
         with self.connect() as connection:
-            yield Queue(connection, name)
+            yield _in_text_of_server(Queue(connection, name, json_loads=RawJson.loads))
 
     @contextmanager
     def queues(self) -> Iterator[Queues]:
         """All queues, on a connection of their own."""
         with self.connect() as connection:
-            yield Queues(connection)
+            yield _in_text_of_server(Queues(connection, json_loads=RawJson.loads))
 
     def confirm(self, question: str) -> None:
         """Ask on the terminal. Raises `Failure` unless the answer is yes."""
@@ -251,6 +250,12 @@ class _TimestampLoader(TimestamptzLoader):
             return super().load(data)
         except psycopg.DataError:
             return bytes(data).decode()
+
+
+def _in_text_of_server(client: Client) -> Client:
+    """The client, which reads values as the server writes them where Python would round or refuse them."""
+    client._adapters.register_loader("timestamptz", _TimestampLoader)
+    return client
 
 
 class _Console(Console):

@@ -208,6 +208,7 @@ class Consumer(_Base):
             only while the earlier ones have none ready. `delivery.queue_name` is the queue of a message. A claim lasts
             for the shortest visibility timeout of the queues. One that is dropped while the consumer runs, and created
             again, does not stop the others.
+        json_loads: the function that reads payloads and headers, from bytes; by default that of the module `json`.
 
     Raises:
         ValueError: for a value out of its bounds.

@@ -86,7 +86,7 @@ class Runtime:
     def __init__(self, settings: Settings, stats: ConsumerStats) -> None:
         self.settings = settings
         self.stats = stats
-        self.connections = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}")
+        self.connections = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}", settings.json_loads)
         # A claim that a crash of the server undoes is delivered again, so claims need not wait for the disk.
         self.claiming = SharedConnection(self.connections, _calls.NO_COMMIT_WAIT)
         self.settling = SharedConnection(self.connections)

@@ -74,6 +74,7 @@ class Settings:
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
     also: Sequence[str] = ()
+    json_loads: Callable[[bytes], Any] | None = None
     slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
@@ -91,7 +92,13 @@ class Settings:
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-        for name, arguments in (("on_failure", 1), ("on_critical", 2), ("on_circuit", 1), ("observe", 1)):
+        for name, arguments in (
+            ("on_failure", 1),
+            ("on_critical", 2),
+            ("on_circuit", 1),
+            ("observe", 1),
+            ("json_loads", 1),
+        ):
             if (callback := getattr(self, name)) is not None:
                 _check_callable(name, callback, arguments)
                 if name != "on_failure" and is_async(callback):

@@ -66,7 +66,7 @@ from .models import (
 )
 from .request_body import BodyMemory, JsonRequest, JsonRoute, run_beside
 from .rights import current
-from .serialization import to_json
+from .serialization import RawJson, to_json
 from .settings import Service
 from .statements import Statement, note_size
 
@@ -157,7 +157,7 @@ class TargetQueue:
         """The queue on a connection. With `keyed`, responses can be stored in its database."""
         async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
             try:
-                yield AsyncQueue(connection, self.name)
+                yield AsyncQueue(connection, self.name, json_loads=RawJson.loads)
             except QueueNotFound:
                 raise queue_not_found(self.name) from None
 
@@ -179,7 +179,7 @@ class TargetQueue:
         """Run an effect on a connection."""
         try:
             async with self.context.databases.target(self.service, self.database) as connection:
-                return await effect(AsyncQueue(connection, self.name))
+                return await effect(AsyncQueue(connection, self.name, json_loads=RawJson.loads))
         except QueueNotFound:
             raise queue_not_found(self.name) from None
 
