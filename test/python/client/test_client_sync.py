@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -29,6 +29,7 @@ TYPES: dict[str, Callable[[int], Any]] = {
     "name": str,
     "bytea": bytes,
     "interval": timedelta,
+    "timestamptz": lambda number: datetime.fromtimestamp(number, UTC),
     "uuid": lambda number: UUID(int=number),
 }
 
