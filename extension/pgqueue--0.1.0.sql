@@ -1251,6 +1251,52 @@ comment on function pgqueue._clamp_due_at(timestamptz) is
 'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
+create function pgqueue._take_number(queue_name text)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    number bigint;
+    leftover regclass;
+begin
+    -- Keeps _drop_leftovers away.
+    lock table only pgqueue.queues in row exclusive mode;
+    select substring(c.relname, '[0-9]+')::bigint into number
+    from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.messages'::regclass
+        and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES IN (%L)', queue_name);
+    if found then
+        -- No later queue gets this number.
+        loop
+            exit when nextval('pgqueue.queue_id') >= number;
+        end loop;
+    else
+        loop
+            number := nextval('pgqueue.queue_id');
+            exit when to_regclass(format('pgqueue.messages_%s', number)) is null;
+        end loop;
+    end if;
+    for leftover in
+        select c.oid from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and (
+            -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
+            c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
+            and c.relname <> format('queue_%s_seq', number)
+            or c.relname >= format('messages_%s_', number)::name and c.relname < format('messages_%s_~', number)::name
+            and c.relname ~ '_(group|group_attempted|level|attempted)$'
+        )
+    loop
+        execute format(
+            case when leftover::text ~ '^pgqueue.queue_' then 'drop sequence %s cascade' else 'drop index %s' end, leftover);
+    end loop;
+    return number;
+end;
+$$;
+comment on function pgqueue._take_number(text) is
+'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
+a table. Drops the registers and indexes that were left for this number, which the caller creates again.';
+
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
 language plpgsql volatile
@@ -2369,8 +2415,10 @@ begin
             if not found then
                 -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
-                q.queue_id := nextval('pgqueue.queue_id');
-                if dedicated then
+                q.queue_id := pgqueue._take_number(queue_name collate "C");
+                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
+                    dedicated := true;
+                elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
@@ -2422,6 +2470,8 @@ begin
     ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
+    else
+        perform pgqueue._drop_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
@@ -2453,8 +2503,10 @@ redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are
 consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
 rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
 with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
-longer transaction keeps a dedicated table from being attached.';
+makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
+what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
+roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -8358,9 +8410,99 @@ missing_counter, paused_queue, dead_messages, held_group (waits for a dead lette
 longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
 clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
 peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
-(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
 renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
 subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+-- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
+-- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
+
+create function pgqueue._leftovers()
+returns table (relation regclass, kind "char", queue_name text)
+language sql stable
+as $$
+    with named as (
+        select n.name
+        from pgqueue.queues q
+        cross join lateral (
+            select pgqueue._sequence_name(r, q.name) as name
+            from unnest(pgqueue._counter_roles() || '{archives}'::text[]) as r
+            union all
+            values (pgqueue._access_view(q.name)), (pgqueue._rights_view(q.name))
+        ) n
+    )
+    select
+        c.oid::regclass, c.relkind,
+        -- A dedicated table tells the name of its queue.
+        case when c.relispartition then
+            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN \(''(.*)''\)$'))[1] end
+    from pg_catalog.pg_class c
+    cross join lateral (select substring(c.relname, '^(?:messages|transports|queue)_([0-9]+)(?![0-9])')::bigint) as w (number)
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S', 'v') and case
+        when w.number is not null then
+            not exists (select from pgqueue.queues q where q.queue_id = w.number)
+            and (c.relispartition or pg_catalog.to_regclass(format('pgqueue.messages_%s', w.number)) is null)
+        when c.relname ~ '^(access|rights|archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+$' then
+            'pgqueue.' || c.relname not in (select n.name from named n)
+            -- The comment of a view of access is a pattern.
+            and pg_catalog.obj_description(c.oid, 'pg_class') is null
+    end
+$$;
+comment on function pgqueue._leftovers() is
+'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
+relations of that queue are not listed.';
+
+create function pgqueue._drop_leftovers()
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    leftover record;
+begin
+    -- No queue is created meanwhile.
+    lock table only pgqueue.queues in share mode;
+    for leftover in select l.* from pgqueue._leftovers() l where l.queue_name is null loop
+        execute format(
+            case leftover.kind
+                when 'S' then 'drop sequence %s cascade' when 'v' then 'drop view %s cascade' else 'drop table %s cascade'
+            end,
+            leftover.relation);
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_leftovers() is
+'Drops the relations that belong to no queue, except dedicated tables, in which there can be messages. The repair that
+doctor suggests.';
+
+create function pgqueue._findings_of_leftovers(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql stable
+as $$
+    with leftovers as materialized (
+        select l.* from pgqueue._leftovers() l where q.name is null
+    )
+    (
+        select
+            'warning', l.queue_name, 'leftovers',
+            format('%s is the table of a queue that does not exist: a dump without rows was restored', l.relation),
+            format('select pgqueue.create_queue(%L);', l.queue_name)
+        from leftovers l
+        where l.queue_name is not null
+        order by l.queue_name
+    )
+    union all
+    select
+        'warning', null, 'leftovers',
+        format('%s to no queue, the first is %s: a dump without rows was restored',
+            case count(*) when 1 then '1 relation belongs' else count(*) || ' relations belong' end, min(l.relation::text)),
+        'select pgqueue._drop_leftovers(); -- first create the queues that are missing, which keep the access of roles'
+    from leftovers l
+    where l.queue_name is null
+    having count(*) > 0
+$$;
+comment on function pgqueue._findings_of_leftovers(pgqueue.queues) is
+'The findings of doctor about relations that belong to no queue.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -8482,19 +8624,23 @@ comment on function pgqueue._archive_expiry(timestamptz) is
 'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
 promises of queues that stopped archiving or were dropped.';
 
+create function pgqueue._days()
+returns setof date
+language sql stable
+as $$
+    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+$$;
+comment on function pgqueue._days() is
+'The days of the archive that have a partition.';
+
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
 language sql stable
 as $$
-    select d.day
-    from (
-        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
-        from pg_catalog.pg_inherits i
-        join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-    ) d
-    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
-    order by d.day
+    select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
@@ -8630,6 +8776,9 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
+    else
+        -- A restore without rows may have left it.
+        perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;
 $$;
@@ -8824,6 +8973,25 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
+create function pgqueue._is_day_doubled(day date)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    doubled boolean;
+begin
+    execute format(
+        'select exists ('
+        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+    into doubled;
+    return doubled;
+end;
+$$;
+comment on function pgqueue._is_day_doubled(date) is
+'Whether a message is twice among the first hundred of a day of the archive.';
+
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -8836,6 +9004,7 @@ declare
     is_ahead boolean;
     overdue bigint;
     is_empty boolean;
+    doubled date;
 begin
     if q.name is not null then
         return;
@@ -8883,11 +9052,23 @@ begin
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
+
+    -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
+    select min(w.d) into doubled
+    from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
+    where pgqueue._is_day_doubled(w.d);
+    if doubled is not null then
+        return next row('warning', null, 'doubled_archive',
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
+            'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
+            ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
+            ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
+    end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
-overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
+days, and messages that are there twice.';
 
 create function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
@@ -12250,11 +12431,11 @@ begin
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
     -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
+    -- The key keeps a dump that is restored twice from adding a second row.
     execute format(
-        'create table %s () inherits (pgqueue.transports)'
+        'create table %s (primary key (queue_name)) inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
-    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
@@ -12598,6 +12779,32 @@ $$;
 comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
+
+create function pgqueue._on_queue_created_transport(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if to_regclass(pgqueue._transport_table(q)) is null then
+        return;
+    end if;
+    -- A restore without rows has left the relation. Its trigger has the name of the queue.
+    execute format(
+        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
+        ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
+        ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
+        ' on conflict do nothing', pgqueue._transport_table(q))
+    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, q.name::bytea || '\x00'::bytea;
+    perform pgqueue._sync_archive_trigger(q);
+    if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._unexpose(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
+'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
+have one.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -14000,6 +14207,8 @@ as $$
 begin
     return query
     select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
+    -- A restore without rows leaves the access to queues that do not exist. Their names are not known.
+    where g.queue_name is distinct from substr(g.access_view::text, 9)
     order by g.role_name, g.access, g.queue_name nulls first;
 end;
 $$;
@@ -14069,6 +14278,7 @@ as $$
         cross join lateral aclexplode(c.relacl) as a
         left join pg_roles r on r.oid = a.grantee
         where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and a.grantee <> c.relowner
+            and c.oid <> all (array(select l.relation::oid from pgqueue._leftovers() l))
             and case
                 when c.relname ~ '^access_' then a.grantee = 0
                 else (coalesce(r.rolname, ''), a.privilege_type) not in (

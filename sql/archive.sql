@@ -66,19 +66,23 @@ comment on function pgqueue._archive_expiry(timestamptz) is
 'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
 promises of queues that stopped archiving or were dropped.';
 
+create or replace function pgqueue._days()
+returns setof date
+language sql stable
+as $$
+    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+$$;
+comment on function pgqueue._days() is
+'The days of the archive that have a partition.';
+
 create or replace function pgqueue._expired_days(at timestamptz)
 returns setof date
 language sql stable
 as $$
-    select d.day
-    from (
-        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
-        from pg_catalog.pg_inherits i
-        join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-    ) d
-    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
-    order by d.day
+    select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
@@ -214,6 +218,9 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
+    else
+        -- A restore without rows may have left it.
+        perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;
 $$;
@@ -408,6 +415,25 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
+create or replace function pgqueue._is_day_doubled(day date)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    doubled boolean;
+begin
+    execute format(
+        'select exists ('
+        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+    into doubled;
+    return doubled;
+end;
+$$;
+comment on function pgqueue._is_day_doubled(date) is
+'Whether a message is twice among the first hundred of a day of the archive.';
+
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -420,6 +446,7 @@ declare
     is_ahead boolean;
     overdue bigint;
     is_empty boolean;
+    doubled date;
 begin
     if q.name is not null then
         return;
@@ -467,11 +494,23 @@ begin
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
+
+    -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
+    select min(w.d) into doubled
+    from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
+    where pgqueue._is_day_doubled(w.d);
+    if doubled is not null then
+        return next row('warning', null, 'doubled_archive',
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
+            'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
+            ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
+            ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
+    end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
-overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
+days, and messages that are there twice.';
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null

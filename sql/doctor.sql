@@ -588,6 +588,7 @@ missing_counter, paused_queue, dead_messages, held_group (waits for a dead lette
 longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
 clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
 peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
-(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
 renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
 subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

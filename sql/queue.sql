@@ -204,8 +204,10 @@ begin
             if not found then
                 -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
-                q.queue_id := nextval('pgqueue.queue_id');
-                if dedicated then
+                q.queue_id := pgqueue._take_number(queue_name collate "C");
+                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
+                    dedicated := true;
+                elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
@@ -257,6 +259,8 @@ begin
     ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
+    else
+        perform pgqueue._drop_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
@@ -288,8 +292,10 @@ redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are
 consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
 rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
 with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
-longer transaction keeps a dedicated table from being attached.';
+makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
+what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
+roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
