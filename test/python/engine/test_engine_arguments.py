@@ -35,6 +35,7 @@ MAY_BE_NULL = {
     "record_failure": "delay error headers",
     "redrive": "ids",
     "reject": "error headers",
+    "reschedule": "due_at",
     "revoke_access": "queue_name",
     "stats": "queue_name",
     "stream_begin": "max_replays",
@@ -61,6 +62,7 @@ HOSTILE = {
     "text": ["''", "repeat('x', 100000)", "e'\\n'", "'%s %I $1'"],
     "name": ["''", "repeat('x', 100)", "'public'"],
     "boolean": [],
+    "timestamp with time zone": ["'infinity'", "'-infinity'", "'4713-01-01 00:00+00 BC'", "'294276-12-31 23:59+00'"],
     "uuid": ["'00000000-0000-0000-0000-000000000000'"],
     "jsonb": ["'null'", "'[]'", "'\"\"'", "'1e131071'"],
     "bytea": ["''"],
@@ -99,6 +101,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         if "stream" in verb
         else "'arguments'",
         "name": "'arguments-new'" if verb == "create_schedule" else "'arguments'",
+        "id": "1000000" if verb == "reschedule" else "1",  # 1 is the tick of a schedule
         "cron": "'@daily'",
         "time_zone": "'UTC'",
         "stream_name": "'arguments'",
@@ -140,6 +143,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "jsonb": "'{}'",
         "jsonb[]": "array['{}']::jsonb[]",
         "interval": "'1 day'" if "timeout" not in argument else "'1 min'",
+        "timestamp with time zone": "'2030-01-01 00:00+00'",
         "uuid": "gen_random_uuid()",
         "uuid[]": "array[gen_random_uuid()]",
         "bigint[]": "'{1}'",
