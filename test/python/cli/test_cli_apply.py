@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from clients import wait_for
 from commands import COMMAND, Done, NewDatabase, environment, in_process
 
 import pgqueue
@@ -132,8 +133,14 @@ def test_processes_that_start_at_once_apply_a_file_once(applied: Applied) -> Non
     def start(_: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
 
-    with ThreadPoolExecutor(4) as threads:
-        ended = [*threads.map(start, range(4))]
+    waiting = "select from pg_locks l where not l.granted and l.database = (select oid from pg_database d where"
+    waiting += " d.datname = current_database())"
+    with ThreadPoolExecutor(4) as threads, psycopg.connect(applied.dsn) as connection:
+        connection.execute("lock table pgqueue.queues in access exclusive mode")
+        ending = [threads.submit(start, number) for number in range(4)]
+        wait_for(lambda: connection.execute(waiting.encode()).rowcount == 4)
+        connection.rollback()
+        ended = [each.result() for each in ending]
     assert [done.returncode for done in ended] == [0] * 4, ended
     assert sorted(len(done.stdout.splitlines()) for done in ended) == [0, 0, 0, 15]
     assert len(applied.queues()) == 12

@@ -115,14 +115,15 @@ def apply(
     wanted = _File(file)
     changes: list[_Change] = []
     made = 0
-    with session.connect() as connection:
+    with session.queues() as every:
+        connection = every.connection
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED  # to see what the last one has applied
         with connection.transaction():
             if not dry_run:
                 connection.execute(_LOCK)
             for _ in range(_MOST_ROUNDS):
                 left: list[str] = []
-                changes = [*_Comparison(connection, wanted, prune, left).changes()]
+                changes = [*_Comparison(every, wanted, prune, left).changes()]
                 _show(session, changes)
                 if dry_run or not changes:
                     break
@@ -221,33 +222,33 @@ class _File:
 class _Comparison:
     """The differences between a file and the database, as far as the role of the session sees it."""
 
-    _connection: psycopg.Connection[Any]
+    _every: Queues
     _file: _File
     _prune: bool
     _left: list[str]  # gets what is not in the file, and is not dropped
 
     def changes(self) -> Iterator[_Change]:
         """What to create and alter, then what to drop."""
-        file, every = self._file, Queues(self._connection)
+        file, every = self._file, self._every
         queues = {info.name: info for info in every.list_queues()}
         schedules = {schedule.name: schedule for schedule in every.list_schedules()}
         topics = {(each.queue_name, each.topic) for each in every.list_subscriptions()}
         wanted = {(name, topic) for name, each in file.topics.items() for topic in each}
         for name, settings in (file.queues or {}).items():
-            yield from self._queue(Queue(self._connection, name), settings, queues.get(name))
+            yield from self._queue(Queue(self._every.connection, name), settings, queues.get(name))
         for name, topic in sorted(wanted - topics):
-            subscribe = partial(Queue(self._connection, name).subscribe, topic)
+            subscribe = partial(Queue(self._every.connection, name).subscribe, topic)
             yield _Change("+", "subscription", f"of {name} to {topic}", subscribe)
         for name, settings in (file.schedules or {}).items():
             yield from self._schedule(name, settings, schedules.get(name))
         for name, topic in sorted(each for each in topics - wanted if each[0] in file.topics):
-            unsubscribe = partial(Queue(self._connection, name).unsubscribe, topic)
+            unsubscribe = partial(Queue(self._every.connection, name).unsubscribe, topic)
             yield from self._drop("subscription", f"of {name} to {topic}", unsubscribe)
         for name in sorted(schedules.keys() - (schedules if file.schedules is None else file.schedules).keys()):
             yield from self._drop("schedule", name, partial(every.drop_schedule, name))
         for name in sorted(queues.keys() - (queues if file.queues is None else file.queues).keys()):
             if not is_internal(name):
-                queue = Queue(self._connection, name)
+                queue = Queue(self._every.connection, name)
                 depth = queue.stats()
                 live = depth.ready_messages + depth.inflight_messages + depth.scheduled_messages
                 yield from self._drop("queue", name, queue.drop_queue, {"messages": (live, None)})
@@ -267,22 +268,20 @@ class _Comparison:
             yield _Change("~", "queue", queue.name, partial(queue.alter_queue, **given), changed)
 
     def _schedule(self, name: str, settings: Mapping[str, Any], present: Schedule | None) -> Iterator[_Change]:
-        queue = Queue(self._connection, settings["queue_name"])
+        queue = Queue(self._every.connection, settings["queue_name"])
         own = {key: value for key, value in settings.items() if key != "queue_name"}
         if present is not None and present.queue_name != queue.name:
             if not self._prune:
                 names = present.queue_name, queue.name
                 raise self._fixed(f"schedules.{name}.queue_name", *names, "--prune drops and creates the schedule.")
-            yield from self._drop("schedule", name, partial(Queues(self._connection).drop_schedule, name))
+            yield from self._drop("schedule", name, partial(self._every.drop_schedule, name))
             present = None
         if present is None:
             created = {key: (None, value) for key, value in settings.items()}
             yield _Change("+", "schedule", name, partial(queue.create_schedule, name, **own), created)
         elif changed := self._changed(present, own):
             given = {key: own[key] for key in own if key in changed or key in ("group_key", "priority")}
-            yield _Change(
-                "~", "schedule", name, partial(Queues(self._connection).alter_schedule, name, **given), changed
-            )
+            yield _Change("~", "schedule", name, partial(self._every.alter_schedule, name, **given), changed)
 
     def _changed(self, present: Schedule, own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         changed: dict[str, tuple[Any, Any]] = {}
@@ -291,7 +290,7 @@ class _Comparison:
             if before != after and not (key == "time_zone" and before.lower() == after.lower()):
                 changed[key] = before, after
         values = (present.payload, own.get("payload"), own.get("group_key"), own.get("priority"))
-        (same,) = self._connection.execute(_SAME, [*values, present.headers, own.get("headers")])
+        (same,) = self._every.connection.execute(_SAME, [*values, present.headers, own.get("headers")])
         return changed | {key: (None, None) for key, is_same in zip(_SECRET, same, strict=True) if not is_same}
 
     def _drop(self, *change: Any) -> Iterator[_Change]:
