@@ -4880,6 +4880,48 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create function pgqueue._places_left(
+    q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
+)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ended_ids bigint[];
+begin
+    places := places - cardinality(claimed_ids);
+    if places >= wanted then
+        return places;
+    end if;
+    ended_ids := array(
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+    if ended_ids <> '{}' then
+        begin
+            places := places + (
+                select count(*)
+                from (
+                    select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    limit wanted - places for update of m skip locked
+                ) l
+            );
+            -- Only an error releases the locks before the transaction ends, which may take long.
+            perform pgqueue._raise_queue_busy(q.name, 'claim');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return greatest(0, places);
+end;
+$$;
+comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
+whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
+the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
+limit.';
+
 create function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
@@ -4931,14 +4973,26 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
+    claimed_ids bigint[];
+    places int;
 begin
     foreach place in array positions loop
+        claimed_ids := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+        );
+        places := least(q.group_limit, wanted - cardinality(candidate_ids));
+        if claimed_ids <> '{}' then
+            places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
+        end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -5153,7 +5207,11 @@ begin
                         select from pgqueue.messages c
                         where pgqueue._is_in_partition_of(c.queue_name, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                            and c.id > m.id and c.attempt_count > 0
+                            and (
+                                c.visible_at > at
+                                or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
+                            )
                         offset 0
                     )
                     and not exists (
@@ -5669,7 +5727,7 @@ as $$
 begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _claim_end_times, for which the primary key cannot serve.
+        -- _claimed_ids, for which the primary key cannot serve.
         -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
         execute format(
             'create index %I on %s ((id + 0)) where attempt_count > 0'
@@ -5747,8 +5805,8 @@ as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.ra
 comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
 'The time until there are this number of further tokens, rounded up.';
 
-create function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
-returns timestamptz[]
+create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
+returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -5759,13 +5817,13 @@ declare
     first_id bigint;
     first_check_at timestamptz;
     returned_ids bigint[] := '{}'::bigint[];
-    ends timestamptz[];
+    ids bigint[];
 begin
     -- A dead letter can hold first_id far below the messages in flight. Then the scan begins where the vacant ids end,
     -- and the messages that have returned to those ids are looked up.
     select
         greatest(s.first_id, pgqueue._first_possible_id(s)),
-        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, at) end
+        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, pgqueue._now()) end
     into first_id, first_check_at
     from pgqueue.sweep_state s where s.queue_name = q.name;
     if first_check_at is not null then
@@ -5778,24 +5836,26 @@ begin
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
     lock table only pgqueue.messages in access share mode;
     execute format(
-        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        'select array(select m.id from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
         ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
         pgqueue._partition_of(q))
-    into ends using coalesce(first_id, 1), at;
+    into ids using coalesce(first_id, 1), after;
     if returned_ids <> '{}' then
-        ends := ends || array(
-            select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
+        ids := ids || array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.attempt_count > 0 and m.visible_at > at
+                and m.attempt_count > 0 and m.visible_at > after
                 and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     end if;
-    return ends;
+    return ids;
 end;
 $$;
-comment on function pgqueue._claim_end_times(pgqueue.queues, timestamptz) is
-'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
+comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
+'The messages whose claims end after a time, for a queue that was created with max_in_flight.';
 
-create function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
+create function pgqueue._allowed_messages(
+    q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
+)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5807,26 +5867,34 @@ begin
         wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._claim_end_times(q, at)));
+        wanted := least(wanted, case
+            when is_locked
+                then pgqueue._places_left(q, q.max_in_flight, pgqueue._claimed_ids(q, '-infinity'), at, wanted)
+            else q.max_in_flight - cardinality(pgqueue._claimed_ids(q, at)) end);
     end if;
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
-'How many of the wanted messages the limits of a queue allow now.';
+comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, boolean) is
+'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
+max_in_flight, and claims that other transactions may have extended count, too.';
 
 create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 begin
     if q.max_in_flight is null then
         return null;
     end if;
     return (
-        select e from unnest(pgqueue._claim_end_times(q, at)) as e
-        order by e desc offset q.max_in_flight - 1 limit 1
+        select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, pgqueue._claimed_ids(q, at)) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.visible_at desc offset q.max_in_flight - 1 limit 1
     );
 end;
 $$;
@@ -6001,7 +6069,7 @@ begin
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         -- This is a new statement: it sees the claims of those that held the lock before.
         at := pgqueue._now();
-        allowed := pgqueue._allowed_messages(q, at, wanted);
+        allowed := pgqueue._allowed_messages(q, at, wanted, true);
     end if;
     if allowed <= 0 then
         return '{}'::bigint[];
@@ -6245,6 +6313,20 @@ $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
 'Raises 22023 if id or claim_token is null.';
 
+create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._wake_if_waiting(q, pgqueue._now());
+    return claim_end;
+end;
+$$;
+comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
+'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens the
+claim, which has locked messages.';
+
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 )
@@ -6258,11 +6340,16 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
-    perform pgqueue._check_claim(id, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- The clock is read after the row is locked. From then on claims count the message as in flight.
+        perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     where m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
@@ -6273,7 +6360,7 @@ $$;
 comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
-ended is lost. Raises 22023, PQ001.';
+ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -6288,15 +6375,23 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
-    perform pgqueue._check_claim(0, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- As in extend.
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        for no key update of m;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     return query
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, extend_batch.claim_token)
@@ -9324,7 +9419,7 @@ $$;
 comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
 'Returns the open batch of a stream in the form that the public functions return.';
 
-create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
+create function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -9334,7 +9429,7 @@ declare
 begin
     with extended as (
         update pgqueue.messages m
-        set visible_at = until
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, s.claim_token)
@@ -9347,7 +9442,7 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
@@ -9612,7 +9707,7 @@ begin
             -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
             -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._extend_open_batch(s, s.claimed_until);
+            lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
                 update pgqueue.streams t
@@ -9708,7 +9803,7 @@ begin
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
-        lost := pgqueue._extend_open_batch(s, s.claimed_until);
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
             if fail_on_data_loss then
                 perform pgqueue._raise_stream_data_lost(s, lost);
@@ -9867,7 +9962,7 @@ begin
         return;
     end if;
     s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._extend_open_batch(s, s.claimed_until);
+    lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;

@@ -100,7 +100,7 @@ begin
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         -- This is a new statement: it sees the claims of those that held the lock before.
         at := pgqueue._now();
-        allowed := pgqueue._allowed_messages(q, at, wanted);
+        allowed := pgqueue._allowed_messages(q, at, wanted, true);
     end if;
     if allowed <= 0 then
         return '{}'::bigint[];

@@ -48,6 +48,48 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create or replace function pgqueue._places_left(
+    q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
+)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ended_ids bigint[];
+begin
+    places := places - cardinality(claimed_ids);
+    if places >= wanted then
+        return places;
+    end if;
+    ended_ids := array(
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+    if ended_ids <> '{}' then
+        begin
+            places := places + (
+                select count(*)
+                from (
+                    select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    limit wanted - places for update of m skip locked
+                ) l
+            );
+            -- Only an error releases the locks before the transaction ends, which may take long.
+            perform pgqueue._raise_queue_busy(q.name, 'claim');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return greatest(0, places);
+end;
+$$;
+comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
+whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
+the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
+limit.';
+
 create or replace function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
@@ -99,14 +141,26 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
+    claimed_ids bigint[];
+    places int;
 begin
     foreach place in array positions loop
+        claimed_ids := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+        );
+        places := least(q.group_limit, wanted - cardinality(candidate_ids));
+        if claimed_ids <> '{}' then
+            places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
+        end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -321,7 +375,11 @@ begin
                         select from pgqueue.messages c
                         where pgqueue._is_in_partition_of(c.queue_name, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                            and c.id > m.id and c.attempt_count > 0
+                            and (
+                                c.visible_at > at
+                                or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
+                            )
                         offset 0
                     )
                     and not exists (
