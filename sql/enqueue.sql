@@ -236,7 +236,7 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select pgqueue._dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        select pgqueue._settled_dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
         from pgqueue.queues q
         where q.name = _enqueue_deduplicated.queue_name collate "C"
             and pgqueue._has_fast_path(

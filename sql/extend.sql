@@ -28,8 +28,8 @@ begin
 end;
 $$;
 comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
-'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens the
-claim, which has locked messages.';
+'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
+the claim, which has locked messages.';
 
 create or replace function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
