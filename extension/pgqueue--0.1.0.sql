@@ -1214,16 +1214,6 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
-
-create function pgqueue._is_at_commit()
-returns boolean
-language sql stable
-as $$
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
-    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
-$$;
-comment on function pgqueue._is_at_commit() is
-'For a deferred trigger: whether its transaction commits now.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -1908,6 +1898,31 @@ $$;
 comment on function pgqueue._do_maintenance_if_due(timestamptz) is
 'Calls _do_maintenance if it is due.';
 
+create function pgqueue._is_at_commit()
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    probe tid;
+begin
+    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
+    if current_setting('max_prepared_transactions')::int > 0
+        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
+    then
+        return false;
+    end if;
+    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
+    -- the insert, and deletes the row. At the commit it is deferred.
+    insert into pgqueue.compactions (tried_at, table_name) values (pgqueue._now(), '') returning compactions.ctid into probe;
+    delete from pgqueue.compactions c where c.ctid = probe;
+    return found;
+end;
+$$;
+comment on function pgqueue._is_at_commit() is
+'For do_at_commit: whether the transaction commits now. It goes on if a statement, in whatever function, has set the
+trigger to immediate, or if the transaction is prepared.';
+
 create function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
@@ -1917,6 +1932,10 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
+    if new.table_name = '' then
+        delete from pgqueue.compactions c where c.table_name = '';
+        return null;
+    end if;
     if not pgqueue._is_at_commit() then
         return null;
     end if;
@@ -3031,7 +3050,7 @@ comment on function pgqueue._read_dedup_keys(
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
 or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
-other transactions that replace the messages. were_locked is false if no other transaction is changing one of the keys.';
+other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
 
 create function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz

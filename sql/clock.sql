@@ -14,13 +14,3 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
-
-create or replace function pgqueue._is_at_commit()
-returns boolean
-language sql stable
-as $$
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
-    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
-$$;
-comment on function pgqueue._is_at_commit() is
-'For a deferred trigger: whether its transaction commits now.';

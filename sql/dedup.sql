@@ -105,7 +105,7 @@ comment on function pgqueue._read_dedup_keys(
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
 or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
-other transactions that replace the messages. were_locked is false if no other transaction is changing one of the keys.';
+other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
 
 create or replace function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
