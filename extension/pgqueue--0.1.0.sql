@@ -1236,9 +1236,9 @@ comment on function pgqueue._from_micros(bigint) is
 create function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
+as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
-'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
+'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
 create function pgqueue._take_number(queue_name text)
@@ -4054,8 +4054,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Plain SQL may set a due time that lies a few seconds back.
-    settled_at constant timestamptz := s.settled_at - interval '5 s';
+    -- A due time can lie 100 ms back (_clamp_due_at), and the clock can be set back by less than the rest unnoticed.
+    settled_at constant timestamptz := s.settled_at - interval '1 s';
     old_rows tid[];
     span bigint := 4096;
     below_id bigint;
@@ -4106,6 +4106,17 @@ begin
         where c.queue_name = q.name and c.due_at >= s.first_due_at
         order by c.due_at limit 1)));
 
+    -- Rows whose messages are gone. Sweeps delete them, too, but there may be no claim.
+    delete from pgqueue.requeued_messages r
+    where r.ctid = any (array(
+        select c.ctid
+        from (
+            select l.ctid, l.id from pgqueue.requeued_messages l
+            where l.queue_name = q.name and l.check_at >= s.first_check_at
+            order by l.check_at limit 500 for update skip locked
+        ) c
+        -- `offset 0` keeps the planner from a join that reads the whole queue.
+        where not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = c.id offset 0)));
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -4184,8 +4195,9 @@ begin
     if not s.writers && writers then
         -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
-        s.settled_id := s.bound_id;
-        s.settled_at := least(s.bound_at, at);
+        -- If no transaction writes, the bound that was read just now is settled, too.
+        s.settled_id := case writers when '{}' then bound else s.bound_id end;
+        s.settled_at := case writers when '{}' then at else least(s.bound_at, at) end;
         s.bound_id := bound;
         s.writers := writers;
         s.bound_at := at;
@@ -4236,6 +4248,51 @@ $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+
+create function pgqueue._pages_read(q pgqueue.queues)
+returns bigint
+language sql volatile
+as $$
+    select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched(case
+            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else 'pgqueue.messages_shared'::regclass
+        end)
+$$;
+comment on function pgqueue._pages_read(pgqueue.queues) is
+'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
+pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
+
+create function pgqueue._are_many_pages(pages bigint, living bigint)
+returns boolean
+language sql immutable parallel safe
+-- A row takes at most two pages: those of a message and of its row in requeued_messages.
+as $$ select pages > 50 + 2 * living $$;
+comment on function pgqueue._are_many_pages(bigint, bigint) is
+'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
+
+create function pgqueue._record_if_old(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    if not current_setting('transaction_read_only')::boolean
+        and not exists (
+            select from pgqueue.sweep_state s
+            where s.queue_name = q.name and at - s.recorded_at between interval '0' and interval '1 s'
+        )
+        and pgqueue._try_lock_existing_queue(q)
+    then
+        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value(q.fresh_from_id), 1));
+    end if;
+end;
+$$;
+comment on function pgqueue._record_if_old(pgqueue.queues) is
+'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
+standby, records nothing.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
@@ -4320,6 +4377,8 @@ begin
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
                 2 * cardinality(moved_ids)) r;
         end if;
+        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
+        perform pgqueue._record_if_old(q);
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -4746,7 +4805,8 @@ declare
     passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
-    was_fast boolean;
+    was_short boolean;
+    pages_before bigint;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -4761,14 +4821,14 @@ begin
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
-    -- because the last full pass was not fast.
+    -- because the last full pass has read many pages.
     if pgqueue._is_hourly_reset_due(s, at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
         )
         and (
-            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
                 not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
@@ -4784,6 +4844,7 @@ begin
     end if;
 
     started_at := pgqueue._now();
+    pages_before := pgqueue._pages_read(q);
     -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
     -- pass. It stops early if it has found enough messages or the time is up.
     head_id := pgqueue._first_possible_id(s);
@@ -4859,9 +4920,9 @@ begin
             perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
-    -- 1 if the full pass was fast: the next sweep starts at the head.
-    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
+    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
+    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
+    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
     if cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
@@ -7204,6 +7265,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;
     total int;
@@ -7265,9 +7327,12 @@ begin
             limit 400
         ) w;
         total := total + ready;
-        if total = 0 and examined = 400 then
-            return 1;
-        end if;
+    end if;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, total + coalesce(examined, 0)) then
+        perform pgqueue._record_if_old(q);
+    end if;
+    if total = 0 and examined = 400 then
+        return 1;
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back can have ids that the query above skips.
@@ -7290,8 +7355,9 @@ $$;
 comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
-wait for others of their groups are counted. Locks no message, writes nothing, waits for no consumer, and reads a
-bounded number of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
+wait for others of their groups are counted. Locks and changes no message, waits for no consumer, and reads a bounded
+number of rows. After many messages have left, it may record where the next call can start, unless the transaction is
+read-only. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
 queue is paused. Raises 22023, PQ001.';
 -- Shows messages and dead letters without changing or locking them.
 
@@ -7771,6 +7837,27 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
+create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    pages_before constant bigint := pgqueue._pages_read(q);
+    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
+begin
+    if pgqueue._are_many_pages(
+        pgqueue._pages_read(q) - pages_before,
+        s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
+    then
+        perform pgqueue._record_if_old(q);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._stats_and_record(pgqueue.queues, timestamptz) is
+'The statistics of one queue. If they took many pages of removed rows, the next call skips those.';
+
 create function pgqueue._add_totals(s pgqueue.queue_stats)
 returns pgqueue.queue_stats
 language plpgsql volatile
@@ -7798,6 +7885,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -7806,7 +7894,7 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
+        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
     perform pgqueue._require_untruncated_messages();
@@ -7814,7 +7902,7 @@ begin
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
             or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        s := pgqueue._stats(q, at);
+        s := pgqueue._stats_and_record(q, at);
         begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
@@ -7867,21 +7955,30 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
+    pages_before constant bigint := pgqueue._pages_read(q);
+    living bigint;
     due_at timestamptz;
 begin
     perform pgqueue._require_untruncated_messages();
-    select least(
+    select
+        least(
+            (
+                select s.due_at from pgqueue.scheduled_messages s
+                where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
+                order by s.due_at limit 1
+            ),
+            requeued.due_at, others.due_at),
+        requeued.living + others.living
+    into due_at, living
+    from
         (
-            select min(s.due_at) from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
-        ),
-        (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select r.id from pgqueue.requeued_messages r
                 where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
@@ -7891,9 +7988,9 @@ begin
             cross join lateral (
                 select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
             ) m
-        ),
+        ) requeued,
         (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select c.visible_at
                 from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
@@ -7904,8 +8001,10 @@ begin
                 ) c
                 limit 1000
             ) m
-        )
-    ) into due_at;
+        ) others;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
+        perform pgqueue._record_if_old(q);
+    end if;
     return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
@@ -8138,6 +8237,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -12400,8 +12500,6 @@ begin
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
-        -- Without claims there are no sweeps, which would record where the next scan may start.
-        perform pgqueue._record_vacant_ids(q, at, pgqueue._register_value(q.fresh_from_id));
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -13437,11 +13535,11 @@ comment on function pgqueue._compactable_tables() is
 'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
-    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation)
+    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
     cross join lateral (
         select
@@ -13481,19 +13579,19 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create function pgqueue._is_pinned_for(bytes bigint)
+create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint)
 returns boolean
 language sql volatile
 as $$
     select pgqueue._pinned_transactions() >= 50000
-        or bytes >= 67108864 and coalesce(
+        or (bytes >= 67108864 or dead_rows >= 50000) and coalesce(
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for(bigint) is
+comment on function pgqueue._is_pinned_for(bigint, bigint) is
 'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
-fill a table. From 64 MB on, five seconds suffice, so that it does not become too large to compact, or 100 transactions
-if the time is not known, as for the snapshot of a standby.';
+fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
+or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
 create function pgqueue._tables_to_compact()
 returns table (relation regclass, row_type regtype)
@@ -13502,7 +13600,7 @@ as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes)
+    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
 comment on function pgqueue._tables_to_compact() is
@@ -13861,7 +13959,7 @@ begin
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
                 case
-                    when not pgqueue._is_pinned_for(t.bytes) then 'the space of dead rows can be used again, but is not returned'
+                    when not pgqueue._is_pinned_for(t.bytes, t.dead_rows) then 'the space of dead rows can be used again, but is not returned'
                     when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'

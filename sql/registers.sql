@@ -20,9 +20,9 @@ comment on function pgqueue._from_micros(bigint) is
 create or replace function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
+as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
-'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
+'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
 
 create or replace function pgqueue._take_number(queue_name text)

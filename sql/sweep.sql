@@ -82,6 +82,8 @@ begin
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
                 2 * cardinality(moved_ids)) r;
         end if;
+        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
+        perform pgqueue._record_if_old(q);
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -508,7 +510,8 @@ declare
     passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
-    was_fast boolean;
+    was_short boolean;
+    pages_before bigint;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -523,14 +526,14 @@ begin
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
-    -- because the last full pass was not fast.
+    -- because the last full pass has read many pages.
     if pgqueue._is_hourly_reset_due(s, at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
         )
         and (
-            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
                 not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
@@ -546,6 +549,7 @@ begin
     end if;
 
     started_at := pgqueue._now();
+    pages_before := pgqueue._pages_read(q);
     -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
     -- pass. It stops early if it has found enough messages or the time is up.
     head_id := pgqueue._first_possible_id(s);
@@ -621,9 +625,9 @@ begin
             perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
-    -- 1 if the full pass was fast: the next sweep starts at the head.
-    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
+    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
+    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
+    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
     if cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);

@@ -194,8 +194,9 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
     owner.execute(FORCED_COMPACTION)
     owner.execute("""
         create or replace function pgqueue._overgrown_tables()
-        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
-        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648::bigint, 1::bigint $$
+        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+        language sql volatile
+        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648, 1, 1 $$
     """)
     queue = pgqueue.Queue(owner, "a")
 
