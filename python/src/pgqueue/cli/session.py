@@ -43,6 +43,7 @@ __all__ = [
     "command",
     "discard_unwritten",
     "explain",
+    "has_misread_password",
     "json_argument",
 ]
 
@@ -158,7 +159,7 @@ class Session:
         try:
             yield complete
         except psycopg.OperationalError as error:
-            if error.sqlstate is not None or not _has_misread_password(dsn):
+            if error.sqlstate is not None or not has_misread_password(dsn):
                 raise
             hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
             raise Failure(
@@ -300,7 +301,7 @@ def _complete(dsn: str) -> str:
         raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
 
 
-def _has_misread_password(dsn: str) -> bool:
+def has_misread_password(dsn: str) -> bool:
     """Whether libpq takes a part of a password in a URL for a host or a port. libpq's error then contains that part."""
     found = re.match(r"postgres(?:ql)?://[^:@/?]*:(.*?)@([^?]*)", dsn)
     return found is not None and ("@" in found[2] or unquote(found[1]) != conninfo_to_dict(dsn).get("password"))

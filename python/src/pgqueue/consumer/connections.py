@@ -168,6 +168,7 @@ class ConnectionFactory:
             made = self._source()
         if on_loop and inspect.isawaitable(made):
             made = await made
+        await self._refuse_pooled(made)
         if on_loop and isinstance(made, Connection):
             return _AdoptedConnection(made)
         if not isinstance(made, kind):
@@ -175,6 +176,16 @@ class ConnectionFactory:
             name = f"{type(made).__module__}.{type(made).__qualname__}"
             raise TypeError(f"invalid conninfo: the function returned a {name}; must return a new connection")
         return made
+
+    async def _refuse_pooled(self, made: Any) -> None:
+        """Raise `TypeError` for a connection of a pool, which the consumer would not return to the pool."""
+        if (pool := getattr(made, "_pool", None)) is not None:
+            await done(pool.putconn(made))
+            raise TypeError(
+                f"invalid conninfo: the function returned a connection of pool {pool.name!r} with max_size"
+                f" {pool.max_size}, and a consumer keeps its connections: three, and one for each handler in a"
+                " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
+            )
 
 
 class _AdoptedConnection(AsyncConnection[Any]):
