@@ -29,6 +29,7 @@ import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
+    from consumers import Case, Form
     from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
@@ -324,6 +325,14 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     return queue
+
+
+@pytest.fixture
+def case(form: "Form", database: str, connection: psycopg.Connection[Any], name: str) -> "Case":
+    """A form of consumer, by which the test is parametrized, and a queue for it."""
+    from consumers import Case
+
+    return Case(form, database, connection, name)
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Form, Source, beside, cut, each_of, prepare, waits
+from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Form, Source, beside, cut, each_of, prepare, waits
 from psycopg.conninfo import make_conninfo
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from pgqueue import AsyncConsumer, Consumer, _calls
 from pgqueue._tasks import end_tasks, within
@@ -151,20 +150,18 @@ def test_the_liveness_file_is_not_touched_while_the_event_loop_is_blocked(
 
 
 @each_of(PAIR[:1])
-def test_the_loss_of_the_listener_is_noticed_at_once(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_the_loss_of_the_listener_is_noticed_at_once(case: Case) -> None:
+    queue = case.prepare()
     listening = "application_name = %s and query ilike 'unlisten%%'"  # the last that it says before it waits
 
     def listeners() -> set[int]:
-        found = connection.execute(f"select pid from pg_stat_activity where {listening}", (name,))
+        found = case.execute(f"select pid from pg_stat_activity where {listening}", (case.name,))
         return {pid for (pid,) in found}
 
-    with form.consuming(database, name, peek_delay=600 * SECOND) as run:
+    with case.consuming(peek_delay=600 * SECOND) as run:
         (lost,) = wait_for(listeners)
-        wait_for(lambda: waits(connection, name))
-        connection.execute("select pg_terminate_backend(%s)", (lost,))
+        wait_for(case.waits)
+        case.execute("select pg_terminate_backend(%s)", (lost,))
         wait_for(lambda: listeners() - {lost})
         queue.enqueue(1)
         wait_for(lambda: run.returned == [1])
@@ -172,12 +169,7 @@ def test_the_loss_of_the_listener_is_noticed_at_once(
 
 @each_of(OTHER_PAIR[:1])
 def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
-    form: Form,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    database: str,
-    connection: Connection,
-    name: str,
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As behind a pooler that the consumer does not recognize."""
     asked: list[Any] = []
@@ -189,26 +181,24 @@ def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
     monkeypatch.setattr(_calls, "listen", listen)
     monkeypatch.setattr(timings, "probe", 0.1)
     monkeypatch.setattr(timings, "longest_listen_pause", 0.1)
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=SECOND) as run:
+    queue = case.prepare()
+    with case.consuming(peek_delay=SECOND) as run:
         wait_for(lambda: len(asked) > 4)  # two for each attempt to listen
         assert not run.consumer.stats.listening
         for number in range(3):
             queue.enqueue(number)
             wait_for(partial(lambda number: number in run.returned, number))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"{name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
+    expected = f"{case.name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
     assert [text for text in warnings if "LISTEN" in text] == [expected]
 
 
 @each_of(OTHER_PAIR)
-def test_a_look_that_may_have_missed_messages_is_repeated(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
+def test_a_look_that_may_have_missed_messages_is_repeated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("quiet", "trust"):
         monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only one notification ends it.
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_batch_size=1) as run:
+    queue = case.prepare()
+    with case.consuming(peek_batch_size=1) as run:
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         queue.enqueue_batch(list(range(60)))
         wait_for(lambda: len(run.returned) == 60)
@@ -218,9 +208,9 @@ def test_a_look_that_may_have_missed_messages_is_repeated(
 
 
 @each_of([PAIR[0], OTHER_PAIR[0]])
-def test_one_consumer_runs_once_at_a_time(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name)
-    with form.consuming(database, name) as run:
+def test_one_consumer_runs_once_at_a_time(case: Case) -> None:
+    case.prepare()
+    with case.consuming() as run:
         for begin in ("start", "run"):
             with pytest.raises(RuntimeError, match="is running already"):
                 run.ask(begin)
