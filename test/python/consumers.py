@@ -358,6 +358,12 @@ class Case:
     def attempts(self) -> list[int]:
         return attempts(self.connection, self.name)
 
+    def dead_letters(self, number: int = 1) -> list[pgqueue.DeadMessage]:
+        """Wait until so many messages are dead, and no other is left."""
+        queue = pgqueue.Queue(self.connection, self.name)
+        wait_for(lambda: queue.stats().dead_messages >= number and self.is_empty())
+        return queue.browse_dead_messages()
+
     def is_empty(self) -> bool:
         return is_empty(self.connection, self.name)
 

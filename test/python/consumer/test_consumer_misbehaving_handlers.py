@@ -1,13 +1,12 @@
 """What handlers, their functions and their payloads may do to a consumer: it costs the message, and nothing else."""
 
 import asyncio
-import logging
 import secrets
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -393,70 +392,6 @@ def test_an_exception_given_as_a_reason_is_recorded(case: Case) -> None:
         ("reject", "rejected", 1, "no such customer"),
         ("retry", "attempts_exhausted", 2, "no such customer"),
     }
-    assert run.criticals == []
-
-
-class Throttled(pgqueue.Retry):
-    def __init__(self, seconds: int) -> None:
-        self.seconds = seconds
-
-
-class Refused(pgqueue.Reject):
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
-class Quits(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
-
-
-class Secretive(Exception):
-    @property
-    def __cause__(self) -> BaseException | None:  # type: ignore[override]
-        raise ValueError("not told")
-
-
-class Curious(logging.Handler):
-    """Asks exceptions for their text, as formatters do that make JSON of them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.format(record)
-        if record.exc_info:
-            str(record.exc_info[1])
-
-
-@pytest.fixture
-def curious() -> Iterator[None]:
-    handler = Curious()
-    logging.getLogger("pgqueue.consumer").addHandler(handler)
-    yield
-    logging.getLogger("pgqueue.consumer").removeHandler(handler)
-
-
-@each_of(MIXED)
-@pytest.mark.usefixtures("curious")
-def test_badly_written_exceptions_cost_only_their_message_an_attempt(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    raised: dict[str, Exception] = {
-        "throttled": Throttled(5),
-        "refused": Refused(7),
-        "quits": Quits(),
-        "secret": Secretive(),
-    }
-    queue.enqueue_batch([*raised, "good"])
-
-    async def work(step: Step) -> None:
-        if error := raised.get(step.message.payload):
-            raise error
-
-    with case.consuming(work, concurrency=1) as run:
-        wait_for(case.is_empty)
-        assert run.consumer._busy
-    assert run.returned == ["good"]
-    dead = {letter.payload: (letter.reason, letter.attempt_count) for letter in queue.browse_dead_messages()}
-    spent = ("attempts_exhausted", 2)
-    assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent, "secret": spent}
     assert run.criticals == []
 
 

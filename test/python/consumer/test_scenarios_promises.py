@@ -4,15 +4,14 @@ import asyncio
 import inspect
 import logging
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from threading import Event
 from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, drop, is_empty, wait_for
+from clients import PATIENCE, drop, wait_for
 from consumers import (
     CROSSED,
     LONG,
@@ -22,7 +21,6 @@ from consumers import (
     PAIR,
     PLAIN,
     SECOND,
-    THREADS,
     Case,
     Form,
     Interrupted,
@@ -38,7 +36,7 @@ from consumers import (
 )
 
 import pgqueue
-from pgqueue import DeadMessage, Queue, Reject, Retries, Retry
+from pgqueue import Reject, Retry
 from pgqueue.telemetry import inject, instrument
 
 Connection = psycopg.Connection[Any]
@@ -53,14 +51,6 @@ OURS = {
     "pgqueue.failed_at",
     "pgqueue.attempts",
 }
-
-
-def dead_letters(connection: Connection, name: str, number: int = 1) -> list[DeadMessage]:
-    """Wait until so many messages are dead, and none is left."""
-    queue = Queue(connection, name)
-    # Some have megabytes to say about their death, which takes a busy machine its time.
-    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name))
-    return queue.browse_dead_messages()
 
 
 # Waking
@@ -282,314 +272,6 @@ def test_claims_of_prefetched_messages_are_extended_while_they_wait(
     assert run.attempts == [1] * 5
 
 
-# Failures
-
-
-@together(MIXED)
-def test_a_message_that_dies_carries_its_history(case: Case) -> None:
-    queue = case.prepare(max_attempts=3)
-    new_id = queue.enqueue({"n": 1}, headers={"mine": [1]}, body=None)
-    before = datetime.now(UTC)
-
-    async def work(step: Step) -> None:
-        try:
-            raise KeyError("inner")
-        except KeyError as cause:
-            raise LookupError(f"attempt {step.attempt}: ünïcödé 📬") from cause
-
-    with case.consuming(work, claimed_by="somebody") as run:
-        [dead] = dead_letters(case.connection, case.name)
-    causes = [f"attempt {n}: ünïcödé 📬" for n in (1, 2, 3)]
-    assert run.attempts == [1, 2, 3]
-    assert [call.headers for call in run.calls] == [{"mine": [1]}] * 3
-    assert (dead.id, dead.payload, dead.reason, dead.attempt_count) == (new_id, {"n": 1}, "attempts_exhausted", 3)
-    assert dead.headers is not None
-    assert set(dead.headers) == OURS | {"mine"}
-    assert dead.headers["mine"] == [1]
-    assert dead.headers["pgqueue.failed_queue"] == case.name
-    assert dead.headers["pgqueue.exception_type"].endswith("LookupError")
-    assert dead.headers["pgqueue.exception_message"] == causes[-1]
-    assert "KeyError: 'inner'" in dead.headers["pgqueue.stack_trace"]
-    assert "test_scenarios_promises.py" in dead.headers["pgqueue.stack_trace"]
-    assert dead.headers["pgqueue.attempts"] == 3
-    moments = [dead.headers["pgqueue.failed_at"]]
-    history = dead.headers["pgqueue.failures"]
-    assert [entry["attempt"] for entry in history] == [1, 2, 3]
-    assert [entry["exception_message"] for entry in history] == causes
-    assert all(entry["exception_type"].endswith("LookupError") for entry in history)
-    assert {entry["consumer"] for entry in history} == {"somebody"}
-    moments += [entry["failed_at"] for entry in history]
-    for moment in moments:
-        at = datetime.fromisoformat(moment)
-        assert at.tzinfo is not None
-        assert before - SECOND <= at <= datetime.now(UTC) + SECOND
-    assert dead.last_error is not None
-    assert dead.last_error.startswith(f"LookupError: {causes[-1]}\n\n")
-    assert "Traceback" in dead.last_error
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("not even this")
-
-
-class Endless(Exception):
-    pass
-
-
-def endless() -> Exception:
-    error = Endless("x" * 1_000_000)
-    other = Endless("y")
-    error.__cause__, other.__context__ = other, error
-    return error
-
-
-def deep() -> Exception:
-    error: BaseException = ValueError(0)
-    for number in range(3000):
-        new = ValueError(number)
-        new.__cause__ = error
-        error = new
-    return error  # type: ignore[return-value]
-
-
-NASTY: dict[str, Any] = {
-    "of NUL": lambda: ValueError("a\0b\0"),
-    "of lone surrogates": lambda: ValueError("\ud800 \udfff"),
-    "of bytes": lambda: ValueError(b"\xff\0"),
-    "that cannot be said": Unspeakable,
-    "without end": endless,
-    "with many causes": deep,
-    "of many": lambda: ExceptionGroup("many", [ValueError("\0"), KeyError(1)]),
-    "of everything": lambda: ValueError("".join(chr(n) for n in range(0x3000))),
-    "with notes": lambda: noted(ValueError("x"), "n" * 1_000_000 + "\0"),
-    "of recursion": lambda: RecursionError("too deep"),
-    "of assertion": AssertionError,
-    "of memory": MemoryError,
-}
-
-
-def noted(error: Exception, note: str) -> Exception:
-    error.add_note(note)
-    return error
-
-
-@each_of(PAIR[:1])
-def test_records_of_extreme_exceptions_stay_within_their_bounds(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch(list(NASTY))
-
-    async def work(step: Step) -> None:
-        raise NASTY[step.message.payload]()
-
-    with case.consuming(work) as run:
-        dead = dead_letters(case.connection, case.name, len(NASTY))
-    assert sorted(run.attempts) == [1] * len(NASTY) + [2] * len(NASTY)
-    assert (run.criticals, run.circuits) == ([], [])
-    assert {call.headers for call in run.calls} == {None}
-    for letter in dead:
-        assert letter.last_error
-        assert len(letter.last_error) <= 65536
-        headers = letter.headers
-        assert headers is not None
-        assert set(headers) == OURS
-        assert headers["pgqueue.exception_type"]
-        assert len(headers["pgqueue.stack_trace"]) <= 16384
-        assert len(headers["pgqueue.exception_message"]) <= 4096
-        assert all(len(entry["exception_message"]) <= 500 for entry in headers["pgqueue.failures"])
-        assert len(headers["pgqueue.failures"]) == 2
-
-
-@together(OTHER_PAIR)
-def test_headers_that_leave_no_room_for_records_stay_unchanged(case: Case) -> None:
-    headers = {"h": "x" * 65_000}
-    case.prepare(max_attempts=2).enqueue(1, headers=headers)
-    with case.consuming(failing(ValueError("e" * 4000))) as run:
-        [dead] = dead_letters(case.connection, case.name)
-    assert dead.headers is not None
-    assert dead.headers["h"] == headers["h"]
-    assert [call.headers for call in run.calls] == [headers] * 2
-    assert (dead.attempt_count, dead.reason) == (2, "attempts_exhausted")
-    assert dead.last_error is not None
-    assert dead.last_error.startswith("ValueError: eeee")
-
-
-@together(PAIR)
-def test_a_redriven_message_has_the_content_that_was_sent(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue(1, headers={"mine": 1})
-    works = Event()
-
-    async def work(_: Step) -> None:
-        if not works.is_set():
-            raise ValueError
-
-    with case.consuming(work) as run:
-        [first] = dead_letters(case.connection, case.name)
-        assert queue.redrive() == 1
-        [second] = dead_letters(case.connection, case.name)
-        assert second.died_at > first.died_at
-        works.set()
-        assert queue.redrive() == 1
-        wait_for(case.is_empty)
-    assert run.attempts == [1, 2, 1, 2, 1]
-    assert [call.headers for call in run.calls] == [{"mine": 1}] * 5
-    assert second.headers is not None
-    assert second.headers["pgqueue.attempts"] == 2
-
-
-@pytest.mark.parametrize("how", ["raise", "mark"])
-@together(MIXED)
-def test_a_rejected_message_is_dead_at_once(case: Case, how: str) -> None:
-    queue = case.prepare(max_attempts=5)
-    queue.enqueue("bad", headers={"mine": 1})
-    case.execute(f'create table "{case.name}" (n int)')
-
-    async def work(step: Step) -> None:
-        if step.connection is not None:
-            await step.execute(f'insert into "{case.name}" values (1)')
-        if how == "raise":
-            raise Reject("it is of no use")
-        step.delivery.reject("it is of no use")
-
-    with case.consuming(work) as run:
-        [dead] = dead_letters(case.connection, case.name)
-    assert run.attempts == [1]
-    assert (dead.reason, dead.attempt_count) == ("rejected", 1)
-    assert dead.last_error is not None
-    assert "it is of no use" in dead.last_error
-    assert dead.headers is not None
-    assert dead.headers["mine"] == 1
-    assert dead.headers["pgqueue.failed_queue"] == case.name
-    assert run.failures == []
-    assert [event.message_id for event in run.events if event.kind == "dead"] == [dead.id]
-    if how == "raise":
-        assert case.rows(f'select * from "{case.name}"') == [], "the work of a handler that raised"
-
-
-@together(CROSSED)
-def test_a_retry_comes_after_its_delay(case: Case) -> None:
-    queue = case.prepare(backoff_base=timedelta(hours=1))
-    moments: dict[str, list[float]] = {}
-
-    async def work(step: Step) -> None:
-        how = step.message.payload
-        moments.setdefault(how, []).append(time.monotonic())
-        if step.attempt == 1 and how == "mark":
-            step.delivery.retry(after=300 * MILLISECOND, error="busy")
-        elif step.attempt == 1:
-            raise Retry(after=NOW if how == "at once" else 300 * MILLISECOND, error="busy")
-
-    with case.consuming(work, concurrency=3, peek_delay=LONG) as run:
-        wait_for(case.waits)
-        ids = queue.enqueue_batch(["raise", "mark", "at once"])
-        wait_for(case.is_empty)
-    assert sorted((call.message.id, call.attempt) for call in run.calls) == [(sent, n) for sent in ids for n in (1, 2)]
-    assert all(moments[how][1] - moments[how][0] >= 0.29 for how in ("raise", "mark"))
-    assert all("busy" in (call.message.last_error or "") for call in run.calls if call.attempt == 2)
-    assert {"retried", "succeeded"} <= {event.kind for event in run.events}
-    assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (3, 3)
-
-
-@each_of(PAIR)
-def test_a_retry_without_a_delay_uses_the_backoff_of_the_queue(case: Case) -> None:
-    queue = case.prepare(backoff_base=timedelta(hours=1), backoff_max=timedelta(hours=9), backoff_jitter=0)
-    queue.enqueue_batch(["Retry", "error"])
-
-    async def work(step: Step) -> None:
-        raise Retry() if step.message.payload == "Retry" else ValueError
-
-    with case.consuming(work):
-        wait_for(lambda: queue.stats().scheduled_messages == 2)
-    for message in queue.browse("scheduled"):
-        assert timedelta(hours=1) <= message.visible_at - message.enqueued_at < timedelta(hours=2)
-        assert message.attempt_count == 1
-
-
-@together(MIXED)
-def test_immediate_retries_come_before_delayed_retries(case: Case) -> None:
-    queue = case.prepare(max_attempts=100, backoff_base=timedelta(hours=1))
-    queue.enqueue(1)
-    moments: list[float] = []
-
-    async def work(_: Step) -> None:
-        moments.append(time.monotonic())
-        raise ValueError
-
-    retries = Retries(immediate=2, delayed=2, delays=[SECOND / 2])
-    with case.consuming(work, retries=retries) as run:
-        [dead] = dead_letters(case.connection, case.name)
-    assert run.attempts == list(range(1, 10))
-    assert (dead.attempt_count, dead.reason) == (9, "attempts_exhausted")
-    assert (dead.last_error or "").startswith("all 9 attempts failed\n\nValueError")
-    pauses = [after - before for before, after in pairwise(moments)]
-    assert all(pauses[place] >= 0.49 for place in (2, 5))
-
-
-@each_of(THREADS[:1])
-def test_retries_end_when_the_attempts_of_the_message_are_exhausted(
-    case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = case.prepare(max_attempts=2, backoff_base=timedelta(hours=1))
-    queue.enqueue(1)
-    with case.consuming(failing(), retries=Retries(immediate=5, delayed=0)) as run:
-        [dead] = dead_letters(case.connection, case.name)
-    assert any("attempts" in record.getMessage() for record in caplog.records)
-    assert run.attempts == [1, 2]
-    assert dead.reason == "attempts_exhausted"
-
-
-@together(CROSSED)
-def test_a_message_that_always_fails_does_not_delay_the_others(case: Case) -> None:
-    queue = case.prepare(max_attempts=5)
-    queue.enqueue_batch(["poison"] * 4 + ["good"] * 20)
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "poison":
-            raise ValueError
-
-    with case.consuming(work, concurrency=2) as run:
-        dead = dead_letters(case.connection, case.name, 4)
-    assert run.returned == ["good"] * 20
-    assert [letter.payload for letter in dead] == ["poison"] * 4
-    assert {letter.attempt_count for letter in dead} == {5}
-    stats = run.consumer.stats
-    assert (stats.received, stats.succeeded, stats.failed, stats.lost, stats.running) == (40, 20, 20, 0, 0)
-    assert {event.queue_name for event in run.events} == {case.name}
-    kinds = ["succeeded", "retried", "dead"] + ["claimed"] * (case.form.mode != "receive")
-    counts = [sum(event.count for event in run.events if event.kind == kind) for kind in kinds]
-    assert counts == [20, 16, 4, 40][: len(kinds)]
-
-
-FATAL: dict[str, Any] = {
-    "SystemExit": lambda: SystemExit(3),
-    "KeyboardInterrupt": KeyboardInterrupt,
-    "GeneratorExit": GeneratorExit,
-    "CancelledError": asyncio.CancelledError,
-    "StopIteration": StopIteration,
-    "StopAsyncIteration": StopAsyncIteration,
-    "TimeoutError": TimeoutError,
-}
-
-
-@together(CROSSED)
-def test_any_exception_of_a_handler_fails_its_message_and_not_the_consumer(case: Case) -> None:
-    queue = case.prepare(max_attempts=2)
-    queue.enqueue_batch([*FATAL, "good"])
-
-    async def work(step: Step) -> None:
-        if step.message.payload in FATAL:
-            raise FATAL[step.message.payload]()
-
-    with case.consuming(work, concurrency=1) as run:
-        dead = dead_letters(case.connection, case.name, len(FATAL))
-        queue.enqueue("good")
-        wait_for(case.is_empty)
-    assert sorted(letter.payload for letter in dead) == sorted(FATAL)
-    assert {letter.attempt_count for letter in dead} == {2}
-    assert run.returned == ["good", "good"]
-
-
 # Batches
 
 
@@ -629,7 +311,7 @@ def test_only_the_failing_message_of_a_batch_fails(case: Case) -> None:
                 raise ValueError("poison")
 
     with case.consuming(work, batch_size=6, concurrency=1) as run:
-        [dead] = dead_letters(case.connection, case.name)
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.attempt_count) == (7, 2)
     assert dead.last_error is not None
     assert dead.last_error.startswith("ValueError: poison")
@@ -664,7 +346,7 @@ def test_messages_of_a_batch_may_have_different_outcomes(case: Case, how: str) -
             step.deliveries.clear()
 
     with case.consuming(work, batch_size=4, concurrency=1) as run:
-        [dead] = dead_letters(case.connection, case.name)
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.reason, dead.attempt_count) == ("reject", "rejected", 1)
     assert calls == [[("good", 1), ("retry", 1), ("reject", 1), ("good", 1)], [("retry", 2)]]
     stats = run.consumer.stats
@@ -773,27 +455,12 @@ def test_an_async_consumer_does_not_block_the_event_loop(case: Case) -> None:
 # Being seen
 
 
-@each_of(OTHER_PAIR)
-def test_log_records_name_queue_message_and_attempt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "pgqueue.consumer")
-    queue = case.prepare(max_attempts=2)
-    new_id = queue.enqueue(1)
-    with case.consuming(failing(ValueError("broken"))):
-        dead_letters(case.connection, case.name)
-    about = [record for record in caplog.records if getattr(record, "message", None) == new_id or of(record) == new_id]
-    loud = [record for record in about if record.levelno >= logging.WARNING]
-    assert {getattr(record, "attempt", None) for record in loud} >= {1, 2}
-    assert {getattr(record, "queue", None) for record in about} == {case.name}
-    assert all(record.name.startswith("pgqueue.consumer") for record in about)
-
-
 @pytest.mark.parametrize(("form", "level"), [*zip(PAIR, [logging.INFO, logging.DEBUG], strict=True)], ids=str)
 def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
     case: Case, caplog: pytest.LogCaptureFixture, level: int
 ) -> None:
     caplog.set_level(level, "pgqueue.consumer")
-    queue = case.prepare(max_attempts=3)
-    queue.enqueue(1)
+    sent = case.prepare(max_attempts=3).enqueue(1)
     unreachable = psycopg.OperationalError("connection failed: Connection refused\n\tIs the server running?")
 
     async def work(step: Step) -> None:
@@ -802,8 +469,11 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
         raise unreachable
 
     with case.consuming(work):
-        dead_letters(case.connection, case.name)
-    said = [record for record in caplog.records if "failed on attempt" in record.getMessage()]
+        case.dead_letters()
+    about = [record for record in caplog.records if vars(record).get("message_id") == sent]
+    assert {(record.name, vars(record)["queue"]) for record in about} == {("pgqueue.consumer", case.name)}
+    said = [record for record in about if "failed on attempt" in record.getMessage()]
+    assert [vars(record)["attempt"] for record in said] == [1, 2, 3]
     reason = "OperationalError: connection failed: Connection refused Is the server running?"
     assert [record.getMessage().partition("failed on ")[2] for record in said] == [
         f"attempt 1: {reason}; the next attempt follows in 0.2 s",
@@ -812,11 +482,6 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
     ]
     assert {record.levelno for record in said} == {logging.WARNING}
     assert [record.exc_info is not None for record in said] == [level == logging.DEBUG] * 3
-
-
-def of(record: logging.LogRecord) -> Any:
-    """The message's id: `message` is a name that logging keeps for itself."""
-    return getattr(record, "message_id", None)
 
 
 @together(MIXED)
@@ -838,7 +503,7 @@ def test_hooks_that_raise_affect_no_message(case: Case) -> None:
 
     hooks: dict[str, Any] = {hook: raising(hook) for hook in ("observe", "on_critical", "on_circuit")}
     with case.consuming(work, policy=failing(KeyError()), **hooks) as run:
-        dead_letters(case.connection, case.name)
+        case.dead_letters()
         assert called == {"observe", "on_critical"}
         drop(case.connection, case.name)
         wait_for(lambda: called == set(hooks))

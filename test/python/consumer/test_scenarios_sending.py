@@ -41,14 +41,6 @@ MILLISECOND = timedelta(milliseconds=1)
 INJECTION = "x\"'; drop table victims; --"
 
 
-def die(connection: Connection, name: str) -> pgqueue.DeadMessage:
-    """Wait for the one dead letter of a queue, and for nothing else to be left."""
-    queue = Queue(connection, name)
-    wait_for(lambda: queue.stats().dead_messages and is_empty(connection, name))
-    [dead] = queue.browse_dead_messages()
-    return dead
-
-
 # 34: a long receive
 
 
@@ -197,7 +189,7 @@ def test_messages_sent_by_a_handler_arrive_all_or_none(case: Case) -> None:
                 Queue(sender, queue).enqueue(step.message.payload)
 
     with case.consuming(work):
-        dead = die(case.connection, case.name)
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.reason) == ("nowhere", "attempts_exhausted")
     error = dead.last_error or ""
     assert error.startswith(("pgqueue.errors.QueueNotFound: ", "QueueNotFound: "))
@@ -402,7 +394,7 @@ def test_a_dead_letter_does_not_expire(case: Case) -> None:
     queue = case.prepare(max_attempts=1)
     new_id = queue.enqueue(1, expires_in=timedelta(hours=1))
     with case.consuming(failing()):
-        die(case.connection, case.name)
+        case.dead_letters()
         # Its time passes.
         case.execute(
             "update pgqueue.dead_messages set expires_at = clock_timestamp() - interval '1 s' where id = %s", (new_id,)
@@ -434,7 +426,7 @@ def test_a_hostile_reply_address_is_an_unknown_queue(case: Case) -> None:
                 Queue(sender, reply_to).enqueue(1)
 
     with case.consuming(work):
-        dead = die(case.connection, case.name)
+        [dead] = case.dead_letters()
     assert "QueueNotFound" in (dead.last_error or "")
     assert "drop table victims" in (dead.last_error or "")
     assert case.rows("select count(*) from victims") == [(0,)]
@@ -485,7 +477,7 @@ def test_only_messages_sent_on_another_connection_survive_a_final_failure(case: 
         raise ValueError
 
     with case.consuming(work) as run:
-        dead = die(case.connection, case.name)
+        [dead] = case.dead_letters()
     assert run.attempts == [1, 2]
     assert (dead.reason, dead.attempt_count) == ("attempts_exhausted", 2)
     assert is_empty(case.connection, joined.name)
