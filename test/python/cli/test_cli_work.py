@@ -556,10 +556,11 @@ def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Pa
     assert "stopped by force" not in done.err
 
 
-def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path) -> None:
+@pytest.mark.parametrize("handler", ["never", "never_async"])
+def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path, handler: str) -> None:
     orders.enqueue(1)
     options = ("--grace-period", "200ms", "--visibility-timeout", "1h")
-    with working(orders, "never", *options, shop=shop) as command:
+    with working(orders, handler, *options, shop=shop) as command:
         command.signal(signal.SIGTERM)
         assert command.end().status == 0
     (message,) = wait_for(orders.claim)

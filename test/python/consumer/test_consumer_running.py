@@ -15,8 +15,9 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Form, Source, beside, cut, each_of, prepare, waits
+from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Source, beside, cut, each_of, prepare
 from psycopg.conninfo import make_conninfo
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from pgqueue import AsyncConsumer, Consumer, _calls
 from pgqueue._tasks import end_tasks, within

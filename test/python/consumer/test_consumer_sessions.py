@@ -250,9 +250,7 @@ def test_a_consumer_uses_adapters_of_its_own_on_connections_of_the_user(case: Ca
             raise ValueError("once")
 
     exact = partial(json.loads, parse_int=Decimal)
-    with case.form.consuming(
-        source, case.name, work, batch_size=3, visibility_timeout=LONG, json_loads=exact
-    ) as run:
+    with case.form.consuming(source, case.name, work, batch_size=3, visibility_timeout=LONG, json_loads=exact) as run:
         queue.enqueue_batch([0, 1, 2])
         wait_for(case.is_empty)
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import psycopg
 import typer
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
 
 __all__ = ["work"]
+
+_THREADS_SECONDS: Final = 1.0  # for threads of handlers to end after a stop
 
 
 class Mode(StrEnum):
@@ -200,6 +202,12 @@ async def _run_async(session: Session, consumer: "AsyncConsumer", monitor: WorkM
     loop = asyncio.get_running_loop()
     with _stoppable(session, monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
+    if monitor.signals:
+        # The thread for which a cancelled handler has waited goes on, and asyncio.run would wait for it.
+        ending = asyncio.create_task(loop.shutdown_default_executor())
+        await asyncio.wait([ending], timeout=_THREADS_SECONDS)
+        if not ending.done():
+            _exit(0)
 
 
 @contextmanager
@@ -218,11 +226,15 @@ def _stoppable(session: Session, monitor: WorkMonitor, stop: Callable[[], object
         with stop_signals.call(note), monitor(stop):
             yield
     except (SystemExit, RuntimeError) as end:
-        status = int(end.code or 0) if isinstance(end, SystemExit) else session.fail(Failure(str(end)))
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(status)
+        _exit(int(end.code or 0) if isinstance(end, SystemExit) else session.fail(Failure(str(end))))
+
+
+def _exit(status: int) -> None:
+    """End the process, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _load(handler: str) -> Callable[..., Any]:
