@@ -8677,7 +8677,7 @@ as $$
         c.oid::regclass, c.relkind,
         -- A dedicated table tells the name of its queue.
         case when c.relispartition then
-            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN \(''(.*)''\)$'))[1] end
+            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
     from pg_catalog.pg_class c
     cross join lateral (select substring(c.relname, '^(?:messages|transports|queue)_([0-9]+)(?![0-9])')::bigint) as w (number)
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S', 'v') and case
@@ -13035,7 +13035,7 @@ begin
         ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
         ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, q.name::bytea || '\x00'::bytea;
+    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
     perform pgqueue._sync_archive_trigger(q);
     if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._unexpose(q);

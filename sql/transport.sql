@@ -923,7 +923,7 @@ begin
         ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
         ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, q.name::bytea || '\x00'::bytea;
+    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
     perform pgqueue._sync_archive_trigger(q);
     if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
         perform pgqueue._unexpose(q);

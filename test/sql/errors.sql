@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(307);
+select plan(310);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -31,7 +31,7 @@ insert into verbs values
 ('alter_queue', ''), ('drop_queue', ''), ('get_queue', ''), ('pause_queue', ''), ('resume_queue', ''), ('purge_queue', ''),
 ('enqueue', ', ''1'''), ('enqueue_batch', ', ''{1}'''), ('claim', ''), ('ack', ', 1, gen_random_uuid()'), ('ack_batch', ', ''{1}'', gen_random_uuid()'),
 ('exchange', ', null, null'), ('nack', ', 1, gen_random_uuid()'), ('reject', ', 1, gen_random_uuid()'), ('extend', ', 1, gen_random_uuid()'),
-('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'),
+('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'), ('reschedule', ', 1'),
 ('receive', ''), ('sink_stage', ', gen_random_uuid(), 0, 0'), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('browse_archived_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
 ('stream_open', ', ''s'''), ('stream_claim', ', ''s'', 1, 0, null'), ('stream_begin', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_read', ', ''s'', 1, 1, gen_random_uuid()'),
 ('stream_extend', ', ''s'', 1'), ('stream_ack', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_skip', ', ''s'', 1'), ('list_streams', ''), ('list_subscriptions', ''), ('list_schedules', ''), ('cancel', ', 1'), ('cancel_by_key', ', ''k'''), ('expose_transport', ''), ('unexpose_transport', ''), ('advance_transport', ''), ('drop_stream', ', ''s'''),

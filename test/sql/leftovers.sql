@@ -41,7 +41,7 @@ create function pg_temp.parts(queue text) returns text[] language sql as $$
 $$;
 create function pg_temp.findings() returns text[] language sql as $$
     select array(select (f.finding || coalesce(' ' || f.queue_name, '')) collate "C" from pgqueue.doctor() f
-        where f.finding not in ('hidden_transactions', 'pinned_horizon') order by 1)
+        where f.finding not in ('hidden_transactions', 'pinned_horizon', 'compaction', 'uncompacted_table') order by 1)
 $$;
 create function pg_temp.works(queue text) returns boolean language plpgsql as $$
 declare
