@@ -418,7 +418,8 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
-others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
+others of their groups (group_limit) or because max_in_flight or rate_limit holds. If group_limit is 1, the in-flight
+messages include those of a group that wait for their retry. A message without attempts left
 counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
 without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
 kind are counted. Higher figures are estimated from samples and named in estimates, so that the
