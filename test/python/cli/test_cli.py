@@ -753,10 +753,13 @@ def test_closed_streams_that_a_command_does_not_need_are_no_error(database: str,
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option", ["", "--json"])
-def test_a_full_disk_is_reported_with_what_has_happened(database: str, orders: pgqueue.Queue, option: str) -> None:
+@pytest.mark.parametrize(("option", "unbuffered"), [("", "1"), ("--json", "1"), ("--json", "")])
+def test_a_full_disk_is_reported_with_what_has_happened(
+    database: str, orders: pgqueue.Queue, option: str, unbuffered: str
+) -> None:
     program = f"'{sys.executable}' -m pgqueue"
-    done = shell(f"{program} send {orders.name} 1 {option} >/dev/full", PGQUEUE_DSN=database)
+    send = f"{program} send {orders.name} 1 {option} >/dev/full"
+    done = shell(send, PGQUEUE_DSN=database, PYTHONUNBUFFERED=unbuffered)
     message, hint = done.stderr.splitlines()
     assert (done.returncode, message) == (1, "pgqueue: the output could not be written: No space left on device")
     assert hint.startswith("hint: The command had made its changes before.")
