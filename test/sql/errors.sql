@@ -145,7 +145,7 @@ declare
 begin
     execute statement;
     return null;
-exception when invalid_parameter_value or sqlstate 'PQ002' then
+exception when invalid_parameter_value or sqlstate 'PQ002' or sqlstate 'PQ006' then
     get stacked diagnostics hint = pg_exception_hint;
     return hint;
 end;
@@ -158,7 +158,10 @@ from unnest(array[
     $$ select pgqueue.nack('errors', 1, gen_random_uuid(), '3653 days') $$, $$ select pgqueue.sweep_staged('3653 days') $$,
     $$ select pgqueue.sweep_staged(forget_after => '3653 days') $$
 ]) as c (statement);
-select matches(pg_temp.hint($$ select (pgqueue.create_queue('errors_columns')).* $$), 'once for each column', 'the hint says that PostgreSQL calls a function in (f()).* once for each column');
+select matches(pg_temp.hint(c.statement), 'once for each column', format('the hint of %s says that PostgreSQL calls a function in (f()).* once for each column', c.code))
+from (values
+    ('PQ002', $$ select (pgqueue.create_queue('errors_columns')).* $$), ('PQ006', $$ select pgqueue._raise_stream_fenced(null, 1) $$)
+) as c (code, statement);
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');
