@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(310);
+select plan(311);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
