@@ -793,13 +793,6 @@ def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest
     assert pgqueue.cli.main(["list"]) == 130
 
 
-def test_commands_ignore_pgclientencoding(database: str, orders: pgqueue.Queue) -> None:
-    for encoding in ("SQL_ASCII", "LATIN1"):
-        assert in_process(database, "send", orders.name, '"Zoë €"', PGCLIENTENCODING=encoding).status == 0
-        (message,) = in_process(database, "claim", orders.name, "--json", PGCLIENTENCODING=encoding).records
-        assert (message["queue_name"], message["payload"]) == (orders.name, "Zoë €")
-
-
 def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
@@ -811,6 +804,10 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
     assert (done.status, done.err) == (0, "")
     (message,) = in_process(database, "browse", orders.name, "--json", **styles).records
     assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
+    for encoding in ("SQL_ASCII", "LATIN1"):
+        assert in_process(database, "send", orders.name, '"Zoë €"', PGCLIENTENCODING=encoding).status == 0
+        done = in_process(database, "claim", orders.name, "--max", "2", "--json", PGCLIENTENCODING=encoding)
+        assert done.records[-1]["payload"] == "Zoë €"
 
 
 def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orders: pgqueue.Queue) -> None:

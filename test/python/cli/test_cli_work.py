@@ -319,16 +319,6 @@ def test_work_passes_every_option(work: Cli, orders: pgqueue.Queue, monkeypatch:
     }
 
 
-def test_work_uses_the_given_retries(cli: Cli, work: Cli, orders: pgqueue.Queue) -> None:
-    orders.enqueue(1)
-    assert work("fail", "--immediate-retries", "1", "--delayed-retries", "0").status == 0
-    (letter,) = orders.browse_dead_messages()
-    assert (letter.attempt_count, letter.reason) == (2, "attempts_exhausted")
-    shown = cli("dead", "show", orders.name, str(letter.id)).out
-    assert re.search(r"\n    1\. .* ValueError: attempt 1 \(by .*\)\n    2\. .* ValueError: attempt 2 \(by ", shown)
-    assert "last error\n" in shown
-
-
 @pytest.mark.parametrize("options", [[], ["--log-json"]])
 def test_failures_are_logged_with_message_and_attempt(work: Cli, orders: pgqueue.Queue, options: list[str]) -> None:
     number = orders.enqueue(1)

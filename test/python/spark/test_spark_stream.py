@@ -613,21 +613,6 @@ def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: Queue, start
     assert ids(again.trigger()) == sent[4:]
 
 
-def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(orders: Queue, start: Start) -> None:
-    orders.alter_queue(archive_for=timedelta(days=1))
-    kept: list[int] = []
-    choices: list[dict[str, str]] = [{}, {"onAck": "delete"}, {"onAck": "archive"}]
-    for number, options in enumerate(choices):
-        sent = orders.enqueue_batch([1, 2])
-        start(on=Checkpoint(), streamId=f"s{number}", **options).begin().drain()
-        kept += [] if "delete" in options.values() else sent
-    found = orders.connection.execute(
-        "select id from pgqueue.archived_messages where queue_name = %s order by id", [orders.name]
-    ).fetchall()
-    assert [row[0] for row in found] == kept
-    assert left(orders) == 0
-
-
 def test_progress_reports_the_backlog(orders: Queue, start: Start) -> None:
     engine = start()
     assert engine.reader.reportLatestOffset() is None
