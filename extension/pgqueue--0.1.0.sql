@@ -1214,6 +1214,18 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
+
+create function pgqueue._has_time()
+returns boolean
+language sql volatile
+as $$
+    select coalesce(
+        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
+$$;
+comment on function pgqueue._has_time() is
+'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
+Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
+makes progress, and later calls do the rest.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -2164,6 +2176,32 @@ comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) i
 'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
 partition.';
 
+create function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
+returns bigint
+language sql stable parallel safe
+as $$
+    select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
+        + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
+$$;
+comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
+'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
+long. Reads no stored value. Inlined.';
+
+create function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
+returns setof record
+language sql immutable parallel safe
+as $$
+    select min(w.place)::int, max(w.place)::int
+    from (
+        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
+        from unnest(sizes) with ordinality as s (bytes, place)
+    ) w
+    group by w.slice
+    order by w.slice
+$$;
+comment on function pgqueue._slices(bigint[]) is
+'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
+
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
 language sql immutable parallel safe
@@ -2691,8 +2729,10 @@ removed. Delayed messages that are not due and were never claimed are kept, as t
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
-longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
+called before. Archived messages of the queue are kept under its name for its archive_for. The call removes everything
+in one transaction. If statement_timeout is too short for that, call purge_queue and purge_dead_messages before. Raises
+PQ001, and PQ004 if a longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table
+from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -2712,7 +2752,7 @@ begin
     if q.dlq_enabled then
         perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
-    removed := removed + pgqueue._remove_messages(q, true);
+    removed := removed + pgqueue._remove_all_messages(q);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
         -- Another role can have a view of a register, which must not keep the queue.
@@ -2725,7 +2765,7 @@ $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
 'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
-create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
+create function pgqueue._remove_all_messages(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2735,9 +2775,6 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
-    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     message_ids bigint[];
     n bigint;
     removed bigint;
@@ -2746,31 +2783,92 @@ begin
     -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
     delete from pgqueue.scheduled_messages s
     where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id >= first_id order by c.id for update));
+        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
-    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
-        n := pgqueue._truncate_or_drop_partition(q, dropping);
+    if q.dedicated then
+        n := pgqueue._truncate_or_drop_partition(q, true);
     else
-        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
-        -- snapshot does not show and the result does not count.
         message_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= first_id order by m.id for update);
+            select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
-    removed := removed + n;
-    if dropping then
-        delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    return removed + n;
+end;
+$$;
+comment on function pgqueue._remove_all_messages(pgqueue.queues) is
+'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
+nothing, so it reads also what was removed long ago, and ids that were set by hand.';
+
+create function pgqueue._purge_messages(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
+    -- count.
+    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
+    first_id constant bigint := coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
+    places tid[];
+    sizes bigint[];
+    message_ids bigint[];
+    message_sizes bigint[];
+    slice record;
+    n bigint;
+    removed bigint := 0;
+begin
+    select array_agg(s.ctid order by s.id), array_agg(pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) order by s.id)
+    into places, sizes
+    from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id;
+    if not truncates then
+        select array_agg(m.id order by m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) order by m.id)
+        into message_ids, message_sizes
+        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id;
     end if;
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        -- By ctid: by key, a plan could use another index and read the whole queue through it for each. Since the row
+        -- was read, another row can have been stored at its place.
+        delete from pgqueue.scheduled_messages s
+        where s.ctid = any (array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.ctid = any (places[slice.first_place : slice.last_place]) and c.queue_name = q.name
+            order by c.id for update));
+        get diagnostics n = row_count;
+        removed := removed + n;
+        if removed > 0 and not pgqueue._has_time() then
+            return removed;
+        end if;
+    end loop;
+    if truncates then
+        return removed + pgqueue._truncate_or_drop_partition(q, false);
+    end if;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(message_sizes) s loop
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.id for update of m;
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        removed := removed + n;
+        exit when removed > 0 and not pgqueue._has_time();
+    end loop;
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
+comment on function pgqueue._purge_messages(pgqueue.queues) is
+'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
+truncated.';
 
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -2814,7 +2912,7 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 begin
-    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
+    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
@@ -2823,8 +2921,10 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
-'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
-stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
+statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
+once. Dead letters stay. Streams stay, too,
+but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
 messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
@@ -4312,6 +4412,68 @@ $$;
 comment on function pgqueue._has_uncommitted_delays() is
 'Whether another running or prepared transaction has written to scheduled_messages.';
 
+create function pgqueue._move_due_slice(
+    q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due cursor for
+        select c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
+        from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+        order by c.due_at, c.id limit wanted for update skip locked;
+    places tid[] := '{}'::tid[];
+    bytes bigint := 0;
+begin
+    if wanted = 1 then
+        -- For the usual claim a cursor costs a tenth of the call.
+        places := array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+            order by c.due_at, c.id limit 1 for update skip locked);
+    else
+        -- A loop over a bound cursor fetches, and locks, one row at a time.
+        for due_row in due loop
+            places := places || due_row.place;
+            bytes := bytes + due_row.bytes;
+            exit when bytes >= 131072;
+        end loop;
+    end if;
+    -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
+    with gone as (
+        delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning s.*
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), d.id from gone d
+    ),
+    arrived as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+            -- At its old place, below those that claims have passed, only a sweep would find the message.
+            case when q.priorities then nextval('pgqueue.message_id') end,
+            -- No consumer has it, also if it is moved before it is due.
+            nullif(d.attempt_count, 0)
+        from gone d
+        returning messages.id, messages.expires_at
+    )
+    -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
+    select count(*), coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved, ids
+    from arrived m;
+end;
+$$;
+comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
+many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
+id again.';
+
 create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -4319,6 +4481,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     moved_ids bigint[] := '{}'::bigint[];
+    moved int;
+    all_moved int := 0;
+    -- The relation of a transport moves messages before they are due.
+    started_at constant timestamptz := least(at, pgqueue._now());
     next_due_at timestamptz;
     next_due bigint;
     announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
@@ -4331,37 +4497,13 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
-            with due as (
-                delete from pgqueue.scheduled_messages s
-                where s.ctid = any (array(
-                    select c.ctid from pgqueue.scheduled_messages c
-                    where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-                    order by c.due_at, c.id limit wanted for update skip locked))
-                returning s.*
-            ),
-            recorded as (
-                insert into pgqueue.requeued_messages (queue_name, check_at, id)
-                select q.name, (select pgqueue._now()), d.id from due d
-            ),
-            moved as (
-                insert into pgqueue.messages (
-                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
-                )
-                select
-                    d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
-                    -- At its old place, below those that claims have passed, only a sweep would find the message.
-                    case when q.priorities then nextval('pgqueue.message_id') end,
-                    -- No consumer has it, also if it is moved before it is due.
-                    nullif(d.attempt_count, 0)
-                from due d
-                returning messages.id, messages.expires_at
-            )
-            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
-            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved_ids
-            from moved m;
+            for n in 1..8 loop
+                select r.moved, moved_ids || r.ids into moved, moved_ids
+                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
+                all_moved := all_moved + moved;
+                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time()
+                    or pgqueue._now() > started_at + interval '50 ms';
+            end loop;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
             -- and frees some.
@@ -4413,50 +4555,78 @@ begin
 end;
 $$;
 comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
+'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices and for about 50 ms, and
+returns the ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the
 register first_due_at so that a message whose transaction commits later is found, too.';
 
-create function pgqueue._remove_spent_messages(q pgqueue.queues, ids bigint[], at timestamptz)
-returns int
+create function pgqueue._remove_spent_messages(
+    q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
+)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    spent_ids constant bigint[] := array(
-        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked);
+    spent_ids bigint[];
+    sizes bigint[];
+    slice record;
+    slices_left int := max_slices;
+    locked_ids bigint[];
     died int;
+    all_died int := 0;
 begin
-    if spent_ids = '{}' then
-        return 0;
+    removed := 0;
+    has_more := false;
+    select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+    into spent_ids, sizes
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    if spent_ids is null then
+        return;
     end if;
     begin
-        with gone as (
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, spent_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m
-        )
-        insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
-        -- The same conflict as in _add_dead_letter.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-            last_error = excluded.last_error, reason = excluded.reason;
-        get diagnostics died = row_count;
+        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+            -- The verbs that only remove messages give no number of slices, and remove at least one slice.
+            has_more := case
+                when max_slices is null then removed > 0 and not pgqueue._has_time()
+                else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
+            end;
+            exit when has_more;
+            slices_left := slices_left - 1;
+            locked_ids := array(
+                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, spent_ids[slice.first_place : slice.last_place]) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked);
+            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            with gone as (
+                delete from pgqueue.messages m
+                using pgqueue._lookup_keys(q.name, locked_ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                returning m.*
+            )
+            insert into pgqueue.dead_messages
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+            where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+            -- The same conflict as in _add_dead_letter.
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
+            get diagnostics died = row_count;
+            all_died := all_died + died;
+            removed := removed + cardinality(locked_ids);
+        end loop;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
-        return 0;
+        removed := 0;
+        has_more := false;
+        return;
     end;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(spent_ids);
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
 end;
 $$;
-comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
-become dead letters if the queue keeps them.';
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
+whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
+it ends after that many slices, or 50 ms after at, too.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
@@ -4630,6 +4800,7 @@ declare
     seen_id bigint := -9223372036854775808;
     page int := least(greatest(20, wanted), 500);
     rows record;
+    visible_ids bigint[] := '{}'::bigint[];
 begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
@@ -4640,20 +4811,23 @@ begin
         seen_id := rows.last_id;
         perform pgqueue._prune_requeued(q, rows.gone, seen_at);
         if rows.visible_ids is not null then
-            perform pgqueue._remove_spent_messages(q, rows.visible_ids, at);
+            visible_ids := visible_ids || rows.visible_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
         exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: removes those
-that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
-ready messages, locked.';
+'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
+of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
+of ready messages, locked.';
 
 create function pgqueue._sweep_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
@@ -4697,9 +4871,9 @@ begin
             ) w
             limit 1000);
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -4803,6 +4977,9 @@ declare
     below_id bigint;
     found_ids bigint[];
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
@@ -4880,9 +5057,12 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into found_ids, visible_ids
+                select
+                    array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at),
+                    array_agg(w.id) filter (where w.is_spent)
+                into found_ids, visible_ids, page_spent_ids
                 from (
-                    select m.id, m.visible_at from pgqueue.messages m
+                    select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= next_id and m.id < below_id
                     order by m.id limit 1000
                 ) w;
@@ -4893,7 +5073,7 @@ begin
                 end if;
                 next_id := below_id;
                 if visible_ids is not null then
-                    perform pgqueue._remove_spent_messages(q, visible_ids, at);
+                    spent_ids := spent_ids || page_spent_ids;
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
@@ -4924,7 +5104,11 @@ begin
     -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
     was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
     perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
-    if cardinality(candidate_ids) >= wanted then
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
+    if has_more or cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
@@ -5155,9 +5339,9 @@ begin
             limit greatest(1000, wanted)
         );
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -5216,8 +5400,11 @@ declare
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
-    spent_ids bigint[];
+    walk_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    removed int;
     candidate_ids bigint[] := '{}'::bigint[];
+    ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
@@ -5232,6 +5419,7 @@ begin
     if ungrouped_first then
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
+    ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
@@ -5285,23 +5473,24 @@ begin
             where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            -- What has no attempts left holds its group like the dead letter that it will be.
+            array_agg(case q.group_limit when 1 then w.id else w.position end)
+            filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
             array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
-        into locked, spent_ids, locks_left, next_position
+        into locked, walk_spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
         if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
-            next_position := from_position;
-        elsif locked is not null and q.group_limit > 1 then
+        spent_ids := spent_ids || walk_spent_ids;
+        if locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
                 q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
@@ -5339,13 +5528,23 @@ begin
             );
         end if;
         from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
+        if from_position is null and (below_position = started_from or started_from = first_position) then
+            -- No group has a ready message. The successors of removed ones may be ready.
+            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
+            select r.removed into removed from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+            spent_ids := '{}';
+            exit when removed = 0;
+            from_position := started_from;
+            below_position := 9223372036854775807;
+        elsif from_position is null then
             from_position := first_position;
             below_position := started_from;
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
+    if spent_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
+    end if;
     -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
@@ -5608,9 +5807,6 @@ declare
     candidate_ids bigint[] := '{}'::bigint[];
     missing int := wanted;
 begin
-    if cardinality(ids) > 0 then
-        perform pgqueue._remove_spent_messages(q, ids, at);
-    end if;
     while cardinality(ids) > 0 and missing > 0 loop
         candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
         ids := ids[missing + 1:];
@@ -5620,8 +5816,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
-ready, the first ones of ids, not those with the lowest ids.';
+'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
 create function pgqueue._sweep_recent_and_locked_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
@@ -5646,6 +5841,9 @@ declare
         limit 1000);
     candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
 begin
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     if cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._sweep_locked(
             q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
@@ -5675,6 +5873,9 @@ declare
     span bigint;
     found_count int;
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -5711,10 +5912,14 @@ begin
             below_position := next_position + least(span, upper(id_range) - next_position);
             -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
             -- messages is divided instead.
-            select count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at)
-            into found_count, visible_ids
+            select
+                count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at),
+                array_agg(w.id) filter (where w.is_spent)
+            into found_count, visible_ids, page_spent_ids
             from (
-                select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                select
+                    m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
+                    pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
@@ -5726,6 +5931,7 @@ begin
                 continue;
             end if;
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
+            spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
@@ -5740,9 +5946,13 @@ begin
     if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
         perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
     end if;
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
     perform setval(q.sweep_resume_id, greatest(next_position, 1));
     -- If there may be more messages, the next claim continues the sweep at once.
-    perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
+    perform setval(q.next_sweep_at, case when has_more or cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
     return candidate_ids;
 end;
@@ -6332,7 +6542,9 @@ comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
-expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
+expired, to the dead letters if the queue keeps them. One claim removes at most about 1 MB of them, and moves at most
+about 1 MB of messages that come due; later claims do the rest. So it can return fewer than max_messages although more
+are due. In a queue with group_limit, a claim returns at most that many
 messages of a group, and messages of at most 100 groups. In a queue with priorities, a claim takes the messages with the
 highest priority; about one claim in ten first takes those with the priority whose next message is the oldest, so that
 no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight,
@@ -6952,14 +7164,18 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
+    return (
+        select r.removed
+        from pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at, null) r
+    );
 end;
 $$;
 comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
-this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
-that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
+this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
+statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
+22023, PQ001.';
 
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
@@ -6975,63 +7191,94 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    dead_ids bigint[];
-    redriven int;
+    dead refcursor;
+    letter record;
+    slice_ids bigint[];
+    bytes bigint;
+    slice_at timestamptz;
+    slice_count int;
+    first_due_at timestamptz;
+    redriven int := 0;
     is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
-    perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at);
+    perform pgqueue._remove_spent_messages(
+        q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
     if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
-            order by d.id limit max_messages for update skip locked);
+            order by d.id limit max_messages for update skip locked;
     else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            order by d.id limit max_messages for update of d skip locked);
+            order by d.id limit max_messages for update of d skip locked;
     end if;
-    with revived as (
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, dead_ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-        returning d.*
-    ),
-    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-    -- Otherwise a claim between the redrive and their due time could take their successors.
-    moved as (
-        insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers, claimed_by,
-            last_error, transport_headers
+    loop
+        -- Fetching locks one row at a time.
+        slice_ids := '{}';
+        bytes := 0;
+        loop
+            fetch dead into letter;
+            exit when not found;
+            slice_ids := slice_ids || letter.id;
+            bytes := bytes + letter.bytes;
+            exit when bytes >= 131072;
+        end loop;
+        exit when slice_ids = '{}';
+        slice_at := pgqueue._now();
+        with revived as (
+            delete from pgqueue.dead_messages d
+            using pgqueue._lookup_keys(q.name, slice_ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            returning d.*
+        ),
+        -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+        -- Otherwise a claim between the redrive and their due time could take their successors.
+        moved as (
+            insert into pgqueue.messages (
+                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                claimed_by, last_error, transport_headers
+            )
+            select
+                r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
+                r.claimed_by, r.last_error, r.transport_headers
+            from revived r
+            where is_grouped
+            returning messages.id
+        ),
+        recorded as (
+            insert into pgqueue.requeued_messages (queue_name, check_at, id)
+            select q.name, (select pgqueue._now()), m.id from moved m
+        )
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers
         )
         select
-            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
-            r.last_error, r.transport_headers
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
+            r.id, r.queue_name,
+            pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+            r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
+            r.transport_headers
         from revived r
-        where is_grouped
-        returning messages.id
-    ),
-    recorded as (
-        insert into pgqueue.requeued_messages (queue_name, check_at, id)
-        select q.name, (select pgqueue._now()), m.id from moved m
-    )
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    select
-        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
-        -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
-        r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
-    from revived r
-    where not is_grouped;
-    redriven := cardinality(pgqueue._array_except(dead_ids, '{}'));
+        where not is_grouped;
+        slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
+        redriven := redriven + slice_count;
+        if first_due_at is null then
+            first_due_at := slice_at - (slice_count - 1) * interval '1 microsecond';
+        end if;
+        exit when not pgqueue._has_time();
+    end loop;
+    close dead;
     if redriven > 0 then
-        perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, first_due_at);
     end if;
     return redriven;
 end;
@@ -7040,8 +7287,33 @@ comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
-included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
+included, as by sweep_queue. The call ends when half of statement_timeout has passed, and has then returned some: repeat
+it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
+
+create function pgqueue._find_dead_letters(
+    queue_name text, ids bigint[], out id bigint, out bytes bigint
+)
+returns setof record
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if ids is null then
+        return query
+        select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d
+        where d.queue_name = _find_dead_letters.queue_name collate "C" and d.id >= pgqueue._first_id_of(_find_dead_letters.queue_name);
+    else
+        return query
+        select distinct d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d, pgqueue._lookup_keys(_find_dead_letters.queue_name collate "C", ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, _find_dead_letters.queue_name collate "C", k.names, k.ids, k.id);
+    end if;
+end;
+$$;
+comment on function pgqueue._find_dead_letters(text, bigint[]) is
+'The ids of the dead letters of a queue, all or only those in ids, with their sizes.';
 
 create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
@@ -7056,7 +7328,10 @@ declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
     dead_ids bigint[];
-    purged bigint;
+    sizes bigint[];
+    slice record;
+    n int;
+    purged bigint := 0;
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
@@ -7070,31 +7345,32 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at);
+        perform pgqueue._remove_spent_messages(
+            q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
     end if;
-    if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
-            where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
-            order by d.id for update);
-    else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-            order by d.id for update of d);
-    end if;
-    delete from pgqueue.dead_messages d
-    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", dead_ids) k
-    where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
-    get diagnostics purged = row_count;
+    select array_agg(w.id order by w.id), array_agg(w.bytes order by w.id) into dead_ids, sizes
+    from pgqueue._find_dead_letters(queue_name, ids) w;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        exit when purged > 0 and not pgqueue._has_time();
+        perform from pgqueue.dead_messages d, pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+        order by d.id for update of d;
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        purged := purged + n;
+    end loop;
     return purged;
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
-no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
-found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
+has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
+its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 
 create function pgqueue._findings_of_held_groups(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -7138,61 +7414,96 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    expired_ids bigint[];
-    expired_scheduled tid[];
+    expired refcursor;
+    message record;
+    part_ids bigint[];
+    part_scheduled tid[];
+    bytes bigint;
     died int;
+    all_died int := 0;
+    purged int := 0;
+    is_scheduled boolean := false;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    expired_ids := array(
-        select m.id from pgqueue.messages m
+    open expired for
+        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+        from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.visible_at <= at
             -- A generic plan expects that a range selects fewer rows than one comparison. Thus it uses an index on
             -- expires_at instead of the primary key.
             and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
-        order by m.expires_at limit batch_size for update skip locked);
-    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
-    -- it for each.
-    expired_scheduled := array(
-        select s.ctid from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.expires_at <= at
-        order by s.expires_at limit batch_size - cardinality(expired_ids) for update skip locked);
-    with gone_messages as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, expired_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m
-    ),
-    gone_scheduled as (
-        delete from pgqueue.scheduled_messages s
-        where s.ctid = any (expired_scheduled)
-        returning pgqueue._as_message(s) as m
-    ),
-    gone as (
-        select g.m from gone_messages g
-        union all
-        select g.m from gone_scheduled g
-    )
-    insert into pgqueue.dead_messages
-    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
-    -- The same conflict as in _add_dead_letter.
-    on conflict on constraint dead_messages_pkey do update
-    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-        last_error = excluded.last_error, reason = excluded.reason;
-    get diagnostics died = row_count;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(expired_ids) + cardinality(expired_scheduled);
+        order by m.expires_at limit batch_size for update skip locked;
+    loop
+        -- Fetching locks one row at a time.
+        part_ids := '{}';
+        part_scheduled := '{}';
+        bytes := 0;
+        while bytes < 131072 loop
+            fetch expired into message;
+            if found then
+                part_ids := part_ids || message.id;
+                part_scheduled := part_scheduled || message.place;
+                bytes := bytes + message.bytes;
+            elsif is_scheduled then
+                exit;
+            else
+                -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole
+                -- queue through it for each.
+                close expired;
+                open expired for
+                    select
+                        null::bigint as id, s.ctid as place,
+                        pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+                    from pgqueue.scheduled_messages s
+                    where s.queue_name = q.name and s.expires_at <= at
+                    order by s.expires_at limit batch_size - purged - cardinality(part_ids) for update skip locked;
+                is_scheduled := true;
+            end if;
+        end loop;
+        exit when bytes = 0;
+        with gone_messages as (
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(q.name, part_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            returning m.*
+        ),
+        gone_scheduled as (
+            delete from pgqueue.scheduled_messages s where s.ctid = any (part_scheduled) returning s.*
+        ),
+        -- As columns: _remove_spent_messages says why.
+        gone as (
+            select g.* from gone_messages g
+            union all
+            select (pgqueue._as_message(row(g.*)::pgqueue.scheduled_messages)).* from gone_scheduled g
+        )
+        insert into pgqueue.dead_messages
+        select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+        where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+        -- The same conflict as in _add_dead_letter.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+            last_error = excluded.last_error, reason = excluded.reason;
+        get diagnostics died = row_count;
+        all_died := all_died + died;
+        purged := purged + cardinality(part_ids);
+        exit when not pgqueue._has_time();
+    end loop;
+    close expired;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    return purged;
 end;
 $$;
 comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
-dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
-whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
-creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';
+dead letters if the queue has dead_letter_expired. Repeat the call until it returns 0: it ends when half of
+statement_timeout has passed, too. It reads the whole queue unless pgqueue.messages has an index on expires_at; doctor
+reports a missing index with the statement that creates it. Claims skip expired messages in any case. Raises 22023,
+PQ001.';
 -- Counts the messages that could be claimed, without changing or locking them.
 
 create function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
@@ -8986,7 +9297,7 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
+create function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -8996,24 +9307,34 @@ declare
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
-    -- has a partition.
+    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
-            select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
-            limit max_messages for update skip locked))
+            select w.ctid
+            from (
+                select c.ctid, sum(c.bytes) over (rows unbounded preceding) - c.bytes as bytes_before
+                from (
+                    select f.ctid, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+                    from pgqueue.unfiled_messages f
+                    where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at))
+                    limit 256
+                ) c
+            ) w
+            where w.bytes_before < 262144))
         returning u.*
+    ),
+    kept as (
+        insert into pgqueue.archived_messages
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at))
     )
-    insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-    get diagnostics filed = row_count;
+    select count(*) into filed from gone;
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
-unfiled messages that no queue needs any more, and returns how many it moved.';
+comment on function pgqueue._file_messages(timestamptz) is
+'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
+those that no queue needs any more, and returns how many were unfiled.';
 
 create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -9156,7 +9477,7 @@ begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at) > 0 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
@@ -9231,7 +9552,9 @@ begin
     -- An older snapshot does not show an archive_for that another transaction has raised since.
     perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._file_messages(confirmed_at, null);
+    while pgqueue._file_messages(confirmed_at) > 0 loop
+        exit when not pgqueue._has_time();
+    end loop;
 
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for day in select d from pgqueue._expired_days(confirmed_at) d loop
@@ -12515,6 +12838,7 @@ declare
     t pgqueue.transports;
     locked_row pgqueue.transports;
     is_locked boolean := false;
+    has_more boolean := false;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
@@ -12546,6 +12870,10 @@ begin
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        has_more := exists (
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
+        );
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -12555,7 +12883,7 @@ begin
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        using t.head, t.settled_seq, t.bound_seq, t.writers, case when has_more then at else at + interval '1 s' end;
         -- As in a sweep, which this queue may never have.
         perform pgqueue._do_maintenance_if_due(at);
     end if;

@@ -140,7 +140,7 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create or replace function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
+create or replace function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -150,24 +150,34 @@ declare
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
-    -- has a partition.
+    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
-            select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
-            limit max_messages for update skip locked))
+            select w.ctid
+            from (
+                select c.ctid, sum(c.bytes) over (rows unbounded preceding) - c.bytes as bytes_before
+                from (
+                    select f.ctid, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+                    from pgqueue.unfiled_messages f
+                    where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at))
+                    limit 256
+                ) c
+            ) w
+            where w.bytes_before < 262144))
         returning u.*
+    ),
+    kept as (
+        insert into pgqueue.archived_messages
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at))
     )
-    insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-    get diagnostics filed = row_count;
+    select count(*) into filed from gone;
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
-unfiled messages that no queue needs any more, and returns how many it moved.';
+comment on function pgqueue._file_messages(timestamptz) is
+'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
+those that no queue needs any more, and returns how many were unfiled.';
 
 create or replace function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -310,7 +320,7 @@ begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at) > 0 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
@@ -385,7 +395,9 @@ begin
     -- An older snapshot does not show an archive_for that another transaction has raised since.
     perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._file_messages(confirmed_at, null);
+    while pgqueue._file_messages(confirmed_at) > 0 loop
+        exit when not pgqueue._has_time();
+    end loop;
 
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for day in select d from pgqueue._expired_days(confirmed_at) d loop

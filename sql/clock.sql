@@ -14,3 +14,15 @@ as $$ select moment + interval '1 s' * date_part('epoch', span) $$;
 comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
+
+create or replace function pgqueue._has_time()
+returns boolean
+language sql volatile
+as $$
+    select coalesce(
+        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
+$$;
+comment on function pgqueue._has_time() is
+'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
+Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
+makes progress, and later calls do the rest.';

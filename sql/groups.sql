@@ -215,9 +215,9 @@ begin
             limit greatest(1000, wanted)
         );
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -276,8 +276,11 @@ declare
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
-    spent_ids bigint[];
+    walk_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    removed int;
     candidate_ids bigint[] := '{}'::bigint[];
+    ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
@@ -292,6 +295,7 @@ begin
     if ungrouped_first then
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
+    ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
@@ -345,23 +349,24 @@ begin
             where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            -- What has no attempts left holds its group like the dead letter that it will be.
+            array_agg(case q.group_limit when 1 then w.id else w.position end)
+            filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
             array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
-        into locked, spent_ids, locks_left, next_position
+        into locked, walk_spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
         if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
-            next_position := from_position;
-        elsif locked is not null and q.group_limit > 1 then
+        spent_ids := spent_ids || walk_spent_ids;
+        if locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
                 q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
@@ -399,13 +404,23 @@ begin
             );
         end if;
         from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
+        if from_position is null and (below_position = started_from or started_from = first_position) then
+            -- No group has a ready message. The successors of removed ones may be ready.
+            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
+            select r.removed into removed from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+            spent_ids := '{}';
+            exit when removed = 0;
+            from_position := started_from;
+            below_position := 9223372036854775807;
+        elsif from_position is null then
             from_position := first_position;
             below_position := started_from;
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
+    if spent_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
+    end if;
     -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));

@@ -357,6 +357,7 @@ declare
     t pgqueue.transports;
     locked_row pgqueue.transports;
     is_locked boolean := false;
+    has_more boolean := false;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
@@ -388,6 +389,10 @@ begin
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
+        has_more := exists (
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
+        );
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -397,7 +402,7 @@ begin
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        using t.head, t.settled_seq, t.bound_seq, t.writers, case when has_more then at else at + interval '1 s' end;
         -- As in a sweep, which this queue may never have.
         perform pgqueue._do_maintenance_if_due(at);
     end if;

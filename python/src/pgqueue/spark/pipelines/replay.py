@@ -163,8 +163,11 @@ def redrive_where(
         Queue(connection, queue).get_queue()
         if app_id is not None and not _record_commit(connection, commit_name(app_id, queue), version):
             return Redriven(len(chosen), 0, True)
-        (row,) = connection.execute(_REDRIVE, values).fetchall()
-        return Redriven(len(chosen), row[0], False)
+        redriven = 0
+        # With a statement_timeout, one call may leave some of them.
+        while moved := connection.execute(_REDRIVE, values).fetchall()[0][0]:
+            redriven += moved
+        return Redriven(len(chosen), redriven, False)
 
 
 def _check_name(queue: str, app_id: str, version: int) -> None:
