@@ -8989,7 +8989,7 @@ subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
 create function pgqueue._leftovers()
-returns table (relation regclass, kind "char", queue_name text)
+returns table (relation regclass, kind text, queue_name text)
 language sql stable
 as $$
     with named as (
@@ -9003,7 +9003,7 @@ as $$
         ) n
     )
     select
-        c.oid::regclass, c.relkind,
+        c.oid::regclass, c.relkind::text,
         -- A dedicated table tells the name of its queue.
         case when c.relispartition then
             (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
@@ -9357,8 +9357,8 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
-    else
-        -- A restore without rows may have left it.
+    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
+        -- A restore without rows has left it.
         perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;
@@ -14800,8 +14800,8 @@ end;
 $$;
 comment on function pgqueue.list_access() is
 'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
-for all queues. Access that a role has as a member of another is listed for the other. Only the owner of the extension
-may call this.';
+for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
+after a restore without rows is not listed. Only the owner of the extension may call this.';
 
 create function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding

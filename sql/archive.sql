@@ -228,8 +228,8 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
-    else
-        -- A restore without rows may have left it.
+    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
+        -- A restore without rows has left it.
         perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;

@@ -468,8 +468,8 @@ end;
 $$;
 comment on function pgqueue.list_access() is
 'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
-for all queues. Access that a role has as a member of another is listed for the other. Only the owner of the extension
-may call this.';
+for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
+after a restore without rows is not listed. Only the owner of the extension may call this.';
 
 create or replace function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -2,7 +2,7 @@
 -- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
 
 create or replace function pgqueue._leftovers()
-returns table (relation regclass, kind "char", queue_name text)
+returns table (relation regclass, kind text, queue_name text)
 language sql stable
 as $$
     with named as (
@@ -16,7 +16,7 @@ as $$
         ) n
     )
     select
-        c.oid::regclass, c.relkind,
+        c.oid::regclass, c.relkind::text,
         -- A dedicated table tells the name of its queue.
         case when c.relispartition then
             (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
