@@ -17,7 +17,6 @@ from .models import MAX_ID
 from .request_body import run_beside
 from .rights import current, current_or_none
 from .sampling import Place
-from .serialization import RawJson
 
 __all__ = ["TAG", "CurrentPlace", "Form", "explain", "message_ids", "open_queue", "page_router", "read_form"]
 
@@ -52,7 +51,7 @@ async def open_queue(context: Context, place: Place, is_slow: bool = False) -> A
     """The queue on a connection to its database. A search is slow: it may take seconds."""
     service, database, name = place
     async with context.databases.target(context.databases.service(service), database, is_slow=is_slow) as connection:
-        yield AsyncQueue(connection, name, json_loads=RawJson.loads)
+        yield AsyncQueue(connection, name)
 
 
 async def read_form(request: Request) -> Form:
