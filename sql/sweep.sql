@@ -87,8 +87,6 @@ declare
     moved_ids bigint[] := '{}'::bigint[];
     moved int;
     all_moved int := 0;
-    -- The relation of a transport moves messages before they are due.
-    started_at constant timestamptz := least(at, pgqueue._now());
     next_due_at timestamptz;
     next_due bigint;
     announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
@@ -105,8 +103,7 @@ begin
                 select r.moved, moved_ids || r.ids into moved, moved_ids
                 from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
                 all_moved := all_moved + moved;
-                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time()
-                    or pgqueue._now() > started_at + interval '50 ms';
+                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
             end loop;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
@@ -159,9 +156,9 @@ begin
 end;
 $$;
 comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices and for about 50 ms, and
-returns the ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the
-register first_due_at so that a message whose transaction commits later is found, too.';
+'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
+ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
+first_due_at so that a message whose transaction commits later is found, too.';
 
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
