@@ -2895,9 +2895,8 @@ $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
 'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
 statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
-once. Dead letters stay. Streams stay, too,
-but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
-messages or a dedicated table, or if a dump is running and the queue is dedicated.';
+once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
+if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue

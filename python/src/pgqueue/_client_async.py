@@ -11,8 +11,8 @@ from . import _calls
 from ._adapters import AsyncOwnCursor, JsonDumps, JsonLoads, client_adapters
 from ._client_rows import AsyncRows, each_row_async, read_leniently
 from ._connections import check_connection, correction_statement
-from ._copy import CopyRows, copy_messages, named_by_row, server_moment
-from ._elements import name_of_refused, named
+from ._copy import CopyRows, add_row, copy_messages, server_moment
+from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
 from .message import (
     Access,
@@ -64,7 +64,7 @@ class _Calls:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:
             if name := name_of_refused(error, call, self._adapters):
-                raise named(error, name) from error
+                add_name(error, name)
             raise
         try:
             return await cursor.fetchall()
@@ -727,8 +727,7 @@ class AsyncQueue(_Calls):
                             await copy.write(block)
                     await copy.write(lines.end())
             except DataError as error:
-                if told := named_by_row(error):
-                    raise told from error
+                add_row(error)
                 raise
             if cursor.rowcount:
                 await self.wake()

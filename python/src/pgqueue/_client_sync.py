@@ -12,8 +12,8 @@ from . import _calls
 from ._adapters import JsonDumps, JsonLoads, OwnCursor, client_adapters
 from ._client_rows import Rows, each_row, read_leniently
 from ._connections import check_connection, correction_statement
-from ._copy import CopyRows, copy_messages, named_by_row, server_moment
-from ._elements import name_of_refused, named
+from ._copy import CopyRows, add_row, copy_messages, server_moment
+from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
 from .message import (
     Access,
@@ -65,7 +65,7 @@ class _Calls:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:
             if name := name_of_refused(error, call, self._adapters):
-                raise named(error, name) from error
+                add_name(error, name)
             raise
         try:
             return cursor.fetchall()
@@ -728,8 +728,7 @@ class Queue(_Calls):
                             copy.write(block)
                     copy.write(lines.end())
             except DataError as error:
-                if told := named_by_row(error):
-                    raise told from error
+                add_row(error)
                 raise
             if cursor.rowcount:
                 self.wake()

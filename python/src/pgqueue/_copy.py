@@ -15,11 +15,11 @@ from psycopg.types.json import Jsonb
 
 from ._adapters import Adapters
 from ._calls import Bound, as_jsonb
-from ._elements import named
+from ._elements import add_name
 from .errors import InvalidArgument, PayloadTooLarge
 from .message import NewMessage, QueueInfo
 
-__all__ = ["BEGIN", "END", "CopyRows", "copy_messages", "named_by_row", "server_moment"]
+__all__ = ["BEGIN", "END", "CopyRows", "add_row", "copy_messages", "server_moment"]
 
 # Both timestamps are given: if the defaults read the clock for each row, PostgreSQL would not insert rows in batches.
 copy_messages = (
@@ -68,7 +68,8 @@ class CopyRows:
         try:
             line = self._line(row)
         except Exception as error:
-            raise named(error, f"row {self._row}") from error
+            add_name(error, f"row {self._row}")
+            raise
         self._lines.append(line)
         self._bytes += len(line)
         return self._block() if self._bytes >= _BLOCK_BYTES else None
@@ -154,10 +155,10 @@ class CopyRows:
         return InvalidArgument(f"invalid {argument}: {given[:200]}; must be {expected}")
 
 
-def named_by_row(error: DataError) -> Exception | None:
-    """The error of the server for the data of a row, with the number of the row. None if it is about no row."""
-    found = re.search(r"messages, \D+(\d+)", error.diag.context or "")
-    return None if found is None else named(error, f"row {found[1]}")
+def add_row(error: DataError) -> None:
+    """Put the number of the row before the text of an error of the server, if the error is about a row."""
+    if found := re.search(r"messages, \D+(\d+)", error.diag.context or ""):
+        add_name(error, f"row {found[1]}")
 
 
 def _field(value: bytes) -> bytes:

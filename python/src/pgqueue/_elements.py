@@ -13,7 +13,7 @@ from ._adapters import Adapters
 from ._calls import Bound
 from .errors import InvalidArgument, PayloadTooLarge
 
-__all__ = ["name_of_refused", "named"]
+__all__ = ["add_name", "name_of_refused"]
 
 _PARAMETER = re.compile(rb"(\w+) => %s::([\w.]+)(\[\])?")
 # An escape that PostgreSQL refuses, NUL or half a surrogate pair, is in the group.
@@ -24,16 +24,12 @@ _LISTS = {"payload": "payloads", "body": "bodies", "priority": "priorities", "he
 _MOST_DELAY = timedelta(days=3652.5)
 
 
-def named(error: Exception, name: str) -> Exception:
-    """The error with the name of an argument, an element or a row before its text."""
-    text = f"{name}: {error}"
-    if isinstance(error, psycopg.Error):
-        return type(error)(text, info=error._info, encoding=error._encoding)
-    for kind in (TypeError, ValueError, RecursionError):
-        if isinstance(error, kind):  # one of a subclass may need other arguments
-            return kind(text)
-    error.add_note(f"in {name}")
-    return error
+def add_name(error: Exception, name: str) -> None:
+    """Put the name of an argument, an element or a row before the text of an error."""
+    if isinstance(error, UnicodeEncodeError):  # whose text is made of its attributes
+        error.reason = f"{error.reason}, in {name}"
+    else:
+        error.args = (f"{name}: {error}", *error.args[1:])
 
 
 def name_of_refused(error: Exception, call: Bound[Any], adapters: Adapters) -> str | None:

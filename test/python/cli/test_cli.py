@@ -533,18 +533,20 @@ def test_dead_letters_are_redriven_all_or_by_id(cli: Cli, orders: pgqueue.Queue)
 
 def test_a_dead_letter_is_sent_again_with_another_payload(cli: Cli, orders: pgqueue.Queue) -> None:
     headers = {"event": "created", "price": 1.50, "pgqueue.priority": 3, "pgqueue.failures": [], "pgqueue.attempts": 1}
+    kill_letters(orders, 1)  # a letter before it stays
     number = orders.enqueue({"n": "1"}, headers=headers, message_id=UUID(int=7))
     orders.reject(number, orders.claim()[0].claim_token)
     assert cli("dead", "edit", orders.name, str(number), "{").status == 2
-    missed = cli("dead", "edit", orders.name, str(number + 1), "1")
-    assert (missed.status, missed.out) == (3, "")
-    assert len(orders.browse_dead_messages()) == 1
+    for other in (number + 1, 2**63 - 1):
+        missed = cli("dead", "edit", orders.name, str(other), "1")
+        assert (missed.status, missed.out) == (3, "")
+    assert len(orders.browse_dead_messages()) == 2
     (done,) = cli("dead", "edit", orders.name, str(number), '{"n": 1}', "--json").records
     (sent,) = orders.claim(2)
     assert done == {"id": sent.id, "replaced_id": number}
     assert (sent.payload, sent.message_id, sent.attempt_count) == ({"n": 1}, UUID(int=7), 1)
     assert sent.headers == {"event": "created", "price": 1.5, "pgqueue.priority": 3}
-    assert orders.browse_dead_messages() == []
+    assert [letter.id < number for letter in orders.browse_dead_messages()] == [True]
 
 
 def test_dead_letters_are_purged_all_or_by_id(cli: Cli, orders: pgqueue.Queue) -> None:

@@ -483,7 +483,7 @@ def test_a_fraction_a_naive_time_or_bytes_for_json_are_refused_by_name(queue: An
         ({"payloads": [1, 2], "delays": [None, 5]}, TypeError, "invalid delays[1]: 5; must be a datetime.timedelta"),
         ({"payloads": [1, 2], "delays": [SECOND, -SECOND]}, pgqueue.InvalidArgument, "delays[1]: invalid delay: '-"),
         ({"payloads": [1, 2], "dedup_keys": ["a", "\0"]}, psycopg.DataError, "dedup_keys[1]: PostgreSQL text"),
-        ({"payloads": [1, 2], "dedup_keys": ["a", "\ud800"]}, ValueError, "dedup_keys[1]: 'utf-8' codec"),
+        ({"payloads": [1, 2], "dedup_keys": ["a", "\ud800"]}, UnicodeEncodeError, "in dedup_keys[1]"),
         ({"payloads": [1, 2], "dedup_keys": ["a", "b'" * 200]}, pgqueue.InvalidArgument, "dedup_keys[1]: invalid"),
         (
             {"payloads": [1, 2], "group_keys": ["a", ""]},
@@ -498,7 +498,7 @@ def test_an_error_in_a_batch_names_the_element(queue: Any, lists: Any, error: ty
     queue.alter_queue(max_payload_bytes=1000)
     with pytest.raises(error) as refused:
         queue.enqueue_batch(**lists)
-    assert str(refused.value).startswith(text)
+    assert text in str(refused.value)
     assert queue.peek() == 0
 
 

@@ -37,6 +37,12 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
         )
 
 
+def _before(id: int) -> int:
+    """The id after which a page of dead letters begins with this id."""
+    checked: int = as_integer("id", id, 64)
+    return max(checked - 1, -(2**63))
+
+
 def show(
     session: Session,
     queue: QueueName,
@@ -46,9 +52,8 @@ def show(
 
     The exit status is 3 if there is none with this id.
     """
-    before = max(as_integer("id", id, 64) - 1, -(2**63))
     with session.queue(queue) as verbs:
-        found = [letter for letter in verbs.browse_dead_messages(1, before) if letter.id == id]
+        found = [letter for letter in verbs.browse_dead_messages(1, _before(id)) if letter.id == id]
     if not found:
         raise Failure(f"queue {queue} has no dead letter {id}", "pgqueue dead list shows them.", Status.NO)
     if session.json:
@@ -138,9 +143,8 @@ def edit(
     from ..consumer.policy import _RECORD_HEADERS
 
     content = json_argument(payload)
-    before = max(as_integer("id", 64, id) - 1, -(2**63))
     with session.queue(queue) as verbs, verbs.connection.transaction():
-        values = [queue, content, list(_RECORD_HEADERS), queue, before, id]
+        values = [queue, content, list(_RECORD_HEADERS), queue, _before(id), id]
         sent = verbs.connection.execute(_SEND_EDITED, values).fetchone()
         # Another session can have redriven or deleted it since.
         if sent is None or verbs.purge_dead_messages([id]) != 1:

@@ -218,8 +218,6 @@ class Session:
         """Print an error as psql does: the message, then the hint. Returns the exit status."""
         if self.debug:
             traceback.print_exception(error)
-        if isinstance(error.__cause__, UnicodeEncodeError):  # the client has named the argument of the SQL function
-            error = error.__cause__
         message, hint = explain(error)
         message = self._with_similar_name(error, message)
         line = Text.assemble(("pgqueue:", "bold red"), " ", printable(message, keep="\n"))

@@ -236,8 +236,8 @@ class Consumer(_Base):
         """Consume in this thread until `stop` or `request_stop` is called.
 
         In the main thread SIGINT and SIGTERM stop it, too, if the program has set no handlers for them. After a second
-        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises
-        `QueueNotFound`, what connecting raises after `give_up_after`, and `RuntimeError` if it is running already.
+        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises `QueueNotFound`,
+        what connecting raises after `give_up_after`, and `RuntimeError` if it is running already.
         """
         run_to_end(self._run())
 

@@ -196,8 +196,7 @@ class Runtime:
         """Note that a kind of work failed, for the circuit breaker.
 
         If the database has been unreachable for `give_up_after`, the consumer stops. Conflicts with other transactions
-        are not counted. Of several queues, a missing one is counted only if all are
-        missing.
+        are not counted. Of several queues, a missing one is counted only if all are missing.
         """
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return

@@ -110,7 +110,8 @@ def replay(
     name = app_id if app_id is not None else _digest(str(folder), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = resolve_conninfo(dsn)
-    _check_queues(existing_archive(spark, folder), dsn, names or [])
+    if names:
+        _check_queues(existing_archive(spark, folder), dsn, names)
     was_done, sent = _committed(dsn, commit_name(name, queue), version)
     set_active_session(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
