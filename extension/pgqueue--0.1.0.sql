@@ -1562,6 +1562,16 @@ $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
 'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
+-- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
+create function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+$$;
+comment on function pgqueue._is_ready(pgqueue.messages_shared, timestamptz) is
+'The same for a message of messages_shared.';
+
 create function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
 returns boolean
 language sql immutable parallel safe
@@ -1578,6 +1588,13 @@ language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+
+create function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
+comment on function pgqueue._is_claimed_by(pgqueue.messages_shared, uuid) is
+'The same for a message of messages_shared.';
 
 create function pgqueue._is_unclaimed(m pgqueue.messages)
 returns boolean
@@ -6419,9 +6436,9 @@ comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestampt
 'The part of _claim_candidates_fast for a queue with limits.';
 
 create function pgqueue._claim_candidates_fast(
-    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
+    out ids bigint[], out is_dedicated boolean
 )
-returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -6430,7 +6447,6 @@ declare
     fresh_register regclass;
     fresh_from_id bigint;
     is_fast_path boolean;
-    candidate_ids bigint[];
     q pgqueue.queues;
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -6449,26 +6465,37 @@ begin
             and not w.priorities and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
-            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
-    into fresh_register, fresh_from_id, is_fast_path
+            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
+        w.dedicated
+    into fresh_register, fresh_from_id, is_fast_path, is_dedicated
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if is_fast_path then
-        candidate_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                and pgqueue._is_ready(m, at)
-            order by m.id limit max_messages for update skip locked
-        );
+        if is_dedicated then
+            ids := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                    and pgqueue._is_ready(m, at)
+                order by m.id limit max_messages for update skip locked
+            );
+        else
+            ids := array(
+                select m.id from pgqueue.messages_shared m
+                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                    and pgqueue._is_ready(m, at)
+                order by m.id limit max_messages for update skip locked
+            );
+        end if;
         -- If fewer messages were found, the result is null and the register is unchanged.
         fresh_from_id := setval(
-            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
+            fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
         if fresh_from_id is not null then
-            return candidate_ids;
+            return;
         end if;
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
+    is_dedicated := q.dedicated;
     -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
     -- what is ready now was not ready then.
     at := pgqueue._now();
@@ -6481,21 +6508,44 @@ begin
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
     end if;
-    if q.max_in_flight is not null or q.rate_limit is not null then
-        return pgqueue._claim_candidates_limited(q, at, max_messages);
-    end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, max_messages);
-    end if;
-    if q.priorities then
-        return pgqueue._claim_candidates_by_priority(q, at, max_messages);
-    end if;
-    return pgqueue._claim_candidates(q, at, max_messages);
+    ids := case
+        when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
+        when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
+        when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
+        else pgqueue._claim_candidates(q, at, max_messages)
+    end;
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim,
-and 22023 for a receive in a queue with max_in_flight.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
+table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
+
+create function pgqueue._claim_dedicated(
+    queue_name text, candidate_ids bigint[], visibility_timeout interval, claimed_by text
+)
+returns setof pgqueue.message
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    update pgqueue.messages m
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
+            _claim_dedicated.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C"))),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = (select gen_random_uuid()),
+        claimed_by = _claim_dedicated.claimed_by,
+        claimed_at = (select pgqueue._now())
+    from pgqueue._lookup_keys(_claim_dedicated.queue_name collate "C", candidate_ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, _claim_dedicated.queue_name collate "C", k.names, k.ids, k.id)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
+'Claims the messages, which the caller has locked, and returns them by id. For a dedicated queue.';
 
 create function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -6513,11 +6563,16 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
+    if candidates.is_dedicated then
+        return query
+        select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+        return;
+    end if;
     return query
     -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
-    update pgqueue.messages m
+    update pgqueue.messages_shared m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
     -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -6528,7 +6583,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(claim.queue_name collate "C", candidate_ids) k
+    from pgqueue._lookup_keys(claim.queue_name collate "C", candidates.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
@@ -6559,20 +6614,28 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
+    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin
     -- All candidates are locked, so all of them are deleted below.
-    if pgqueue._count('acknowledged', queue_name, cardinality(candidate_ids)) >= 0
+    if pgqueue._count('acknowledged', queue_name, cardinality(candidates.ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
         return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        if candidates.is_dedicated then
+            return query
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+            returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+                m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        end if;
         return;
     end if;
     at := pgqueue._finish_time();
@@ -6580,7 +6643,7 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),
@@ -6664,6 +6727,13 @@ begin
         perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
+    if not q.dedicated then
+        update pgqueue.messages_shared m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        where m.queue_name = q.name and m.id = extend.id
+            and pgqueue._is_claimed_by(m, extend.claim_token);
+        return found;
+    end if;
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     where m.queue_name = q.name and m.id = extend.id
@@ -6705,6 +6775,16 @@ begin
         for no key update of m;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
+    if not q.dedicated then
+        return query
+        update pgqueue.messages_shared m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        from pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        returning m.id;
+        return;
+    end if;
     return query
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
@@ -6719,6 +6799,8 @@ comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uu
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
+-- A statement on messages locks and starts up the tables of all dedicated queues. So what every consumer calls looks
+-- into messages_shared first, and into messages only if it finds nothing there.
 
 create function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
@@ -6731,9 +6813,14 @@ set jit = off
 as $$
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
-        delete from pgqueue.messages m
+        delete from pgqueue.messages_shared m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and pgqueue._is_claimed_by(m, ack.claim_token);
+        if not found then
+            delete from pgqueue.messages m
+            where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+                and pgqueue._is_claimed_by(m, ack.claim_token);
+        end if;
         if found then
             return pgqueue._count('acknowledged', queue_name, 1) = 1;
         end if;
@@ -6763,10 +6850,16 @@ declare
     acked int;
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
-        delete from pgqueue.messages m
+        delete from pgqueue.messages_shared m
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+        if not found then
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+                and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+        end if;
         get diagnostics acked = row_count;
     else
         acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));
@@ -6879,10 +6972,16 @@ declare
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
-    delete from pgqueue.messages c
+    delete from pgqueue.messages_shared c
     where c.queue_name = q.name and c.id = _nack_or_reject.id
         and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
+    if not found then
+        delete from pgqueue.messages c
+        where c.queue_name = q.name and c.id = _nack_or_reject.id
+            and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
+        returning c.* into m;
+    end if;
     if not found then
         return false;
     end if;
@@ -7089,7 +7188,7 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    candidate_ids bigint[];
+    candidates record;
 begin
     if given > 0 then
         if claim_token is null then
@@ -7097,13 +7196,23 @@ begin
         end if;
         if pgqueue._lock_queue_without_archive(queue_name) then
             with gone as (
-                delete from pgqueue.messages m
+                delete from pgqueue.messages_shared m
                 using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
                 where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and pgqueue._is_claimed_by(m, exchange.claim_token)
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
+            if acked is null then
+                with gone as (
+                    delete from pgqueue.messages m
+                    using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                        and pgqueue._is_claimed_by(m, exchange.claim_token)
+                    returning m.id
+                )
+                select array_agg(g.id) into acked from gone g;
+            end if;
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
@@ -7116,9 +7225,14 @@ begin
             where i is not null;
         end if;
     end if;
-    candidate_ids := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    if candidates.is_dedicated then
+        return query
+        select c.*, false from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by) c;
+        return;
+    end if;
     return query
-    update pgqueue.messages m
+    update pgqueue.messages_shared m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
     -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -7129,7 +7243,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidate_ids) k
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidates.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;
@@ -8899,7 +9013,7 @@ begin
     return query
     select
         'warning', null::text, 'few_locks',
-        format('each statement of a call locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
+        format('a sweep locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
             w.tables, w.locks),
         format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
     from (
@@ -10120,7 +10234,7 @@ begin
             candidate_ids := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
             found_fewer := cardinality(candidate_ids) < wanted;
         else
-            candidate_ids := pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout);
+            candidate_ids := (pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout)).ids;
             found_fewer := cardinality(candidate_ids) < wanted;
             if up_to_id is not null and (found_fewer or up_to_id < any (candidate_ids)) then
                 -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.

@@ -1,4 +1,6 @@
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
+-- A statement on messages locks and starts up the tables of all dedicated queues. So what every consumer calls looks
+-- into messages_shared first, and into messages only if it finds nothing there.
 
 create or replace function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
@@ -11,9 +13,14 @@ set jit = off
 as $$
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
-        delete from pgqueue.messages m
+        delete from pgqueue.messages_shared m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and pgqueue._is_claimed_by(m, ack.claim_token);
+        if not found then
+            delete from pgqueue.messages m
+            where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+                and pgqueue._is_claimed_by(m, ack.claim_token);
+        end if;
         if found then
             return pgqueue._count('acknowledged', queue_name, 1) = 1;
         end if;
@@ -43,10 +50,16 @@ declare
     acked int;
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
-        delete from pgqueue.messages m
+        delete from pgqueue.messages_shared m
         using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+        if not found then
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+                and pgqueue._is_claimed_by(m, ack_batch.claim_token);
+        end if;
         get diagnostics acked = row_count;
     else
         acked := cardinality(pgqueue._ack_to_archive(queue_name, ids, claim_token));

@@ -135,9 +135,9 @@ comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestampt
 'The part of _claim_candidates_fast for a queue with limits.';
 
 create or replace function pgqueue._claim_candidates_fast(
-    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
+    out ids bigint[], out is_dedicated boolean
 )
-returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -146,7 +146,6 @@ declare
     fresh_register regclass;
     fresh_from_id bigint;
     is_fast_path boolean;
-    candidate_ids bigint[];
     q pgqueue.queues;
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -165,26 +164,37 @@ begin
             and not w.priorities and max_messages between 1 and 10000
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
-            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000
-    into fresh_register, fresh_from_id, is_fast_path
+            and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
+        w.dedicated
+    into fresh_register, fresh_from_id, is_fast_path, is_dedicated
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if is_fast_path then
-        candidate_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                and pgqueue._is_ready(m, at)
-            order by m.id limit max_messages for update skip locked
-        );
+        if is_dedicated then
+            ids := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                    and pgqueue._is_ready(m, at)
+                order by m.id limit max_messages for update skip locked
+            );
+        else
+            ids := array(
+                select m.id from pgqueue.messages_shared m
+                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                    and pgqueue._is_ready(m, at)
+                order by m.id limit max_messages for update skip locked
+            );
+        end if;
         -- If fewer messages were found, the result is null and the register is unchanged.
         fresh_from_id := setval(
-            fresh_register, candidate_ids[max_messages] + (candidate_ids[max_messages] < 9223372036854775807)::int);
+            fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
         if fresh_from_id is not null then
-            return candidate_ids;
+            return;
         end if;
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
+    is_dedicated := q.dedicated;
     -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
     -- what is ready now was not ready then.
     at := pgqueue._now();
@@ -197,21 +207,44 @@ begin
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
     end if;
-    if q.max_in_flight is not null or q.rate_limit is not null then
-        return pgqueue._claim_candidates_limited(q, at, max_messages);
-    end if;
-    if q.group_limit is not null then
-        return pgqueue._claim_candidates_grouped(q, at, max_messages);
-    end if;
-    if q.priorities then
-        return pgqueue._claim_candidates_by_priority(q, at, max_messages);
-    end if;
-    return pgqueue._claim_candidates(q, at, max_messages);
+    ids := case
+        when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
+        when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
+        when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
+        else pgqueue._claim_candidates(q, at, max_messages)
+    end;
 end;
 $$;
 comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete. Raises the errors of claim,
-and 22023 for a receive in a queue with max_in_flight.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
+table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
+
+create or replace function pgqueue._claim_dedicated(
+    queue_name text, candidate_ids bigint[], visibility_timeout interval, claimed_by text
+)
+returns setof pgqueue.message
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    update pgqueue.messages m
+    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
+            _claim_dedicated.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C"))),
+        attempt_count = m.attempt_count + 1,
+        claimed_attempt = m.attempt_count + 1,
+        claim_token = (select gen_random_uuid()),
+        claimed_by = _claim_dedicated.claimed_by,
+        claimed_at = (select pgqueue._now())
+    from pgqueue._lookup_keys(_claim_dedicated.queue_name collate "C", candidate_ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, _claim_dedicated.queue_name collate "C", k.names, k.ids, k.id)
+    returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
+        m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+end;
+$$;
+comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
+'Claims the messages, which the caller has locked, and returns them by id. For a dedicated queue.';
 
 create or replace function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -229,11 +262,16 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
+    if candidates.is_dedicated then
+        return query
+        select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+        return;
+    end if;
     return query
     -- exchange contains the same statement. A shared function would make the claim of one message 7 per cent slower.
-    update pgqueue.messages m
+    update pgqueue.messages_shared m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
     -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -244,7 +282,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = claim.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(claim.queue_name collate "C", candidate_ids) k
+    from pgqueue._lookup_keys(claim.queue_name collate "C", candidates.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, claim.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;

@@ -527,7 +527,7 @@ begin
     return query
     select
         'warning', null::text, 'few_locks',
-        format('each statement of a call locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
+        format('a sweep locks the tables of all %s dedicated queues, and the server has room for %s locks per connection: calls may fail with "out of shared memory"',
             w.tables, w.locks),
         format('alter system set max_locks_per_transaction = %s; -- and restart the server', 64 * ceil((w.tables + 16) / 32.0))
     from (

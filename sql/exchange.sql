@@ -20,7 +20,7 @@ as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
     acked bigint[];
-    candidate_ids bigint[];
+    candidates record;
 begin
     if given > 0 then
         if claim_token is null then
@@ -28,13 +28,23 @@ begin
         end if;
         if pgqueue._lock_queue_without_archive(queue_name) then
             with gone as (
-                delete from pgqueue.messages m
+                delete from pgqueue.messages_shared m
                 using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
                 where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                     and pgqueue._is_claimed_by(m, exchange.claim_token)
                 returning m.id
             )
             select array_agg(g.id) into acked from gone g;
+            if acked is null then
+                with gone as (
+                    delete from pgqueue.messages m
+                    using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                        and pgqueue._is_claimed_by(m, exchange.claim_token)
+                    returning m.id
+                )
+                select array_agg(g.id) into acked from gone g;
+            end if;
         else
             acked := pgqueue._ack_to_archive(queue_name, ids, claim_token);
         end if;
@@ -47,9 +57,14 @@ begin
             where i is not null;
         end if;
     end if;
-    candidate_ids := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    if candidates.is_dedicated then
+        return query
+        select c.*, false from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by) c;
+        return;
+    end if;
     return query
-    update pgqueue.messages m
+    update pgqueue.messages_shared m
     -- The clock is read again after all locks are taken. Otherwise a claim that had to wait could expire before it
     -- begins.
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -60,7 +75,7 @@ begin
         claim_token = (select gen_random_uuid()),
         claimed_by = exchange.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidate_ids) k
+    from pgqueue._lookup_keys(exchange.queue_name collate "C", candidates.ids) k
     where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error, false;

@@ -52,6 +52,13 @@ begin
         perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
+    if not q.dedicated then
+        update pgqueue.messages_shared m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        where m.queue_name = q.name and m.id = extend.id
+            and pgqueue._is_claimed_by(m, extend.claim_token);
+        return found;
+    end if;
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     where m.queue_name = q.name and m.id = extend.id
@@ -93,6 +100,16 @@ begin
         for no key update of m;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
+    if not q.dedicated then
+        return query
+        update pgqueue.messages_shared m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        from pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        returning m.id;
+        return;
+    end if;
     return query
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end

@@ -79,6 +79,16 @@ $$;
 comment on function pgqueue._is_ready(pgqueue.messages, timestamptz) is
 'Whether a message can be claimed at this moment. Inlined to plain conditions on columns.';
 
+-- Statements that name messages_shared call this form: PostgreSQL would build the row for the other one.
+create or replace function pgqueue._is_ready(m pgqueue.messages_shared, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and m.attempt_count < m.max_attempts and (m.expires_at is null or m.expires_at > at)
+$$;
+comment on function pgqueue._is_ready(pgqueue.messages_shared, timestamptz) is
+'The same for a message of messages_shared.';
+
 create or replace function pgqueue._is_spent(m pgqueue.messages, at timestamptz)
 returns boolean
 language sql immutable parallel safe
@@ -95,6 +105,13 @@ language sql immutable parallel safe
 as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
 comment on function pgqueue._is_claimed_by(pgqueue.messages, uuid) is
 'Whether the claim with this token is the latest claim of the message, counting also claims without a token. Inlined.';
+
+create or replace function pgqueue._is_claimed_by(m pgqueue.messages_shared, claim_token uuid)
+returns boolean
+language sql immutable parallel safe
+as $$ select m.claim_token = _is_claimed_by.claim_token and m.claimed_attempt = m.attempt_count $$;
+comment on function pgqueue._is_claimed_by(pgqueue.messages_shared, uuid) is
+'The same for a message of messages_shared.';
 
 create or replace function pgqueue._is_unclaimed(m pgqueue.messages)
 returns boolean

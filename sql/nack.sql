@@ -93,10 +93,16 @@ declare
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
-    delete from pgqueue.messages c
+    delete from pgqueue.messages_shared c
     where c.queue_name = q.name and c.id = _nack_or_reject.id
         and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
     returning c.* into m;
+    if not found then
+        delete from pgqueue.messages c
+        where c.queue_name = q.name and c.id = _nack_or_reject.id
+            and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
+        returning c.* into m;
+    end if;
     if not found then
         return false;
     end if;

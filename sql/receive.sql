@@ -11,20 +11,28 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidate_ids constant bigint[] := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
+    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin
     -- All candidates are locked, so all of them are deleted below.
-    if pgqueue._count('acknowledged', queue_name, cardinality(candidate_ids)) >= 0
+    if pgqueue._count('acknowledged', queue_name, cardinality(candidates.ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
         return query
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
             m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        if candidates.is_dedicated then
+            return query
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
+            returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
+                m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+        end if;
         return;
     end if;
     at := pgqueue._finish_time();
@@ -32,7 +40,7 @@ begin
     return query
     with gone as (
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidate_ids) k
+        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
         returning m.*
     ),

@@ -3,10 +3,12 @@
 After a lock wait, functions use the current state of the queue.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -38,6 +40,43 @@ def test_functions_over_all_queues_hold_no_queue_locks(
                 [name],
             )
             assert held.fetchall() == []
+
+
+def test_what_consumers_call_locks_no_table_of_another_queue(connection: psycopg.Connection[Any], name: str) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue()
+    pgqueue.Queue(connection, f"{name}-2").create_queue(dedicated=True)
+
+    def locked() -> list[str]:
+        rows = connection.execute(
+            "select relation::regclass::text from pg_locks where pid = pg_backend_pid() and locktype = 'relation'"
+        )
+        return [relation for (relation,) in rows if relation.startswith("pgqueue.")]
+
+    def take(number: int) -> tuple[list[int], UUID]:
+        queue.enqueue_batch([1] * number)
+        messages = queue.claim(max_messages=number)
+        return [each.id for each in messages], messages[0].claim_token
+
+    calls: dict[str, Callable[[list[int], UUID], object]] = {
+        "claim": lambda _ids, _token: queue.claim(max_messages=2),
+        "receive": lambda _ids, _token: queue.receive(max_messages=2),
+        "exchange": lambda ids, token: queue.exchange(ids, token, max_messages=2),
+        "ack": lambda ids, token: queue.ack(ids[0], token),
+        "ack_batch": lambda ids, token: queue.ack_batch(ids, token),
+        "extend": lambda ids, token: queue.extend(ids[0], token),
+        "extend_batch": lambda ids, token: queue.extend_batch(ids, token),
+        "nack": lambda ids, token: queue.nack(ids[0], token),
+        "reject": lambda ids, token: queue.reject(ids[0], token),
+    }
+    for verb, call in calls.items():
+        ids, token = take(2)
+        queue.enqueue_batch([1, 2])
+        with connection.transaction():
+            assert call(ids, token), verb
+            relations = locked()
+        assert not [each for each in relations if re.fullmatch(r"pgqueue[.]messages_[0-9]+", each)], verb
+        assert len(relations) <= 16, (verb, relations)
 
 
 def test_stats_of_all_queues_leave_out_a_queue_that_is_being_dropped(
