@@ -6594,24 +6594,20 @@ begin
     if pgqueue._count('acknowledged', queue_name, cardinality(candidates.ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
-        return query
-        delete from pgqueue.messages_shared m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
-        returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
-            m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
-        if candidates.is_dedicated then
+        if not candidates.is_dedicated then
             return query
-            delete from pgqueue.messages m
+            delete from pgqueue.messages_shared m
             using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
             where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
             returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count + 1, m.max_attempts,
                 m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
+            return;
         end if;
-        return;
+    else
+        at := pgqueue._finish_time();
+        is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
     end if;
-    at := pgqueue._finish_time();
-    is_filed := coalesce(pgqueue._has_day_partition(pgqueue._utc_day(at)), false);
+    -- is_filed is null if the queue keeps no archive.
     return query
     with gone as (
         delete from pgqueue.messages m
