@@ -1219,13 +1219,22 @@ create function pgqueue._has_time()
 returns boolean
 language sql volatile
 as $$
-    select coalesce(
-        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
+    select current_setting('statement_timeout') = '0'
+        or pgqueue._now() < statement_timestamp() + current_setting('statement_timeout')::interval / 2
 $$;
 comment on function pgqueue._has_time() is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
 Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
 makes progress, and later calls do the rest.';
+
+create function pgqueue._is_walk_over(at timestamptz)
+returns boolean
+language sql volatile
+as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
+comment on function pgqueue._is_walk_over(timestamptz) is
+'Whether a claim that began at this time has to end its walk over messages that no claim has passed, because half of
+statement_timeout has passed, and 20 ms. The walk then takes the messages that have expired or have no attempts left,
+too: so it ends, and the register passes them. Inlined.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -4737,6 +4746,24 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
 their ids.';
 
+create function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ready_ids constant bigint[] := pgqueue._lock_ready(q, ids, '{}', at, cardinality(ids));
+begin
+    if cardinality(ready_ids) < cardinality(ids) then
+        -- The next claim sweeps what the walk has passed, and walks on.
+        perform setval(q.next_sweep_at, 1);
+    end if;
+    return ready_ids;
+end;
+$$;
+comment on function pgqueue._keep_ready(pgqueue.queues, bigint[], timestamptz) is
+'Those of the ids that are ready, after a walk that has ended because of _is_walk_over.';
+
 create function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]
@@ -5336,11 +5363,15 @@ begin
         select m.id from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
             and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
-            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
     if candidate_ids <> '{}' then
         perform setval(q.fresh_from_id, candidate_ids[cardinality(candidate_ids)] + 1);
+    end if;
+    if pgqueue._is_walk_over(at) then
+        candidate_ids := pgqueue._lock_ready(q, candidate_ids, '{}', at, wanted);
     end if;
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
@@ -5354,7 +5385,8 @@ begin
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+            -- Each maintenance sets the register back, so a claim without time removes a slice.
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, case when not pgqueue._is_walk_over(at) then 8 end);
         end if;
     end if;
     return candidate_ids;
@@ -5684,7 +5716,7 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and pgqueue._is_ready(m, at)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit 1
         ) w
         order by w.position - pgqueue._level_start(w.position) limit 1;
@@ -5706,12 +5738,16 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and m.id <> all (taken) and pgqueue._is_ready(m, at)
+                and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit wanted for update skip locked
         ) r
         limit wanted
     ) w;
     perform setval(registers[(max(p) >> 59) + 1], max(p) + 1) from unnest(positions) as p group by p >> 59;
+    if pgqueue._is_walk_over(at) then
+        found_ids := pgqueue._keep_ready(q, found_ids, at);
+    end if;
     return coalesce(found_ids, '{}');
 end;
 $$;
@@ -5745,7 +5781,7 @@ comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
-create function pgqueue._move_levels_to_ready(q pgqueue.queues)
+create function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5761,7 +5797,7 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and pgqueue._is_ready(m, (select pgqueue._now()))
+                and (pgqueue._is_ready(m, (select pgqueue._now())) or pgqueue._now() > at + interval '20 ms')
             limit 1
         ),
         (
@@ -5783,9 +5819,10 @@ begin
     where not w.is_ready;
 end;
 $$;
-comment on function pgqueue._move_levels_to_ready(pgqueue.queues) is
-'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready. Otherwise
-each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds these.';
+comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
+'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready, within 20
+ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
+finds these.';
 
 create function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
 returns void
@@ -5898,7 +5935,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
-    perform pgqueue._move_levels_to_ready(q);
+    perform pgqueue._move_levels_to_ready(q, at);
     candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
@@ -6002,7 +6039,9 @@ begin
     end if;
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.
-    if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
+    if pgqueue._is_walk_over(at) then
+        return candidate_ids;
+    elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then
@@ -6339,12 +6378,15 @@ begin
         found_ids := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
-                and pgqueue._is_ready(m, at)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        end if;
+        if cardinality(candidate_ids || found_ids) = wanted and pgqueue._is_walk_over(at) then
+            return candidate_ids || pgqueue._keep_ready(q, found_ids, at);
         end if;
         candidate_ids := candidate_ids || found_ids;
     end if;
@@ -6475,21 +6517,24 @@ begin
             ids := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                    and pgqueue._is_ready(m, at)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
         else
             ids := array(
                 select m.id from pgqueue.messages_shared m
                 where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                    and pgqueue._is_ready(m, at)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
         end if;
         -- If fewer messages were found, the result is null and the register is unchanged.
         fresh_from_id := setval(
             fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
-        if fresh_from_id is not null then
+        if fresh_from_id is not null and not pgqueue._is_walk_over(at) then
+            return;
+        elsif fresh_from_id is not null then
+            ids := pgqueue._keep_ready(pgqueue._get_locked_queue(queue_name), ids, at);
             return;
         end if;
     end if;

@@ -38,12 +38,15 @@ begin
         found_ids := array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
-                and pgqueue._is_ready(m, at)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
         );
         last_id := found_ids[cardinality(found_ids)];
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+        end if;
+        if cardinality(candidate_ids || found_ids) = wanted and pgqueue._is_walk_over(at) then
+            return candidate_ids || pgqueue._keep_ready(q, found_ids, at);
         end if;
         candidate_ids := candidate_ids || found_ids;
     end if;
@@ -174,21 +177,24 @@ begin
             ids := array(
                 select m.id from pgqueue.messages m
                 where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                    and pgqueue._is_ready(m, at)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
         else
             ids := array(
                 select m.id from pgqueue.messages_shared m
                 where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
-                    and pgqueue._is_ready(m, at)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
         end if;
         -- If fewer messages were found, the result is null and the register is unchanged.
         fresh_from_id := setval(
             fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
-        if fresh_from_id is not null then
+        if fresh_from_id is not null and not pgqueue._is_walk_over(at) then
+            return;
+        elsif fresh_from_id is not null then
+            ids := pgqueue._keep_ready(pgqueue._get_locked_queue(queue_name), ids, at);
             return;
         end if;
     end if;

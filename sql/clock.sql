@@ -19,10 +19,19 @@ create or replace function pgqueue._has_time()
 returns boolean
 language sql volatile
 as $$
-    select coalesce(
-        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
+    select current_setting('statement_timeout') = '0'
+        or pgqueue._now() < statement_timestamp() + current_setting('statement_timeout')::interval / 2
 $$;
 comment on function pgqueue._has_time() is
 'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
 Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
 makes progress, and later calls do the rest.';
+
+create or replace function pgqueue._is_walk_over(at timestamptz)
+returns boolean
+language sql volatile
+as $$ select pgqueue._now() > at + interval '20 ms' and not pgqueue._has_time() $$;
+comment on function pgqueue._is_walk_over(timestamptz) is
+'Whether a claim that began at this time has to end its walk over messages that no claim has passed, because half of
+statement_timeout has passed, and 20 ms. The walk then takes the messages that have expired or have no attempts left,
+too: so it ends, and the register passes them. Inlined.';

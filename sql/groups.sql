@@ -199,11 +199,15 @@ begin
         select m.id from pgqueue.messages m
         where pgqueue._is_in_partition_of(m.queue_name, q.name)
             and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
-            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904 and pgqueue._is_ready(m, at)
+            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
     if candidate_ids <> '{}' then
         perform setval(q.fresh_from_id, candidate_ids[cardinality(candidate_ids)] + 1);
+    end if;
+    if pgqueue._is_walk_over(at) then
+        candidate_ids := pgqueue._lock_ready(q, candidate_ids, '{}', at, wanted);
     end if;
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
@@ -217,7 +221,8 @@ begin
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
-            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+            -- Each maintenance sets the register back, so a claim without time removes a slice.
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, case when not pgqueue._is_walk_over(at) then 8 end);
         end if;
     end if;
     return candidate_ids;

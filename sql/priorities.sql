@@ -110,7 +110,7 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and pgqueue._is_ready(m, at)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit 1
         ) w
         order by w.position - pgqueue._level_start(w.position) limit 1;
@@ -132,12 +132,16 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and m.id <> all (taken) and pgqueue._is_ready(m, at)
+                and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit wanted for update skip locked
         ) r
         limit wanted
     ) w;
     perform setval(registers[(max(p) >> 59) + 1], max(p) + 1) from unnest(positions) as p group by p >> 59;
+    if pgqueue._is_walk_over(at) then
+        found_ids := pgqueue._keep_ready(q, found_ids, at);
+    end if;
     return coalesce(found_ids, '{}');
 end;
 $$;
@@ -171,7 +175,7 @@ comment on function pgqueue._move_levels_past_unready(pgqueue.queues) is
 'Moves the registers beyond all messages, for a claim that has found no more ready ones there. From then on the sweep
 finds the others, such as expired ones. Returns whether there were any.';
 
-create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues)
+create or replace function pgqueue._move_levels_to_ready(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -187,7 +191,7 @@ begin
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
-                and pgqueue._is_ready(m, (select pgqueue._now()))
+                and (pgqueue._is_ready(m, (select pgqueue._now())) or pgqueue._now() > at + interval '20 ms')
             limit 1
         ),
         (
@@ -209,9 +213,10 @@ begin
     where not w.is_ready;
 end;
 $$;
-comment on function pgqueue._move_levels_to_ready(pgqueue.queues) is
-'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready. Otherwise
-each claim of a lower priority would read the messages before it, such as expired ones. The sweep finds these.';
+comment on function pgqueue._move_levels_to_ready(pgqueue.queues, timestamptz) is
+'Moves the registers to the first ready message of each priority, or beyond the last message if none is ready, within 20
+ms after at. Otherwise each claim of a lower priority would read the messages before it, such as expired ones. The sweep
+finds these.';
 
 create or replace function pgqueue._set_levels_back(q pgqueue.queues, ids bigint[])
 returns void
@@ -324,7 +329,7 @@ begin
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
-    perform pgqueue._move_levels_to_ready(q);
+    perform pgqueue._move_levels_to_ready(q, at);
     candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
         q, candidate_ids, at, wanted - cardinality(candidate_ids), 4096);
     floors := pgqueue._level_floors(pgqueue._level_registers(q));
@@ -428,7 +433,9 @@ begin
     end if;
     -- As in _claim_candidates, a claim that has found too few messages sweeps at once, unless the last sweep was
     -- expensive.
-    if cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
+    if pgqueue._is_walk_over(at) then
+        return candidate_ids;
+    elsif cardinality(candidate_ids) < wanted and not is_sweep_due and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked_levels(
             q, candidate_ids, at, wanted - cardinality(candidate_ids), case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted and (pgqueue._move_levels_past_unready(q) or not is_sweep_due) then

@@ -325,6 +325,24 @@ comment on function pgqueue._lock_ready(pgqueue.queues, bigint[], bigint[], time
 'Locks up to wanted of the messages that are ready, not locked by another transaction and not in taken, and returns
 their ids.';
 
+create or replace function pgqueue._keep_ready(q pgqueue.queues, ids bigint[], at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ready_ids constant bigint[] := pgqueue._lock_ready(q, ids, '{}', at, cardinality(ids));
+begin
+    if cardinality(ready_ids) < cardinality(ids) then
+        -- The next claim sweeps what the walk has passed, and walks on.
+        perform setval(q.next_sweep_at, 1);
+    end if;
+    return ready_ids;
+end;
+$$;
+comment on function pgqueue._keep_ready(pgqueue.queues, bigint[], timestamptz) is
+'Those of the ids that are ready, after a walk that has ended because of _is_walk_over.';
+
 create or replace function pgqueue._read_requeued(
     q pgqueue.queues, at timestamptz, after_time timestamptz, after_id bigint, only_held boolean, wanted int,
     out n int, out last_time timestamptz, out last_id bigint, out visible_ids bigint[], out gone tid[]

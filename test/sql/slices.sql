@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(56);
+select plan(64);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -126,6 +126,41 @@ select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_nam
 select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), '<', 20::bigint, 'the housekeeping of a claim files some unfiled messages');
 select count(*) from pgqueue.maintain_archive() \g /dev/null
 select is((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), 0::bigint, 'maintain_archive files the other unfiled messages');
+
+-- A claim passes expired messages that no claim has reached. Here each reading of the clock takes 0.1 ms.
+create sequence pg_temp.readings;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz + nextval('pg_temp.readings') * interval '100 us' $$;
+create function pg_temp.walks(queue text, dedicated boolean, group_limit int default null, priorities boolean default false)
+returns setof text language plpgsql as $$
+declare
+    healthy bigint;
+    found_ids bigint[];
+begin
+    perform pgqueue.create_queue(queue, dedicated => dedicated, group_limit => group_limit, priorities => priorities);
+    perform pgqueue.claim(queue);
+    perform pgqueue.enqueue_batch(queue, payloads => array_fill('1'::jsonb, array[1200]), expires_in => '1 s');
+    healthy := pgqueue.enqueue(queue, '"healthy"');
+    perform pg_temp.pass('2 s');
+    if priorities then
+        -- A sweep, with which a claim continues, finds the message.
+        select pgqueue._walk_levels(q, pgqueue._now(), '{}', 1) into found_ids from pgqueue.queues q where q.name = queue;
+    else
+        found_ids := array(select c.id from pgqueue.claim(queue) c);
+    end if;
+    return next is(found_ids, '{}', queue || ': a claim without time ends on its way past expired messages');
+    for n in 1..100 loop
+        exit when found_ids <> '{}';
+        found_ids := array(select c.id from pgqueue.claim(queue) c);
+    end loop;
+    return next is(found_ids, array[healthy], queue || ': later claims go on and return the message behind them');
+end;
+$$;
+set local statement_timeout = '1 d';
+select pg_temp.walks('slices-walk', false);
+select pg_temp.walks('slices-walk-dedicated', true);
+select pg_temp.walks('slices-walk-ungrouped', true, group_limit => 1);
+select pg_temp.walks('slices-walk-priorities', true, priorities => true);
 
 select * from finish();
 rollback;
