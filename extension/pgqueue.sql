@@ -2200,6 +2200,31 @@ $$;
 comment on function pgqueue._slices(bigint[]) is
 'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
 
+create function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    id bigint;
+    place tid;
+    size bigint;
+    bytes bigint := 0;
+begin
+    ids := '{}';
+    places := '{}';
+    while bytes < 131072 loop
+        fetch source into id, place, size;
+        exit when not found;
+        ids := ids || id;
+        places := places || place;
+        bytes := bytes + size;
+    end loop;
+end;
+$$;
+comment on function pgqueue._fetch_slice(refcursor) is
+'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
+Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
+
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
 language sql immutable parallel safe
@@ -2816,51 +2841,43 @@ declare
     truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
     first_id constant bigint := coalesce(
         (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
-    places tid[];
-    sizes bigint[];
-    message_ids bigint[];
-    message_sizes bigint[];
+    source refcursor;
     slice record;
-    n bigint;
     removed bigint := 0;
 begin
-    select array_agg(s.ctid order by s.id), array_agg(pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) order by s.id)
-    into places, sizes
-    from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id;
-    if not truncates then
-        select array_agg(m.id order by m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) order by m.id)
-        into message_ids, message_sizes
-        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id;
-    end if;
     -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
-    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
-        -- By ctid: by key, a plan could use another index and read the whole queue through it for each. Since the row
-        -- was read, another row can have been stored at its place.
-        delete from pgqueue.scheduled_messages s
-        where s.ctid = any (array(
-            select c.ctid from pgqueue.scheduled_messages c
-            where c.ctid = any (places[slice.first_place : slice.last_place]) and c.queue_name = q.name
-            order by c.id for update));
-        get diagnostics n = row_count;
-        removed := removed + n;
-        if removed > 0 and not pgqueue._has_time() then
+    open source for
+        select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+        from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id
+        order by s.id for update;
+    loop
+        select f.* into slice from pgqueue._fetch_slice(source) f;
+        exit when slice.ids = '{}';
+        -- By ctid: by key, a plan could use another index and read the whole queue through it for each.
+        delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places);
+        removed := removed + cardinality(slice.ids);
+        if not pgqueue._has_time() then
             return removed;
         end if;
     end loop;
+    close source;
     if truncates then
         return removed + pgqueue._truncate_or_drop_partition(q, false);
     end if;
-    for slice in select s.first_place, s.last_place from pgqueue._slices(message_sizes) s loop
-        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        order by m.id for update of m;
+    open source for
+        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id
+        order by m.id for update;
+    loop
+        select f.* into slice from pgqueue._fetch_slice(source) f;
+        exit when slice.ids = '{}';
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        using pgqueue._lookup_keys(q.name, slice.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-        get diagnostics n = row_count;
-        removed := removed + n;
-        exit when removed > 0 and not pgqueue._has_time();
+        removed := removed + cardinality(slice.ids);
+        exit when not pgqueue._has_time();
     end loop;
+    close source;
     return removed;
 end;
 $$;
@@ -7314,9 +7331,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     dead refcursor;
-    letter record;
     slice_ids bigint[];
-    bytes bigint;
     slice_at timestamptz;
     slice_count int;
     first_due_at timestamptz;
@@ -7330,28 +7345,19 @@ begin
         q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
     if ids is null then
         open dead for
-            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
             from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked;
     else
         open dead for
-            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
             from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked;
     end if;
     loop
-        -- Fetching locks one row at a time.
-        slice_ids := '{}';
-        bytes := 0;
-        loop
-            fetch dead into letter;
-            exit when not found;
-            slice_ids := slice_ids || letter.id;
-            bytes := bytes + letter.bytes;
-            exit when bytes >= 131072;
-        end loop;
+        slice_ids := (pgqueue._fetch_slice(dead)).ids;
         exit when slice_ids = '{}';
         slice_at := pgqueue._now();
         with revived as (
@@ -7413,30 +7419,6 @@ included, as by sweep_queue. The call ends when half of statement_timeout has pa
 it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
 
-create function pgqueue._find_dead_letters(
-    queue_name text, ids bigint[], out id bigint, out bytes bigint
-)
-returns setof record
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if ids is null then
-        return query
-        select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
-        from pgqueue.dead_messages d
-        where d.queue_name = _find_dead_letters.queue_name collate "C" and d.id >= pgqueue._first_id_of(_find_dead_letters.queue_name);
-    else
-        return query
-        select distinct d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
-        from pgqueue.dead_messages d, pgqueue._lookup_keys(_find_dead_letters.queue_name collate "C", ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, _find_dead_letters.queue_name collate "C", k.names, k.ids, k.id);
-    end if;
-end;
-$$;
-comment on function pgqueue._find_dead_letters(text, bigint[]) is
-'The ids of the dead letters of a queue, all or only those in ids, with their sizes.';
-
 create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
 language plpgsql volatile security definer
@@ -7449,9 +7431,8 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
-    dead_ids bigint[];
-    sizes bigint[];
-    slice record;
+    dead refcursor;
+    slice_ids bigint[];
     n int;
     purged bigint := 0;
 begin
@@ -7470,21 +7451,31 @@ begin
         perform pgqueue._remove_spent_messages(
             q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
     end if;
-    select array_agg(w.id order by w.id), array_agg(w.bytes order by w.id) into dead_ids, sizes
-    from pgqueue._find_dead_letters(queue_name, ids) w;
-    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
-        exit when purged > 0 and not pgqueue._has_time();
-        perform from pgqueue.dead_messages d, pgqueue._lookup_keys(
-            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
-        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-        order by d.id for update of d;
+    if ids is null then
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+            order by d.id for update;
+    else
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            order by d.id for update of d;
+    end if;
+    loop
+        slice_ids := (pgqueue._fetch_slice(dead)).ids;
+        exit when slice_ids = '{}';
         delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(
-            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", slice_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
         get diagnostics n = row_count;
         purged := purged + n;
+        exit when not pgqueue._has_time();
     end loop;
+    close dead;
     return purged;
 end;
 $$;
@@ -7537,10 +7528,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     expired refcursor;
-    message record;
-    part_ids bigint[];
-    part_scheduled tid[];
-    bytes bigint;
+    slice record;
     died int;
     all_died int := 0;
     purged int := 0;
@@ -7561,41 +7549,30 @@ begin
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked;
     loop
-        -- Fetching locks one row at a time.
-        part_ids := '{}';
-        part_scheduled := '{}';
-        bytes := 0;
-        while bytes < 131072 loop
-            fetch expired into message;
-            if found then
-                part_ids := part_ids || message.id;
-                part_scheduled := part_scheduled || message.place;
-                bytes := bytes + message.bytes;
-            elsif is_scheduled then
-                exit;
-            else
-                -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole
-                -- queue through it for each.
-                close expired;
-                open expired for
-                    select
-                        null::bigint as id, s.ctid as place,
-                        pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
-                    from pgqueue.scheduled_messages s
-                    where s.queue_name = q.name and s.expires_at <= at
-                    order by s.expires_at limit batch_size - purged - cardinality(part_ids) for update skip locked;
-                is_scheduled := true;
-            end if;
-        end loop;
-        exit when bytes = 0;
+        select f.* into slice from pgqueue._fetch_slice(expired) f;
+        if slice.ids = '{}' then
+            exit when is_scheduled;
+            -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue
+            -- through it for each.
+            close expired;
+            open expired for
+                select
+                    null::bigint as id, s.ctid as place,
+                    pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+                from pgqueue.scheduled_messages s
+                where s.queue_name = q.name and s.expires_at <= at
+                order by s.expires_at limit batch_size - purged for update skip locked;
+            is_scheduled := true;
+            continue;
+        end if;
         with gone_messages as (
             delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, part_ids) k
+            using pgqueue._lookup_keys(q.name, slice.ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             returning m.*
         ),
         gone_scheduled as (
-            delete from pgqueue.scheduled_messages s where s.ctid = any (part_scheduled) returning s.*
+            delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places) returning s.*
         ),
         -- As columns: _remove_spent_messages says why.
         gone as (
@@ -7612,7 +7589,7 @@ begin
             last_error = excluded.last_error, reason = excluded.reason;
         get diagnostics died = row_count;
         all_died := all_died + died;
-        purged := purged + cardinality(part_ids);
+        purged := purged + cardinality(slice.ids);
         exit when not pgqueue._has_time();
     end loop;
     close expired;

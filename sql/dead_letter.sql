@@ -46,9 +46,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     dead refcursor;
-    letter record;
     slice_ids bigint[];
-    bytes bigint;
     slice_at timestamptz;
     slice_count int;
     first_due_at timestamptz;
@@ -62,28 +60,19 @@ begin
         q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
     if ids is null then
         open dead for
-            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
             from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
             order by d.id limit max_messages for update skip locked;
     else
         open dead for
-            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
             from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
             order by d.id limit max_messages for update of d skip locked;
     end if;
     loop
-        -- Fetching locks one row at a time.
-        slice_ids := '{}';
-        bytes := 0;
-        loop
-            fetch dead into letter;
-            exit when not found;
-            slice_ids := slice_ids || letter.id;
-            bytes := bytes + letter.bytes;
-            exit when bytes >= 131072;
-        end loop;
+        slice_ids := (pgqueue._fetch_slice(dead)).ids;
         exit when slice_ids = '{}';
         slice_at := pgqueue._now();
         with revived as (
@@ -145,30 +134,6 @@ included, as by sweep_queue. The call ends when half of statement_timeout has pa
 it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
 
-create or replace function pgqueue._find_dead_letters(
-    queue_name text, ids bigint[], out id bigint, out bytes bigint
-)
-returns setof record
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if ids is null then
-        return query
-        select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
-        from pgqueue.dead_messages d
-        where d.queue_name = _find_dead_letters.queue_name collate "C" and d.id >= pgqueue._first_id_of(_find_dead_letters.queue_name);
-    else
-        return query
-        select distinct d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
-        from pgqueue.dead_messages d, pgqueue._lookup_keys(_find_dead_letters.queue_name collate "C", ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, _find_dead_letters.queue_name collate "C", k.names, k.ids, k.id);
-    end if;
-end;
-$$;
-comment on function pgqueue._find_dead_letters(text, bigint[]) is
-'The ids of the dead letters of a queue, all or only those in ids, with their sizes.';
-
 create or replace function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
 language plpgsql volatile security definer
@@ -181,9 +146,8 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
-    dead_ids bigint[];
-    sizes bigint[];
-    slice record;
+    dead refcursor;
+    slice_ids bigint[];
     n int;
     purged bigint := 0;
 begin
@@ -202,21 +166,31 @@ begin
         perform pgqueue._remove_spent_messages(
             q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
     end if;
-    select array_agg(w.id order by w.id), array_agg(w.bytes order by w.id) into dead_ids, sizes
-    from pgqueue._find_dead_letters(queue_name, ids) w;
-    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
-        exit when purged > 0 and not pgqueue._has_time();
-        perform from pgqueue.dead_messages d, pgqueue._lookup_keys(
-            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
-        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-        order by d.id for update of d;
+    if ids is null then
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
+            where d.queue_name = purge_dead_messages.queue_name collate "C"
+                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
+            order by d.id for update;
+    else
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+            order by d.id for update of d;
+    end if;
+    loop
+        slice_ids := (pgqueue._fetch_slice(dead)).ids;
+        exit when slice_ids = '{}';
         delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(
-            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", slice_ids) k
         where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
         get diagnostics n = row_count;
         purged := purged + n;
+        exit when not pgqueue._has_time();
     end loop;
+    close dead;
     return purged;
 end;
 $$;

@@ -13,10 +13,7 @@ declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     expired refcursor;
-    message record;
-    part_ids bigint[];
-    part_scheduled tid[];
-    bytes bigint;
+    slice record;
     died int;
     all_died int := 0;
     purged int := 0;
@@ -37,41 +34,30 @@ begin
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
         order by m.expires_at limit batch_size for update skip locked;
     loop
-        -- Fetching locks one row at a time.
-        part_ids := '{}';
-        part_scheduled := '{}';
-        bytes := 0;
-        while bytes < 131072 loop
-            fetch expired into message;
-            if found then
-                part_ids := part_ids || message.id;
-                part_scheduled := part_scheduled || message.place;
-                bytes := bytes + message.bytes;
-            elsif is_scheduled then
-                exit;
-            else
-                -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole
-                -- queue through it for each.
-                close expired;
-                open expired for
-                    select
-                        null::bigint as id, s.ctid as place,
-                        pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
-                    from pgqueue.scheduled_messages s
-                    where s.queue_name = q.name and s.expires_at <= at
-                    order by s.expires_at limit batch_size - purged - cardinality(part_ids) for update skip locked;
-                is_scheduled := true;
-            end if;
-        end loop;
-        exit when bytes = 0;
+        select f.* into slice from pgqueue._fetch_slice(expired) f;
+        if slice.ids = '{}' then
+            exit when is_scheduled;
+            -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue
+            -- through it for each.
+            close expired;
+            open expired for
+                select
+                    null::bigint as id, s.ctid as place,
+                    pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+                from pgqueue.scheduled_messages s
+                where s.queue_name = q.name and s.expires_at <= at
+                order by s.expires_at limit batch_size - purged for update skip locked;
+            is_scheduled := true;
+            continue;
+        end if;
         with gone_messages as (
             delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, part_ids) k
+            using pgqueue._lookup_keys(q.name, slice.ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             returning m.*
         ),
         gone_scheduled as (
-            delete from pgqueue.scheduled_messages s where s.ctid = any (part_scheduled) returning s.*
+            delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places) returning s.*
         ),
         -- As columns: _remove_spent_messages says why.
         gone as (
@@ -88,7 +74,7 @@ begin
             last_error = excluded.last_error, reason = excluded.reason;
         get diagnostics died = row_count;
         all_died := all_died + died;
-        purged := purged + cardinality(part_ids);
+        purged := purged + cardinality(slice.ids);
         exit when not pgqueue._has_time();
     end loop;
     close expired;

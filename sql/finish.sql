@@ -136,6 +136,31 @@ $$;
 comment on function pgqueue._slices(bigint[]) is
 'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
 
+create or replace function pgqueue._fetch_slice(source refcursor, out ids bigint[], out places tid[])
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    id bigint;
+    place tid;
+    size bigint;
+    bytes bigint := 0;
+begin
+    ids := '{}';
+    places := '{}';
+    while bytes < 131072 loop
+        fetch source into id, place, size;
+        exit when not found;
+        ids := ids || id;
+        places := places || place;
+        bytes := bytes + size;
+    end loop;
+end;
+$$;
+comment on function pgqueue._fetch_slice(refcursor) is
+'The next slice of messages, of at most 128 kB and one message, from a cursor with the columns id, place and bytes.
+Fetching locks one row at a time, so a cursor with a locking clause locks no more than is returned.';
+
 create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
 language sql immutable parallel safe

@@ -550,51 +550,43 @@ declare
     truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
     first_id constant bigint := coalesce(
         (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
-    places tid[];
-    sizes bigint[];
-    message_ids bigint[];
-    message_sizes bigint[];
+    source refcursor;
     slice record;
-    n bigint;
     removed bigint := 0;
 begin
-    select array_agg(s.ctid order by s.id), array_agg(pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) order by s.id)
-    into places, sizes
-    from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id;
-    if not truncates then
-        select array_agg(m.id order by m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) order by m.id)
-        into message_ids, message_sizes
-        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id;
-    end if;
     -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
-    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
-        -- By ctid: by key, a plan could use another index and read the whole queue through it for each. Since the row
-        -- was read, another row can have been stored at its place.
-        delete from pgqueue.scheduled_messages s
-        where s.ctid = any (array(
-            select c.ctid from pgqueue.scheduled_messages c
-            where c.ctid = any (places[slice.first_place : slice.last_place]) and c.queue_name = q.name
-            order by c.id for update));
-        get diagnostics n = row_count;
-        removed := removed + n;
-        if removed > 0 and not pgqueue._has_time() then
+    open source for
+        select s.id, s.ctid as place, pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+        from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id
+        order by s.id for update;
+    loop
+        select f.* into slice from pgqueue._fetch_slice(source) f;
+        exit when slice.ids = '{}';
+        -- By ctid: by key, a plan could use another index and read the whole queue through it for each.
+        delete from pgqueue.scheduled_messages s where s.ctid = any (slice.places);
+        removed := removed + cardinality(slice.ids);
+        if not pgqueue._has_time() then
             return removed;
         end if;
     end loop;
+    close source;
     if truncates then
         return removed + pgqueue._truncate_or_drop_partition(q, false);
     end if;
-    for slice in select s.first_place, s.last_place from pgqueue._slices(message_sizes) s loop
-        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        order by m.id for update of m;
+    open source for
+        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id
+        order by m.id for update;
+    loop
+        select f.* into slice from pgqueue._fetch_slice(source) f;
+        exit when slice.ids = '{}';
         delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        using pgqueue._lookup_keys(q.name, slice.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-        get diagnostics n = row_count;
-        removed := removed + n;
-        exit when removed > 0 and not pgqueue._has_time();
+        removed := removed + cardinality(slice.ids);
+        exit when not pgqueue._has_time();
     end loop;
+    close source;
     return removed;
 end;
 $$;

@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(64);
+select plan(67);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -96,6 +96,26 @@ select pgqueue.enqueue_batch('slices-verbs-4', bodies => array_fill(current_sett
     delays => (select array_agg(case when n % 2 = 0 then interval '1 h' else '0 s' end) from generate_series(1, 80) n)), pg_temp.pass('11 s') \g /dev/null
 select pg_temp.repeats('slices-verbs-4', 'purge_expired', 3, 80);
 select is((select count(*) from pgqueue.dead_messages d where d.queue_name = 'slices-verbs-4' and d.body = current_setting('test.large')::bytea), 80::bigint, 'dead letters of purge_expired have the body of their messages');
+-- The next slice is read when the last one is done.
+create function pg_temp.reads(verb text, relation regclass) returns text language plpgsql as $$
+declare
+    before bigint;
+    after bigint;
+begin
+    select t.idx_tup_fetch + t.seq_tup_read into before from pg_stat_xact_all_tables t where t.relid = relation;
+    execute format('select pgqueue.%I(%L)', verb, 'slices-reads');
+    select t.idx_tup_fetch + t.seq_tup_read into after from pg_stat_xact_all_tables t where t.relid = relation;
+    return cmp_ok(after - before, '<', 1000::bigint, verb || ' without time reads one slice of a large queue');
+end;
+$$;
+select pgqueue.create_queue('slices-reads') \g /dev/null
+select count(*) from pgqueue.enqueue_batch('slices-reads', array_fill('1'::jsonb, array[4000]), delays => array_fill('1 h'::interval, array[2000]) || array_fill('0 s'::interval, array[2000])) \g /dev/null
+insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, reason)
+select nextval('pgqueue.message_id'), 'slices-reads', now(), 5, 5, '1', 'rejected' from generate_series(1, 2000);
+select pg_temp.reads('purge_queue', 'pgqueue.scheduled_messages');
+delete from pgqueue.scheduled_messages where queue_name = 'slices-reads';
+select pg_temp.reads('purge_queue', 'pgqueue.messages_shared');
+select pg_temp.reads('purge_dead_messages', 'pgqueue.dead_messages');
 set local statement_timeout = 0;
 select is(pgqueue.redrive('slices-verbs-4'), 80, 'without statement_timeout redrive returns all dead letters in one call');
 
