@@ -435,7 +435,7 @@ def test_an_async_consumer_does_not_block_the_event_loop(case: Case) -> None:
     gate = Event()
 
     def turn_while_a_statement_waits() -> None:
-        waiting = "select from pg_locks where relation = 'pgqueue.messages'::regclass and not granted"
+        waiting = "select from pg_locks where relation = 'pgqueue.messages_shared'::regclass and not granted"
         wait_for(lambda: rows(holder, waiting))
         assert run.loop is not None
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), run.loop).result(PATIENCE)
@@ -445,7 +445,7 @@ def test_an_async_consumer_does_not_block_the_event_loop(case: Case) -> None:
     options: dict[str, Any] = {"concurrency": 1, "start": False}
     with psycopg.connect(case.database) as holder, case.consuming(until(gate.is_set), **options) as run:
         for begin in (run.start, gate.set):  # The claim waits, and then the acknowledgement.
-            holder.execute("lock table pgqueue.messages in exclusive mode")
+            holder.execute("lock table pgqueue.messages_shared in exclusive mode")
             begin()
             turn_while_a_statement_waits()
             wait_for(lambda: run.calls)

@@ -56,7 +56,9 @@ def test_what_consumers_call_locks_no_table_of_another_queue(connection: psycopg
     def take(number: int) -> tuple[list[int], UUID]:
         queue.enqueue_batch([1] * number)
         messages = queue.claim(max_messages=number)
-        return [each.id for each in messages], messages[0].claim_token
+        token = messages[0].claim_token
+        assert token is not None
+        return [each.id for each in messages], token
 
     calls: dict[str, Callable[[list[int], UUID], object]] = {
         "claim": lambda _ids, _token: queue.claim(max_messages=2),
