@@ -20,7 +20,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from pgqueue.http.app import Application as App
 
 SERVICE = "pg-service-uuid"
 ADMIN = ("admin", "password")
@@ -156,7 +156,7 @@ class Server:
 class Application(Server):
     """The application in this process, and a client that calls it without a socket."""
 
-    app: "FastAPI"
+    app: "App"
     portal: BlockingPortal
 
     def __init__(self, client: httpx.Client) -> None:

@@ -495,18 +495,18 @@ class Patient:
 
 @pytest.fixture
 def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
-    from pgqueue.http import direct_routes
+    from pgqueue.http.direct import claims
 
     looked = threading.Semaphore(0)
-    run_once = direct_routes._ClaimOperation.run_once
+    run_once = claims.ClaimOperation.run_once
 
     async def run_and_tell(self: Any) -> Any:
         answer = await run_once(self)
         looked.release()
         return answer
 
-    monkeypatch.setattr(direct_routes._ClaimOperation, "run_once", run_and_tell)
-    monkeypatch.setattr(direct_routes, "_POLL_INTERVAL", timedelta(hours=1))
+    monkeypatch.setattr(claims.ClaimOperation, "run_once", run_and_tell)
+    monkeypatch.setattr(claims, "_POLL_INTERVAL", timedelta(hours=1))
     with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 600})) as application:
         yield Patient(DirectQueue(application, queue.name), looked)
 
@@ -699,10 +699,10 @@ def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: ps
 def test_messages_whose_response_exceeds_the_memory_are_released(
     web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    from pgqueue.http import request_body
+    from pgqueue.http import memory
 
     (sent,) = queue.send("é" * 100_000)
-    monkeypatch.setattr(request_body, "BODIES_LIMIT", 200_000)
+    monkeypatch.setattr(memory, "BODIES_LIMIT", 200_000)
     with in_process(web.site.configuration(tmp_path)) as small:
         body = {"queue_names": [queue.name]} if path.endswith("any") else {}
         assert code(small.post(path.format(queue.name), body), 503) == "overloaded"

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from pgqueue.http import User, create_app, protocol, readiness
-    from pgqueue.http.admission import Admission
-    from pgqueue.http.audit import Audit
+    from pgqueue.http.security.admission import Admission
+    from pgqueue.http.security.audit import Audit
     from pgqueue.http.client_connections import ClientConnections
     from pgqueue.http.context import Context
     from pgqueue.http.databases import Databases
     from pgqueue.http.metrics import Metrics
     from pgqueue.http.middleware import RequestMiddleware
     from pgqueue.http.notifications import NotificationListeners
-    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.security.users import hash_password
     from pgqueue.http.request_body import Bodies
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.settings import Limits, Service, Settings

@@ -446,7 +446,7 @@ def test_errors_of_the_page_are_html_pages(web: Server) -> None:
 
 def test_a_sparkline_leaves_out_points_of_a_level_stretch() -> None:
     """Hundreds of queues are drawn every two seconds for each open page."""
-    from pgqueue.http.page_rendering import sparkline
+    from pgqueue.http.page.rendering import sparkline
 
     drawn = [
         re.findall(r'<polyline points="([^"]*)"', sparkline(line, "Depth", "depth")) for line in ([3.0] * 90, STEPS)
@@ -458,7 +458,7 @@ STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 
 
 def test_the_table_marks_each_estimated_figure() -> None:
-    from pgqueue.http.page_rendering import TEMPLATES, Row
+    from pgqueue.http.page.rendering import TEMPLATES, Row
     from pgqueue.message import QueueStats
 
     stats = QueueStats("orders", 20_000, 1, 2, 30_000, 1.0, False, ["ready_messages", "dead_messages"])
@@ -1072,7 +1072,7 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
     ],
 )
 def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:
-    from pgqueue.http.page_rendering import pretty_json
+    from pgqueue.http.page.rendering import pretty_json
 
     assert pretty_json(text, 1000).split("\n") == indented.split("|")
     assert len(pretty_json("[" * 100_000, 1000)) == 1001

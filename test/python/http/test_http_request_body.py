@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from pgqueue.http.errors import ApiError
     from pgqueue.http.middleware import SMALL_BODY_LIMIT
     from pgqueue.http.models import Ack, DirectMessage
-    from pgqueue.http.page_requests import message_ids
+    from pgqueue.http.page.requests import message_ids
     from pgqueue.http.request_body import (
         DEPTH_LIMIT,
         VALUES_LIMIT,
         json_size,
         read_json,
     )
-    from pgqueue.http.rights import NEEDS, parse_rights
+    from pgqueue.http.security.rights import NEEDS, parse_rights
 
     USERS = {
         ADMIN[0]: User(HASH),

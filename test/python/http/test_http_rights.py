@@ -36,7 +36,7 @@ LIMITED = tuple(f"the-{access}" for access in ACCESSES)  # users with an access 
 def settings() -> "Settings":
     """Settings with a user ann."""
     from pgqueue.http import Service, Settings, User
-    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.security.users import hash_password
 
     return Settings("", {"one": Service("one", "", ("one",))}, {"ann": User(hash_password("x"))})
 
@@ -62,14 +62,14 @@ def routes(given: Any) -> set[str]:
 
 def test_every_route_has_an_entry_in_the_table_of_needs(settings: "Settings") -> None:
     from pgqueue.http import create_app
-    from pgqueue.http.rights import NEEDS
+    from pgqueue.http.security.rights import NEEDS
 
     found = routes(create_app(settings, "controller").routes)
     assert found == set(NEEDS)
 
 
 def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
-    from pgqueue.http.rights import NEEDS
+    from pgqueue.http.security.rights import NEEDS
 
     matrix = dict(re.findall(r"\('(\w+)', '\{([\w,]+)\}'", (ROOT / "sql/grants.sql").read_text()))
     verbs = {
@@ -112,7 +112,7 @@ def code(answer: httpx.Response) -> str:
 
 
 def test_a_user_may_call_exactly_what_an_access_allows(web: Server) -> None:
-    from pgqueue.http.rights import NEEDS
+    from pgqueue.http.security.rights import NEEDS
 
     database = web.site.databases[0]
     users = {name: allow for name, allow in rights(web.site).items() if name in (*LIMITED, "elsewhere", "none")}
@@ -185,7 +185,7 @@ def test_a_right_for_one_database_does_not_open_a_managed_queue_of_another(web: 
 
 
 def test_a_pattern_is_a_name_or_the_begin_of_names() -> None:
-    from pgqueue.http.rights import Right
+    from pgqueue.http.security.rights import Right
 
     for text, place, covered in (
         ("reader:*", ("shop", "main", "q"), True),
@@ -285,7 +285,7 @@ def test_a_token_ends_when_it_expires_or_is_revoked(web: Server) -> None:
 
 
 async def test_known_tokens_hold_while_the_control_database_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pgqueue.http import tokens as tokens_module
+    from pgqueue.http.security import tokens as tokens_module
 
     for name in ("_REFRESH_SECONDS", "_RETRY_SECONDS"):
         monkeypatch.setattr(tokens_module, name, 0.0)
@@ -371,7 +371,7 @@ def test_a_log_in_begins_a_session_and_a_log_out_ends_it(browser: httpx.Client, 
 
 
 def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server) -> None:
-    from pgqueue.http.rights import NEEDS
+    from pgqueue.http.security.rights import NEEDS
 
     log_in(browser)
     other = httpx.Client(base_url=web.url, timeout=PATIENCE, trust_env=False)
@@ -386,7 +386,7 @@ def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server)
             answer = browser.post(path, params=web.place("order-1"), data=token | {"typed": "order-1"})
             assert answer.status_code == 403, (path, token)
             assert "not of this session" in answer.text
-    templates = ROOT / "python/src/pgqueue/http/templates"
+    templates = ROOT / "python/src/pgqueue/http/page/templates"
     for template in templates.glob("*.html"):
         forms = re.findall(r'<form[^>\n]*method="post".*?</form>', template.read_text(), re.DOTALL)
         assert all("csrf()" in form for form in forms if template.name != "login.html"), template
@@ -415,7 +415,7 @@ def test_a_wrong_password_begins_no_session_and_is_logged(browser: httpx.Client,
 
 
 def test_a_log_in_leads_to_no_other_site() -> None:
-    from pgqueue.http.admission import safe_target
+    from pgqueue.http.security.admission import safe_target
 
     for to in ("queue?service=a&name=b", "health", "queue/message?id=1", "", "?done=x"):
         assert safe_target(to) == to
@@ -427,7 +427,7 @@ def test_a_log_in_leads_to_no_other_site() -> None:
 
 
 def test_a_session_ends_with_its_time_and_with_its_key() -> None:
-    from pgqueue.http.sessions import Sessions
+    from pgqueue.http.security.sessions import Sessions
 
     scope: dict[str, Any] = {"type": "http", "scheme": "http", "headers": []}
     sessions = Sessions("key", 60)
@@ -449,8 +449,8 @@ def test_a_session_ends_with_its_time_and_with_its_key() -> None:
 
 async def test_the_requests_of_a_user_are_limited(monkeypatch: pytest.MonkeyPatch, settings: "Settings") -> None:
     from pgqueue.http import Limits, User, create_app
-    from pgqueue.http import admission as admission_module
-    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.security import admission as admission_module
+    from pgqueue.http.security.users import hash_password
 
     monkeypatch.setattr(admission_module, "_WINDOW_SECONDS", 3600)
     users = {name: User(hash_password("x"), ()) for name in ("ann", "bob")}
@@ -483,7 +483,7 @@ async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While the control database does not answer, acts wait for one connection, and those above a limit are logged."""
-    from pgqueue.http import audit as audit_module
+    from pgqueue.http.security import audit as audit_module
 
     monkeypatch.setattr(audit_module, "_MOST_WAITING", 3)
     monkeypatch.setattr(audit_module, "_MOST_AT_ONCE", 2)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 def document() -> dict[str, Any]:
     """The schema, which depends on no setting."""
     from pgqueue.http import Settings, create_app
-    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.security.users import hash_password
 
     services = {SERVICE: {"dsn": "", "databases": ["x"]}}
     users = {"admin": {"password_hash": hash_password("x")}}
@@ -36,7 +36,7 @@ def orders(web: Server) -> str:
 def test_the_schema_is_valid(web: Server) -> None:
     import schemathesis
 
-    from pgqueue.http.rights import NEEDS
+    from pgqueue.http.security.rights import NEEDS
 
     document = web.get("/openapi.json").json()
     loaded = schemathesis.openapi.from_dict(document)

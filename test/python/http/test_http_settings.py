@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pgqueue.http import Settings, SettingsError, passwords, server
     from pgqueue.http.errors import ApiError
-    from pgqueue.http.passwords import Authenticator, hash_password
+    from pgqueue.http.security.users import Authenticator, hash_password
 
 LONG = pytest.mark.long(part="http")
 GOOD: dict[str, Any] = {

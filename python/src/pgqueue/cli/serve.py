@@ -194,7 +194,7 @@ def revoke_token(session: Session, name: TokenName, config: Config = None) -> No
 def _control(session: Session, config: Path | None) -> Iterator[tuple["Settings", Callable[[Any], Any]]]:
     """The settings, and a function that runs another one with the module of tokens and the control database."""
     _http("token")
-    from ..http import tokens
+    from ..http.security import tokens
     from ..http.databases import Databases
 
     with ExitStack() as stack:
@@ -235,7 +235,7 @@ def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings"
 
 
 def _hash(password: str, name: str) -> str:
-    from ..http.passwords import hash_password
+    from ..http.security.users import hash_password
 
     try:
         return hash_password(password)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.conninfo import make_conninfo
@@ -19,9 +20,10 @@ from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
 from .migrations import CONTROL, TARGET, install, migrate
-from .rights import current_or_none
-from .serialization import RawJson, TimestampLoader
+from .json_text import TimestampLoader
+from .security.rights import current_user
 from .settings import Limits, Service, Settings
+from .statements import is_outgrown
 from .turns import Gate
 
 __all__ = ["Connection", "Databases"]
@@ -80,8 +82,7 @@ class _Lease:
 
     async def __aenter__(self) -> Connection:
         self._pool = await self._open()
-        caller = current_or_none()
-        self._user = caller.name if caller else ""
+        self._user = current_user()
         self._passed: list[Gate] = []
         try:
             for gate in (self._pool.slow_gate, self._pool.gate) if self._is_slow else (self._pool.gate,):
@@ -157,6 +158,8 @@ class _Lease:
 
     async def _return(self) -> None:
         """Return the connection, also if the request is cancelled meanwhile. The pool alone would then lose it."""
+        if is_outgrown(self._connection):
+            await self._connection.close()
         await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
     async def _end_transaction(self, error: BaseException | None) -> None:
@@ -298,7 +301,7 @@ class Databases:
             return self._pools[place]
 
     async def _configure(self, connection: Connection) -> None:
-        psycopg.types.json.set_json_loads(RawJson.loads, connection)
+        psycopg.types.json.set_json_loads(msgspec.Raw, connection)
         connection.adapters.register_loader("timestamptz", TimestampLoader)
         isolation = b"set default_transaction_isolation = 'read committed'; "
         settings = b"; ".join(b"set " + each for each in _settings(self._settings.limits))

@@ -10,23 +10,18 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from .agent import Agent
-from .app import create_app
-from .client_connections import ClientConnections
+from .app import Application, create_app
 from .databases import Databases
+from .managed.agent import Agent
 from .metrics import Metrics
-from .protocol import LimitedHttpProtocol
+from .protocol import BoundedProtocol
 from .sampling import Sampler
 from .settings import Settings
 
@@ -38,7 +33,6 @@ logger = logging.getLogger("pgqueue.http")
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-_ACCEPT_SECONDS: Final = 0.02  # in a turn of the event loop
 _OTHER_FILES: Final = 100  # of the process, besides connections
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
@@ -46,12 +40,10 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 class _Server(uvicorn.Server):
     """Ends the long polls when it is told to stop, before it waits for requests to end."""
 
-    def __init__(self, app: FastAPI, config: uvicorn.Config, started: Callable[[str, int], None]) -> None:
+    def __init__(self, app: Application, config: uvicorn.Config, started: Callable[[str, int], None]) -> None:
         super().__init__(config)
         self._app = app
         self._started = started
-        self._listening: list[socket.socket] = []
-        self._connecting: set[asyncio.Task[Any]] = set()
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -61,43 +53,6 @@ class _Server(uvicorn.Server):
                 self._started(host, port)
                 if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
                     logger.warning("%s is reached without TLS: put a reverse proxy with TLS in front of it", host)
-        self._accept_more()
-
-    def _accept_more(self) -> None:
-        """Accept connections also by duplicates of the descriptors.
-
-        libuv accepts one connection for each descriptor in a turn of the event loop. So a client would wait for as many
-        turns as there are connections before its own, and the turns of a busy server are long.
-        """
-        given = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
-        protocol: Callable[[], asyncio.Protocol] = partial(self.config.http_protocol_class, **given)
-        for listening in [each.dup() for server in self.servers for each in server.sockets]:
-            listening.setblocking(False)
-            self._listening.append(listening)
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening, protocol)
-
-    def _accept(self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections for some milliseconds. Those that their clients have left get no transport."""
-        loop = asyncio.get_running_loop()
-        until = time.monotonic() + _ACCEPT_SECONDS
-        while time.monotonic() < until:
-            try:
-                accepted, _ = listening.accept()
-            except OSError:  # none waits, its client has left it, or the process may open no more files
-                return
-            accepted.setblocking(False)
-            if _is_left(accepted):
-                accepted.close()
-            else:
-                connecting = loop.create_task(loop.connect_accepted_socket(protocol, accepted))
-                self._connecting.add(connecting)
-                connecting.add_done_callback(self._connecting.discard)
-
-    async def shutdown(self, sockets: object = None) -> None:
-        for listening in self._listening:
-            asyncio.get_running_loop().remove_reader(listening)
-            listening.close()
-        await super().shutdown(sockets)  # type: ignore[arg-type]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -165,20 +120,18 @@ def serve(
         uvloop.run(_run_agent(settings))
         return
     app = create_app(settings, role)
-    # Threads parse large bodies. For the sake of the event loop, they give the interpreter back after 1 ms. The garbage
-    # collector, which keeps it, runs less often, and does not visit the code of the server.
+    # Threads parse large bodies: they give the interpreter back after 1 ms. The garbage collector, which keeps it, runs
+    # less often, and does not visit the code of the server.
     sys.setswitchinterval(0.001)
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     _return_large_memory()
-    # The addresses may be networks or *, which this middleware parses.
-    proxies = ProxyHeadersMiddleware(app, forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
-    clients = ClientConnections(_most_client_connections(settings), proxies.__contains__)
+    _open_files(settings)
     config = uvicorn.Config(
         app,
         lifespan="on",
         backlog=_BACKLOG,
-        http=partial(LimitedHttpProtocol, clients=clients),  # type: ignore[arg-type]
+        http=BoundedProtocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -191,30 +144,18 @@ def serve(
     uvloop.run(_Server(app, config, started).serve([*sockets]))
 
 
-def _is_left(connection: socket.socket) -> bool:
-    """Whether the client of a new connection has closed it, and has sent nothing."""
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _most_client_connections(settings: Settings) -> int:
-    """How many connections from clients the server accepts. The system may allow fewer than the settings."""
-    most = settings.limits.client_connections
+def _open_files(settings: Settings) -> None:
+    """Raise the limit of open files as far as the connections need it."""
     databases = 1 + sum(len(each.databases) for each in settings.services.values())
     # A connection to a database listens, and those of agents are not in a pool.
-    others = databases * (settings.limits.connections + 2) + settings.tasks.concurrency + _BACKLOG + _OTHER_FILES
-    files = most + others
+    others = databases * (settings.limits.connections + 2) + settings.tasks.concurrency + _OTHER_FILES
+    files = settings.limits.client_connections + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < files:
-        files, most = hard, min(most, hard // 2)
-        logger.warning("the system allows %d open files: the server accepts %d connections", hard, most)
+        logger.warning("the system allows %d open files; limits.client_connections needs %d", hard, files)
+        files = hard
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return most
 
 
 def _return_large_memory() -> None:

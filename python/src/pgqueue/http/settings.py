@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-from .passwords import hash_password, is_hash
-from .rights import Right, parse_rights
+from .security.rights import Right, parse_rights
+from .security.users import User, hash_password, is_hash
 
 __all__ = ["Limits", "Service", "Settings", "SettingsError", "Tasks", "User"]
 
@@ -38,14 +38,6 @@ class Service:
     id: str
     dsn: str = field(repr=False)
     databases: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """A user: the hash of the password, and the rights. Without rights the user may do everything."""
-
-    password_hash: str = field(repr=False)
-    allow: tuple[Right, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""The queue of a request: found and checked before the body is read. And how a verb of a queue becomes a route."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from starlette.types import Send
+
+from ...client import AsyncQueue
+from ...errors import QueueNotFound
+from ..calls import Call, Operation, Route, parameters, respond
+from ..context import Context, find_database, find_service, is_queue_name
+from ..errors import queue_not_found
+from ..idempotency import Answer, EffectKey, run_once
+from ..json_text import encode
+from ..security.rights import current, require
+from ..settings import Service
+from ..statements import note_size
+from .structs import Where
+
+__all__ = ["CHANGE_ERRORS", "READ_ERRORS", "Target", "Verbs", "answered", "target_of"]
+
+READ_ERRORS: Final = (403, 404, 422)
+CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
+Endpoint = Callable[[Call], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The queue of a request: its service, database and name. The database is not asked whether it exists."""
+
+    context: Context
+    service: Service
+    database: str
+    name: str
+    call: Call
+    key: EffectKey | None = None
+    body: bytes | bytearray = b""
+
+    @asynccontextmanager
+    async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
+        """The queue on a connection. With `keyed`, responses can be stored in its database."""
+        async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
+            try:
+                yield AsyncQueue(connection, self.name)
+            except QueueNotFound:
+                raise queue_not_found(self.name) from None
+
+    def count(self, operation: str, number: int) -> None:
+        """Add to the metrics of the queue."""
+        self.context.metrics.messages(self.service.id, self.database, self.name, operation, number)
+
+    async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
+        """Run an effect on a connection; only once if the request has an idempotency key."""
+        async with self.queue(keyed=self.key is not None) as queue:
+            answer = await run_once(queue.connection, self.key, lambda: effect(queue))
+            note_size(queue.connection, len(answer.json))
+            return answer
+
+
+async def answered(name: str, result: Awaitable[Any], status: int = 200) -> Answer:
+    """The answer with one field: the result of a verb."""
+    return Answer(status, encode({name: await result}))
+
+
+def target_of(call: Call, queue_name: str) -> Target:
+    """The queue that a request names. Raises `ApiError`: 404, or 403 if the user lacks the access."""
+    context, given = call.context, call.query
+    service = find_service(context, given.get("service_id"))
+    database = find_database(service, given.get("database_name"))
+    if not is_queue_name(queue_name) or queue_name == context.settings.tasks.queue:
+        raise queue_not_found(queue_name)
+    current().check(service.id, database, queue_name)
+    return Target(context, service, database, queue_name, call)
+
+
+Function = Callable[..., Awaitable[Answer]]
+
+
+class Verbs:
+    """The routes of the verbs of a queue, and of its database, in one module."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self.routes: list[Route] = []
+
+    def __call__(
+        self,
+        name: str,
+        answer: Any,
+        body: Any = None,
+        *,
+        status: int = 200,
+        query: Any = Where,
+        errors: tuple[int, ...] | None = None,
+        old_name: str | None = None,
+    ) -> Callable[[Function], Function]:
+        """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
+
+        It is called with the target and the body, or with the target and the parameters of the URL if these are more
+        than the database. `old_name` is the name of the route in drafts of this interface.
+        """
+
+        def register(function: Function) -> Function:
+            method = "GET" if body is None else "POST"
+            operation = self._operation(function, body, answer, status, query, errors)
+            for each in filter(None, (name, old_name)):
+                path = f"/v1/queues/{{queue_name}}/{each}"
+                endpoint = _endpoint(f"{method} {path}", function, body, query)
+                self.routes.append(Route(method, path, endpoint, operation if each == name else None))
+            return function
+
+        return register
+
+    def of_database(self, path: str, answer: Any, body: Any = None, status: int = 200) -> Callable[[Endpoint], Endpoint]:
+        """Make a function the route of a verb of a database: it is called with the request."""
+
+        def register(function: Endpoint) -> Endpoint:
+            method = "GET" if body is None else "POST"
+
+            async def endpoint(call: Call, send: Send) -> None:
+                require(f"{method} {path}")
+                await respond(send, await function(call))
+
+            operation = self._operation(function, body, answer, status, Where, None)
+            self.routes.append(Route(method, path, endpoint, operation))
+            return function
+
+        return register
+
+    def _operation(
+        self, function: Any, body: Any, answer: Any, status: int, query: Any, errors: tuple[int, ...] | None
+    ) -> Operation:
+        if errors is None:
+            errors = READ_ERRORS if body is None else CHANGE_ERRORS
+        return Operation(
+            function.__doc__ or "", self._tag, body, answer, status, query, errors, has_key=body is not None
+        )
+
+
+def _endpoint(need: str, function: Function, body: Any, query: Any) -> Callable[[Call, Send], Awaitable[None]]:
+    async def read(call: Call, send: Send) -> None:
+        require(need)
+        target = target_of(call, call.names["queue_name"])
+        more = () if query is Where else (parameters(call, query),)
+        await respond(send, await function(target, *more))
+
+    async def change(call: Call, send: Send) -> None:
+        require(need)
+        target = target_of(call, call.names["queue_name"])
+        given, text = await call.json(body)
+        target = replace(target, key=await call.key(), body=text)
+        await respond(send, await function(target, given))
+
+    return read if body is None else change

@@ -1,0 +1,323 @@
+"""The agent: takes tasks from the task queue, runs them in the target database, and records their results.
+
+A task can be delivered twice, because its agent can die or stall at any moment. The agent therefore records the effect
+in the target database, under the task's id, in the transaction of the effect. A second agent finds it done.
+"""
+
+import asyncio
+import logging
+from contextlib import nullcontext, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+import psycopg
+from psycopg_pool import PoolTimeout
+
+from ... import errors as queue_errors
+from ..._connections import connect_async, is_proxied
+from ..._tasks import end_tasks
+from ...client import AsyncQueue
+from ...consumer import AsyncConsumer, Delivery, Reject
+from . import registry
+from ..databases import Databases
+from ..enqueueing import enqueue_messages
+from ..errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
+from ..idempotency import Answer, EffectKey, run_once
+from ..metrics import Metrics
+from .registry import AgentTask, QueueRow
+from ..json_text import encode
+from ..settings import Settings
+from ..turns import Gate
+
+__all__ = ["Agent"]
+
+logger = logging.getLogger("pgqueue.http")
+
+# A task is not started after this time. The limit is far below `_RECORD_DAYS`, after which the record of its effect is
+# deleted.
+_MAX_TASK_AGE: Final = timedelta(days=3)
+_RECORD_DAYS: Final = 7
+_RETRY_SECONDS: Final = 1.0
+_LARGE_BYTES: Final = 2 * 1024 * 1024  # of a request
+_MAINTENANCE_SECONDS: Final = 30.0
+_CLEANUP_SECONDS: Final = 3600.0
+_CONNECTION_REFUSED: Final = {
+    "3D000": "the database does not exist; create it, delete this queue, and create the queue again",
+    "28000": "the server refuses the user or the password of the service; correct its dsn",
+    "42501": "the user of the service may not connect to the database; grant it CONNECT",
+}
+
+
+class _TaskRefused(Exception):
+    """A task that cannot be done; the message tells the caller why."""
+
+
+class Agent:
+    """Runs tasks until it is told to stop. While the control database is down, it retries."""
+
+    def __init__(self, settings: Settings, databases: Databases, metrics: Metrics) -> None:
+        self._settings = settings
+        self._databases = databases
+        self._metrics = metrics
+        self._large_requests = Gate(1)  # for the memory of one at a time
+        self.is_running = False
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Run tasks until `stopping` is set. Tasks that are running then are finished."""
+        maintenance = asyncio.create_task(self._maintain())
+        try:
+            while not stopping.is_set():
+                try:
+                    await self._consume(stopping)
+                except (psycopg.Error, PoolTimeout, OSError) as error:
+                    logger.warning(
+                        "the agent cannot use the control database and retries: %s", from_database_error(error).message
+                    )
+                    self._databases.forget_migrations()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(stopping.wait(), _RETRY_SECONDS)
+        finally:
+            await end_tasks([maintenance])
+
+    async def _consume(self, stopping: asyncio.Event) -> None:
+        async with self._databases.control() as connection:  # this creates the task queue
+            proxied = is_proxied(connection)
+        tasks = self._settings.tasks
+        consumer = AsyncConsumer(
+            self._databases.control_conninfo,
+            tasks.queue,
+            self.handle,
+            concurrency=tasks.concurrency,
+            visibility_timeout=timedelta(seconds=tasks.visibility_timeout_seconds),
+            listen=not proxied,
+        )
+        try:
+            await consumer.start()
+            self.is_running = True
+            logger.info("the agent is running")
+            await stopping.wait()
+        finally:
+            self.is_running = False
+            await consumer.stop()
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Run a task. If this raises, the task is retried later."""
+        try:
+            task_id = UUID(delivery.message.payload["task_id"])
+        except (KeyError, TypeError, ValueError):
+            raise Reject("the message is not a task") from None
+        async with self._databases.control() as connection:
+            task = await registry.start(connection, task_id)
+        if task is None:
+            return  # another agent has finished it, and died before it acknowledged the message
+        try:
+            await self._run_task(task)
+        except Exception as error:
+            last = delivery.attempt >= delivery.message.max_attempts
+            if _is_retryable(error) and not last:
+                await self._note(task.id, f"{_error_message(error)}; the agent tries again")
+                raise
+            if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not is_temporary(error):
+                logger.exception("task %s (%s) failed", task.id, task.kind)
+            await self._fail(task.id, task.kind, _error_message(error))
+        else:
+            self._metrics.task(task.kind, "completed")
+
+    async def _run_task(self, task: AgentTask) -> None:
+        if datetime.now(UTC) - task.created_at > _MAX_TASK_AGE:
+            raise _TaskRefused(f"the task was not started within {_MAX_TASK_AGE.days} days")
+        async with self._databases.control() as connection:
+            queue = await registry.get(connection, task.queue_id)
+        if task.kind == "provision":
+            await self._provision(task, queue)
+        elif task.kind == "deprovision":
+            await self._deprovision(task, queue)
+        elif queue is None or queue.status != "Active":
+            raise _TaskRefused(f"the queue is {'deleted' if queue is None else queue.status}")
+        elif task.kind == "enqueue":
+            await self._enqueue(task, queue)
+        else:
+            await self._read_stats(task, queue)
+
+    async def _provision(self, task: AgentTask, queue: QueueRow | None) -> None:
+        if queue is not None and queue.status in ("Pending", "Provisioning"):
+            service = self._databases.service(queue.service_id)
+            await self._try_connection(queue)
+            async with (
+                self._databases.target(service, queue.database_name, prepare=True) as target,
+                target.transaction(),
+            ):
+                if await self._lock_queue(target, queue.id, ("Pending", "Provisioning")):
+                    await _create(target, queue)
+        await self._finish(task, queue="activate")
+
+    async def _deprovision(self, task: AgentTask, queue: QueueRow | None) -> None:
+        if queue is not None and queue.status == "Deprovisioning" and await self._has_database(queue):
+            service = self._databases.service(queue.service_id)
+            async with (
+                self._databases.target(service, queue.database_name, prepare=True) as target,
+                target.transaction(),
+            ):
+                if await self._lock_queue(target, queue.id, ("Deprovisioning",)):
+                    await _drop(target, queue)
+        await self._finish(task, queue="delete")
+
+    async def _try_connection(self, queue: QueueRow) -> None:
+        """Connect once to the database of a queue, because a pool does not say why a connection fails."""
+        service = self._databases.service(queue.service_id)
+        connection = await connect_async(self._databases.conninfo(service, queue.database_name))
+        await connection.close()
+
+    async def _has_database(self, queue: QueueRow) -> bool:
+        """Whether the database of a queue exists. If it does not, there is nothing to drop."""
+        try:
+            await self._try_connection(queue)
+        except psycopg.OperationalError as error:
+            if connection_sqlstate(error) == "3D000":
+                return False
+            raise
+        return True
+
+    async def _lock_queue(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
+        """Lock a queue for the rest of the transaction, and return whether its status is still one of `wanted`.
+
+        Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it would
+        exist.
+        """
+        await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{id}"])
+        async with self._databases.control() as connection:
+            queue = await registry.get(connection, id)
+        return queue is not None and queue.status in wanted
+
+    async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
+        service = self._databases.service(queue.service_id)
+        async with (
+            self._large_requests.turn(str(queue.id)) if task.request_bytes > _LARGE_BYTES else nullcontext(),
+            self._databases.target(service, queue.database_name, prepare=True) as target,
+        ):
+            async with self._databases.control() as connection:
+                request = await registry.read_request(connection, task.id)
+
+            async def effect() -> Answer:
+                ids = await enqueue_messages(target, queue.name, request)
+                return Answer(200, encode({"message_ids": ids}))
+
+            answer = await run_once(target, EffectKey("task", str(task.id)), effect)
+        if not answer.replayed:
+            number = len(msgspec.json.decode(answer.json)["message_ids"])
+            self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
+        await self._finish(task, answer.json.decode())
+
+    async def _read_stats(self, task: AgentTask, queue: QueueRow) -> None:
+        service = self._databases.service(queue.service_id)
+        async with self._databases.target(service, queue.database_name) as target:
+            stats = await AsyncQueue(target, queue.name).stats()
+        result = {
+            "queue_name": queue.name,
+            "ready_messages": stats.ready_messages,
+            "inflight_messages": stats.inflight_messages,
+            "dead_messages": stats.dead_messages,
+            "oldest_age_seconds": round(stats.oldest_age_seconds or 0.0, 3),
+        }
+        await self._finish(task, encode(result).decode())
+
+    async def _finish(self, task: AgentTask, result: str | None = None, queue: str | None = None) -> None:
+        async with self._databases.control() as connection, connection.transaction():
+            await registry.finish(connection, task.id, result, queue)
+
+    async def _note(self, id: UUID, message: str) -> None:
+        with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
+            async with self._databases.control() as connection:
+                await registry.note(connection, id, message)
+
+    async def _fail(self, id: UUID, kind: str, message: str) -> None:
+        async with self._databases.control() as connection, connection.transaction():
+            await registry.fail(connection, id, message)
+        self._metrics.task(kind, "failed")
+
+    async def _maintain(self) -> None:
+        """Fail tasks whose agents all died, and delete old records."""
+        loop = asyncio.get_running_loop()
+        cleaned_at = -_CLEANUP_SECONDS
+        while True:
+            try:
+                await self.fail_dead_tasks()
+                if loop.time() - cleaned_at >= _CLEANUP_SECONDS:
+                    await self.delete_old_records()
+                    cleaned_at = loop.time()
+            except (psycopg.Error, PoolTimeout, OSError) as error:
+                logger.debug("maintenance failed and is retried: %s", type(error).__name__)
+            await asyncio.sleep(_MAINTENANCE_SECONDS)
+
+    async def fail_dead_tasks(self) -> None:
+        """Set the tasks whose messages are dead letters to failed: no agent lived long enough to do so."""
+        async with self._databases.control() as connection:
+            letters = await AsyncQueue(connection, self._settings.tasks.queue).browse_dead_messages(max_messages=100)
+        for letter in letters:
+            with suppress(KeyError, TypeError, ValueError):  # msgspec's errors are ValueErrors
+                task_id = UUID(msgspec.json.decode(letter.payload)["task_id"])
+                await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
+            async with self._databases.control() as connection:
+                await AsyncQueue(connection, self._settings.tasks.queue).purge_dead_messages([letter.id])
+
+    async def delete_old_records(self) -> None:
+        """Delete tasks and stored responses that are older than a week, in every database."""
+        async with self._databases.control() as connection:
+            await registry.delete_old_tasks(connection, _RECORD_DAYS)
+        for service in self._settings.services.values():
+            for database in service.databases:
+                try:
+                    async with self._databases.target(service, database) as connection:
+                        await registry.delete_old_effects(connection, _RECORD_DAYS)
+                except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+                    pass  # the server has stored nothing there
+                except (psycopg.Error, PoolTimeout, OSError) as error:
+                    message = "%s/%s: old records cannot be deleted now: %s"
+                    logger.warning(message, service.id, database, type(error).__name__)
+
+
+async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+    cursor = await target.execute(
+        "insert into pgqueue_http.provisioned (queue_id, queue_name) values (%s, %s) on conflict do nothing",
+        [queue.id, queue.name],
+    )
+    if cursor.rowcount:
+        await AsyncQueue(target, queue.name).create_queue(
+            visibility_timeout=timedelta(seconds=queue.visibility_timeout_seconds),
+            max_attempts=queue.max_attempts,
+            dlq_enabled=queue.dlq_enabled,
+        )
+
+
+async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+    # Drop only a queue that the server made: a queue of the same name may belong to another application.
+    cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
+    if cursor.rowcount:
+        with suppress(queue_errors.QueueNotFound):  # it was dropped by SQL
+            async with target.transaction():
+                await AsyncQueue(target, queue.name).drop_queue()
+
+
+def _is_retryable(error: Exception) -> bool:
+    # An agent may lack a service that other agents have. The lookup of the service then raises an ApiError.
+    if connection_sqlstate(error) is not None:
+        return False
+    return is_temporary(error) or isinstance(error, (queue_errors.QueueBusy, psycopg.errors.QueryCanceled, ApiError))
+
+
+def _error_message(error: Exception) -> str:
+    """What the caller of the API sees. It contains no DSN, no host and no statement."""
+    if isinstance(error, _TaskRefused):
+        return str(error)
+    refused = connection_sqlstate(error)
+    if refused is not None:
+        return _CONNECTION_REFUSED[refused]
+    found = error if isinstance(error, ApiError) else from_database_error(error)
+    if found.code == "database_unavailable":
+        reason = connection_failure(error)
+        return "the database cannot be reached" + (f": {reason}" if reason else "")
+    if found.code == "internal_error" and isinstance(error, psycopg.Error) and error.diag.message_primary:
+        return f"the database refuses the task: {error.diag.message_primary}"
+    return found.message

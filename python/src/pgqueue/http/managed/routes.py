@@ -1,0 +1,203 @@
+"""The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import quote
+
+from psycopg import AsyncConnection
+from starlette.types import Send
+
+from ..calls import Call, Operation, Route, parameters, respond
+from ..context import check_not_reserved, find_database, find_service, is_queue_name
+from ..enqueueing import check_sizes
+from ..errors import ApiError, queue_not_found
+from ..idempotency import Answer, EffectKey, run_once
+from ..json_text import encode, utc_text
+from ..memory import run_beside
+from ..security.rights import current, require
+from ..settings import Service
+from . import registry
+from .structs import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId, TaskOf
+
+__all__ = ["ROUTES"]
+
+_PATH: Final = "/managed-services/{service_id}/queues"
+_QUEUE: Final = f"{_PATH}/{{queue_name}}"
+_SETTINGS: Final = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
+_BODY: Final = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
+_LISTED: Final = ("id", "name", "database_name", "status", *_SETTINGS)
+ROUTES: Final[list[Route]] = []
+
+Handler = Callable[[Call, Service], Awaitable[tuple[Answer, dict[str, str]] | Answer]]
+
+
+def _route(method: str, path: str, answer: Any, **more: Any) -> Callable[[Handler], Handler]:
+    """Make a function a route of a service. The rights to the service and the queue are checked first."""
+
+    def register(function: Handler) -> Handler:
+        async def endpoint(call: Call, send: Send) -> None:
+            require(f"{method} {path}")
+            service = find_service(call.context, call.names["service_id"])
+            if "queue_name" in call.names:
+                _check(service, call.names["queue_name"])
+            result = await function(call, service)
+            found, headers = result if isinstance(result[0], Answer) else (result, {})
+            await respond(send, found, headers)
+
+        operation = Operation(function.__doc__ or "", "managed queues", answer=answer, **more)
+        ROUTES.append(Route(method, path, endpoint, operation))
+        return function
+
+    return register
+
+
+def _check(service: Service, queue_name: str) -> None:
+    """Raise `ApiError` if the user may not call the route for a queue, whatever its database."""
+    if not is_queue_name(queue_name):
+        raise queue_not_found(queue_name)
+    current().check(service.id, None, queue_name)
+
+
+@_route("POST", _PATH, QueueBody, body=CreateQueue, status=201, errors=(400, 403, 404, 409, 413, 422), has_key=True)
+async def create_queue(call: Call, service: Service) -> tuple[Answer, dict[str, str]]:
+    """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
+    context = call.context
+    body, _ = await call.json(CreateQueue)
+    try:
+        database = find_database(service, body.database_name)
+    except ApiError as error:
+        message = f"database_name is invalid; must be {error.limit}"
+        raise ApiError(422, "invalid", message, "database_name", body.database_name, error.limit) from None
+    current().check_new(service.id, database, body.name)
+    check_not_reserved(context, body.name)
+    key = await call.key()
+    async with context.databases.control() as connection:
+
+        async def effect() -> Answer:
+            async with connection.transaction():
+                settings = body.visibility_timeout_seconds, body.max_attempts, body.dlq_enabled
+                row = await registry.create(connection, service.id, body.name, database, *settings)
+                if row is None:
+                    message = f"service {service.id} already has a queue {body.name}"
+                    raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
+                await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
+            return Answer(201, encode(_body(row)))
+
+        location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
+        return await run_once(connection, key, effect), {"Location": location}
+
+
+@_route("GET", _PATH, QueueList, errors=(404,))
+async def list_queues(call: Call, service: Service) -> Answer:
+    """The queues of a service that the user sees, by name."""
+    sees = current().sees
+    async with call.context.databases.control() as connection:
+        rows = await registry.list_all(connection, service.id)
+    seen = [_fields(row, _LISTED) for row in rows if sees(service.id, row.database_name, row.name)]
+    return Answer(200, encode({"queues": seen}))
+
+
+@_route("GET", _QUEUE, QueueBody, errors=(404,))
+async def get_queue(call: Call, service: Service) -> Answer:
+    """A queue, by name."""
+    async with call.context.databases.control() as connection:
+        return Answer(200, encode(_body(await _found(connection, service, call.names["queue_name"]))))
+
+
+@_route("DELETE", _QUEUE, QueueBody, status=202, errors=(403, 404))
+async def delete_queue(call: Call, service: Service) -> Answer:
+    """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
+    context, queue_name = call.context, call.names["queue_name"]
+    async with context.databases.control() as connection:
+        before = await _found(connection, service, queue_name)
+        async with connection.transaction():
+            row = await registry.begin_deletion(connection, before.service_id, queue_name)
+            if row is not None:
+                await registry.submit(connection, context.settings.tasks.queue, "deprovision", row.id)
+        if row is None:
+            row = await _found(connection, service, queue_name)
+    return Answer(202, encode(_body(row)))
+
+
+@_route(
+    "POST",
+    f"{_QUEUE}/messages",
+    TaskId,
+    body=EnqueueRequest,
+    status=202,
+    errors=(400, 403, 404, 409, 413, 422),
+    has_key=True,
+)
+async def enqueue(call: Call, service: Service) -> Answer:
+    """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
+    body, text = await call.json(EnqueueRequest)
+    await run_beside(len(text), check_sizes, body.messages)
+    return await _submit(call, service, "enqueue", await call.key(), text)
+
+
+@_route(
+    "GET", f"{_QUEUE}/messages", EnqueueTask, parameters=TaskOf, errors=(404, 422), unfinished=EnqueueTask
+)
+async def poll_enqueue(call: Call, service: Service) -> Answer:
+    """The result of sending messages: their ids in the order of the request, when the task is completed."""
+    return await _poll(call, service, "enqueue")
+
+
+@_route("POST", f"{_QUEUE}/stats", TaskId, status=202, errors=(403, 404, 409, 422), has_key=True)
+async def request_stats(call: Call, service: Service) -> Answer:
+    """Have an agent read the depth of a queue. Poll for the result."""
+    return await _submit(call, service, "stats", await call.key(), None)
+
+
+@_route("GET", f"{_QUEUE}/stats", StatsTask, parameters=TaskOf, errors=(404, 422), unfinished=StatsTask)
+async def poll_stats(call: Call, service: Service) -> Answer:
+    """The depth that the agent read."""
+    return await _poll(call, service, "stats")
+
+
+async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> registry.QueueRow:
+    row = await registry.find(connection, service.id, queue_name)
+    if row is None:
+        raise queue_not_found(queue_name)
+    current().check(service.id, row.database_name, queue_name)
+    return row
+
+
+async def _submit(
+    call: Call, service: Service, kind: registry.TaskKind, key: EffectKey | None, request: bytes | bytearray | None
+) -> Answer:
+    queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
+    async with call.context.databases.control() as connection:
+
+        async def effect() -> Answer:
+            row = await _found(connection, service, queue_name)
+            if row.status != "Active":
+                message = f"queue {queue_name} is {row.status}; this needs an Active queue"
+                raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
+            return Answer(202, encode({"task_id": await registry.submit(connection, tasks, kind, row.id, request)}))
+
+        return await run_once(connection, key, effect)
+
+
+async def _poll(call: Call, service: Service, kind: registry.TaskKind) -> Answer:
+    queue_name, task_id = call.names["queue_name"], parameters(call, TaskOf).task_id
+    async with call.context.databases.control() as connection:
+        task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
+    if task is None or not current().may(current().needs.accesses, service.id, task.database_name, queue_name):
+        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
+    body: dict[str, Any] = {"task_id": task.id, "status": task.status}
+    if task.result is not None:
+        body["result"] = task.result
+    if task.error_message is not None:
+        body["error_message"] = task.error_message
+    return Answer(200 if task.status in ("completed", "failed") else 202, encode(body))
+
+
+def _body(row: registry.QueueRow) -> dict[str, Any]:
+    times = {"created_at": utc_text(row.created_at), "updated_at": utc_text(row.updated_at)}
+    return _fields(row, _BODY) | times
+
+
+def _fields(row: registry.QueueRow, names: tuple[str, ...]) -> dict[str, Any]:
+    failure = {} if row.error_message is None else {"error_message": row.error_message}
+    return {name: getattr(row, name) for name in names} | failure

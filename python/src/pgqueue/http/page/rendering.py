@@ -1,0 +1,242 @@
+"""How the page shows figures and JSON: rows of the table, lines, durations; and the Jinja environment."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from starlette.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..._wording import counted as count
+from ...message import QueueStats
+from ..managed.registry import QueueRow
+from ..security.rights import ALL, current_or_none
+from ..sampling import History, Place, Sampler
+from ..throughput import Throughput
+
+__all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
+
+_HEIGHT: Final = 28
+_MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short
+# Not "(?:[^"\\]|\\.)*", which takes 30 times as long for a long string, in which no other thread runs.
+_TOKEN: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{},:]|[^]["{},:\s]+', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A queue in the table: from the registry, from the samples, or from both."""
+
+    place: Place
+    stats: QueueStats | None = None
+    history: History | None = None
+    status: str = ""
+    error_message: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The unique key of the row."""
+        return "/".join(self.place)
+
+    @property
+    def state(self) -> str:
+        """The state of the queue in one word."""
+        if self.stats is not None and self.stats.paused:
+            return "Paused"
+        return self.status or "Active"
+
+    def is_estimated(self, number: str) -> bool:
+        """Whether the figure of this name is an estimate."""
+        return self.stats is not None and number in self.stats.estimates
+
+    @property
+    def depths(self) -> list[float]:
+        """The depth at each sample."""
+        return [] if self.history is None else [float(each.depth) for each in self.history.samples]
+
+    @property
+    def incoming(self) -> list[float | None]:
+        """Incoming messages per second at each sample; None where unknown."""
+        return [] if self.history is None else [each.incoming for each in self.history.throughputs]
+
+    @property
+    def outgoing(self) -> list[float | None]:
+        """Outgoing messages per second at each sample; None where unknown."""
+        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
+
+    @property
+    def ages(self) -> list[float]:
+        """The age of the oldest ready message at each sample, in seconds."""
+        samples = () if self.history is None else self.history.samples
+        return [each.stats.oldest_age_seconds or 0.0 for each in samples]
+
+    @property
+    def throughput(self) -> Throughput:
+        """The throughput at the last sample."""
+        return Throughput() if self.history is None else self.history.throughput
+
+
+def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
+    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`.
+
+    Later samples do not change a row, so a thread can render it.
+    """
+    known = {(row.service_id, row.database_name, row.name): row for row in registered}
+    rows = {}
+    for place, history in sampler.histories():
+        row = known.pop(place, None)
+        if place[2] != hidden:
+            status, message = (row.status, row.error_message) if row else ("", None)
+            rows[place] = Row(place, history.last.stats, history.copy(), status, message)
+    for place, row in known.items():
+        rows[place] = Row(place, status=row.status, error_message=row.error_message)
+    return [row for _, row in sorted(rows.items())]
+
+
+def sparkline(values: Sequence[float | None], label: str, kind: str) -> Markup:
+    """An SVG line of the values, the newest at the right. The vertical range always includes 0.
+
+    The line has gaps where a value is None. An empty element if fewer than two values are known.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return Markup('<span class="spark"></span>')
+    low, high = min(0.0, *known), max(0.0, *known)
+    scale = (_HEIGHT - 4) / ((high - low) or 1.0)
+    zero = _HEIGHT - 2 + low * scale
+    lines = Markup("").join(
+        Markup('<polygon points="{},{zero} {points} {},{zero}"/><polyline points="{points}"/>').format(
+            run[0][0], run[-1][0], zero=f"{zero:.1f}",
+            points=" ".join(f"{place},{_HEIGHT - 2 - (value - low) * scale:.1f}" for place, value in _corners(run)),
+        )
+        for run in _runs(values)
+    )  # fmt: skip
+    return Markup(
+        '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
+        ' aria-label="{label}"><title>{label}</title>'
+        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/>{lines}</svg>'
+    ).format(
+        kind=kind, width=len(values) - 1, height=_HEIGHT, lines=lines, zero=f"{zero:.1f}",
+        label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
+    )  # fmt: skip
+
+
+def _runs(values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
+    """The stretches of known values, each value with its place."""
+    run: list[tuple[int, float]] = []
+    for place, value in enumerate([*values, None]):
+        if value is not None:
+            run.append((place, value))
+        elif run:
+            yield run if len(run) > 1 else run * 2  # a line from a point to itself is drawn as a dot
+            run = []
+
+
+def _corners(run: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points of a stretch without those inside of a level one.
+
+    Most of hundreds of queues are idle, and each refresh draws all of them.
+    """
+    last = len(run) - 1
+    return [
+        point for at, point in enumerate(run) if at in (0, last) or not run[at - 1][1] == point[1] == run[at + 1][1]
+    ]
+
+
+def _compact_number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
+
+
+def format_seconds(value: float | None) -> str:
+    """A duration in its one or two largest units; – for None."""
+    if value is None:
+        return "–"
+    whole = int(value)
+    if whole < 60:
+        return f"{value:.1f} s" if value < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    hours = f"{whole // 3600 % 24} h" if whole >= 86400 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
+    return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
+
+
+def format_moment(at: datetime) -> Markup:
+    """A timestamp in UTC as an HTML time element."""
+    at = at.astimezone(UTC)
+    return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def pretty_json(text: str, limit: int) -> str:
+    """JSON text, indented. Strings and numbers keep their text, and the end may be missing.
+
+    The result ends with … after about `limit` characters.
+    """
+    parts: list[str] = []
+    depth = size = 0
+    before = ""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        is_end = token in ("}", "]")
+        if is_end:
+            depth = max(0, depth - 1)
+        if before not in ("{", "[") if is_end else before in ("{", "[", ","):
+            parts.append("\n" + "  " * min(depth, _MAX_INDENT))
+        elif before == ":":
+            parts.append(" ")
+        parts.append(token)
+        if token in ("{", "["):
+            depth += 1
+        before = token
+        size += sum(map(len, parts[-2:]))
+        if size > limit:
+            return "".join(parts)[:limit] + "…"
+    return "".join(parts)
+
+
+def queue_url(page: str, place: Place, /, **more: object) -> str:
+    """The URL of a page about a queue, relative to the page of all queues. Parameters that are None are left out."""
+    service, database, name = place
+    given = {name: value for name, value in more.items() if value is not None}
+    return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
+
+
+def render(
+    template: str, values: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> HTMLResponse:
+    """The response with a page. `up` in `values` is the path to the page of all queues."""
+    return HTMLResponse(TEMPLATES.get_template(template).render({"up": ""} | dict(values)), status, headers)
+
+
+TEMPLATES: Final = Environment(
+    loader=PackageLoader("pgqueue.http.page"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {
+    "seconds": format_seconds,
+    "moment": format_moment,
+    "rate": _compact_number,
+    "number": lambda n: f"{n:,}",
+}
+
+
+def _may(access: str, place: Sequence[str] = ()) -> bool:
+    caller = current_or_none()
+    return caller is not None and caller.may(access.split(), *place)
+
+
+def _csrf() -> Markup:
+    """The field of a form that shows that the form is of the session."""
+    caller = current_or_none()
+    if caller is None or not caller.csrf:
+        return Markup("")
+    return Markup('<input type="hidden" name="csrf" value="{}">').format(caller.csrf)
+
+
+TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
+TEMPLATES.globals |= {"caller": current_or_none, "may": _may, "csrf": _csrf, "ALL": ALL}

@@ -1,0 +1,140 @@
+"""What the routes of the page share: the queue of a request, its connection, the fields of a form, and pages of errors."""
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import psycopg
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Scope, Send
+
+from ...client import AsyncQueue
+from ...errors import InvalidArgument
+from ..calls import Call, Route, parameters
+from ..context import Context, find_database, find_service, is_queue_name
+from ..errors import ApiError, from_database_error, queue_not_found
+from ..memory import run_beside
+from ..sampling import Place
+from ..security.rights import current, current_or_none, require
+from .rendering import render
+
+__all__ = ["Form", "Pages", "error_page", "explain", "message_ids", "open_queue", "place_of", "read_form"]
+
+MAX_ID: Final = 2**63 - 1
+_MAX_FORM_FIELDS: Final = 10_000
+_MOST_IDS: Final = 10_000  # of a request, as in the API
+Form = dict[str, list[str]]
+Function = Callable[[Call], Awaitable[Response]]
+
+
+class Pages:
+    """The routes of one module of the page. Their errors are pages, and they are not part of the API."""
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+
+    def get(self, path: str) -> Callable[[Function], Function]:
+        """Make a function a route that shows something."""
+        return self._add("GET", path)
+
+    def post(self, path: str) -> Callable[[Function], Function]:
+        """Make a function a route that changes something."""
+        return self._add("POST", path)
+
+    def _add(self, method: str, path: str) -> Callable[[Function], Function]:
+        async def respond(function: Function, call: Call, send: Send) -> None:
+            require(f"{method} {path}")
+            response = await function(call)
+            await response(call.scope, _nothing, send)
+
+        def register(function: Function) -> Function:
+            async def endpoint(call: Call, send: Send) -> None:
+                await respond(function, call, send)
+
+            self.routes.append(Route(method, path, endpoint, is_page=True))
+            return function
+
+        return register
+
+
+async def _nothing() -> Any:
+    raise AssertionError("a page is not streamed")
+
+
+class _Place(Struct):
+    service: str
+    database: str
+    name: str
+
+
+def place_of(call: Call) -> Place:
+    """The queue of a page. Raises `ApiError`: 404, 422, or 403 if the user lacks the access."""
+    given = parameters(call, _Place)
+    service, database, name = given.service, given.database, given.name
+    found = find_service(call.context, service)
+    find_database(found, database)
+    if not is_queue_name(name) or name == call.context.settings.tasks.queue:
+        raise queue_not_found(name)
+    current().check(service, database, name)
+    return service, database, name
+
+
+@asynccontextmanager
+async def open_queue(context: Context, place: Place, is_slow: bool = False) -> AsyncIterator[AsyncQueue]:
+    """The queue on a connection to its database. A search is slow: it may take seconds."""
+    service, database, name = place
+    async with context.databases.target(context.databases.service(service), database, is_slow=is_slow) as connection:
+        yield AsyncQueue(connection, name)
+
+
+async def read_form(call: Call) -> Form:
+    """The fields of a form. Empty fields are left out.
+
+    Raises `ApiError` 403 if the request belongs to a session whose token the form lacks: another site cannot know it.
+    """
+    body = await call.body()
+    text = body.decode(errors="replace")
+    try:
+        form = await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
+    except ValueError:
+        limit = f"at most {_MAX_FORM_FIELDS}"
+        raise ApiError(422, "invalid", "the form has too many fields", "body", limit=limit) from None
+    caller = current_or_none()
+    given = form.pop("csrf", [""])[0]
+    if caller is not None and caller.csrf and not hmac.compare_digest(given.encode(), caller.csrf.encode()):
+        raise ApiError(403, "csrf", "the form is not of this session: load the page again", "csrf")
+    return form
+
+
+def message_ids(given: list[str]) -> list[int]:
+    """The ids of messages in a form or in a URL; each field has one, or several with commas between them."""
+    number = sum(field.count(",") + 1 for field in given)
+    if number > _MOST_IDS:
+        limit = f"at most {_MOST_IDS} messages"
+        raise ApiError(422, "invalid", f"id has {number} messages; must be {limit}", "id", number, limit)
+    ids = [each for field in given for each in field.split(",")]
+    if not ids or not all(each.isdecimal() and each.isascii() and 0 < int(each[:20]) <= MAX_ID for each in ids):
+        limit = "the id of a message, or all"
+        raise ApiError(422, "invalid", f"id is invalid; must be {limit}", "id", ", ".join(given), limit)
+    return [int(each) for each in ids]
+
+
+def explain(error: Any) -> ApiError:
+    """The error that a form shows beside what the user has typed. Raises errors that the user cannot correct."""
+    answer = error if isinstance(error, ApiError) else from_database_error(error)
+    if answer.status >= 500 or answer.status == 404:
+        raise error
+    if isinstance(error, InvalidArgument) and not answer.message:  # raised by the client
+        answer = ApiError(422, "invalid", str(error))
+    hint = error.diag.message_hint if isinstance(error, psycopg.Error) else None
+    return ApiError(answer.status, answer.code, f"{answer.message}. {hint}" if hint else answer.message)
+
+
+def error_page(scope: Scope, error: ApiError) -> Response:
+    """The page that shows an error."""
+    up = "../" * (scope["path"].count("/") - 1)
+    values = {"up": up, "status": error.status, "message": error.message}
+    return render("error.html", values, error.status, error.headers)

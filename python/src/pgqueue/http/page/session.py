@@ -1,0 +1,51 @@
+"""The pages that log in and out."""
+
+from typing import Final
+
+from starlette.responses import RedirectResponse, Response
+
+from ..security.admission import address_of, safe_target
+from ..calls import Call
+from ..errors import ApiError
+from .rendering import render
+from .requests import Pages, read_form
+from ..security.rights import current
+
+__all__ = ["ROUTES"]
+
+pages = Pages()
+ROUTES: Final = pages.routes
+
+
+@pages.get("/login")
+async def login_form(call: Call) -> Response:
+    """The form for name and password. `to` is the page that the user wanted."""
+    return _login_page(safe_target(call.query.get("to", "")))
+
+
+def _login_page(to: str, name: str = "", problem: ApiError | None = None) -> Response:
+    values = {"to": to, "user": name, "problem": problem}
+    return render("login.html", values, problem.status if problem else 200, problem.headers if problem else None)
+
+
+@pages.post("/login")
+async def log_in(call: Call) -> Response:
+    """Begin a session, and redirect to the page that the user wanted."""
+    form, context = await read_form(call), call.context
+    name, password, to = (form.get(each, [""])[0] for each in ("user", "password", "to"))
+    to = safe_target(to)
+    try:
+        if not await context.admission.passwords.verify(name, password, address_of(call.scope)):
+            raise ApiError(401, "unauthorized", "name or password is wrong")
+    except ApiError as error:
+        return _login_page(to, name[:128], error)
+    cookie = context.admission.sessions.begin(call.scope, name)
+    return RedirectResponse(f"./{to}", 303, {"Set-Cookie": cookie})
+
+
+@pages.post("/logout")
+async def log_out(call: Call) -> Response:
+    """End the session, and redirect to the log-in form."""
+    await read_form(call)
+    cookie = call.context.admission.sessions.end(call.scope, current().session)
+    return RedirectResponse("login", 303, {"Set-Cookie": cookie})

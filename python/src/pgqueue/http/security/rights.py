@@ -1,0 +1,279 @@
+"""The rights of users: what `allow` gives, what each route needs, and whether the caller of a request has it.
+
+An access has the meaning that it has in SQL (`grant_access`). A pattern is a name, or the begin of names and `*`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
+
+from ..errors import ApiError, queue_not_found
+
+__all__ = [
+    "ACCESSES",
+    "ALL",
+    "NEEDS",
+    "Caller",
+    "Need",
+    "Right",
+    "begin",
+    "current",
+    "current_or_none",
+    "current_user",
+    "forbidden",
+    "parse_rights",
+    "require",
+]
+
+ACCESSES: Final = ("producer", "consumer", "admin", "reader")
+ALL: Final = "*"  # as the name of a service, database or queue: all of them
+_QUEUE_PATTERN: Final = re.compile(r"[a-z0-9_-]{1,128}|[a-z0-9_-]{0,127}\*")
+_FORM: Final = (
+    "must be access:queue, access:service/queue or access:service/database/queue;"
+    f" the accesses are {', '.join(ACCESSES)}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """An access to the queues that fit three patterns."""
+
+    access: str
+    service: str
+    database: str
+    queue: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The right of a text such as `producer:shop/order-*`. Raises `ValueError`."""
+        access, _, path = text.partition(":")
+        where, _, queue = path.rpartition("/")
+        service, _, database = where.partition("/")
+        right = cls(access, service or ALL, database or ALL, queue)
+        is_whole = path.count("/") < 2 or (service and database)
+        patterns = (right.service, right.database)
+        if access not in ACCESSES or not is_whole or path.startswith("/") or not _QUEUE_PATTERN.fullmatch(queue):
+            raise ValueError(f"{text!r} {_FORM}")
+        if any(ALL in each[:-1] for each in patterns):
+            raise ValueError(f"{text!r} {_FORM}; * stands at the end of a name")
+        return right
+
+    def covers(self, service: str | None, database: str | None, queue: str | None) -> bool:
+        """Whether the right covers a place; None stands for any name."""
+        return _fits(self.service, service) and _fits(self.database, database) and _fits(self.queue, queue)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        return f"{self.access}:{self.service}/{self.database}/{self.queue}"
+
+
+def _fits(pattern: str, name: str | None) -> bool:
+    return name is None or (name.startswith(pattern[:-1]) if pattern.endswith(ALL) else name == pattern)
+
+
+def parse_rights(given: object) -> tuple[Right, ...]:
+    """The rights of a list of texts. Raises `ValueError`."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise ValueError(f"{given!r} must be a list of strings")
+    return tuple(Right.parse(each) for each in given)
+
+
+class Need(NamedTuple):
+    """What a route needs: one of the accesses, to a queue, to some queue, or to all queues of all services.
+
+    A route that needs an access to a queue calls `Caller.check` with it; one that lists shows what the caller sees.
+    """
+
+    accesses: tuple[str, ...] = ACCESSES
+    of: str = "queue"
+
+
+_PRODUCER: Final = Need(("producer",))
+_SENDER: Final = Need(("producer", "admin"))
+_CONSUMER: Final = Need(("consumer",))
+_SUBSCRIBER: Final = Need(("consumer", "admin"))
+_ADMIN: Final = Need(("admin",))
+_READER: Final = Need(("admin", "reader"))
+_SEES: Final = Need()
+_LISTS: Final = Need(of="some")
+_NOTHING: Final = Need(of="nothing")
+
+_DIRECT: Final = "/v1/queues/{queue_name}"
+_MANAGED: Final = "/managed-services/{service_id}/queues"
+# Every route of the application; one that is not here cannot be called.
+NEEDS: Final[Mapping[str, Need]] = {
+    "GET /v1/queues": _LISTS,
+    f"POST {_DIRECT}/enqueue": _PRODUCER,
+    f"POST {_DIRECT}/messages": _PRODUCER,
+    "POST /v1/queues/claim_any": _CONSUMER,
+    f"POST {_DIRECT}/claim": _CONSUMER,
+    f"POST {_DIRECT}/ack": _CONSUMER,
+    f"POST {_DIRECT}/ack_batch": _CONSUMER,
+    f"POST {_DIRECT}/ack-batch": _CONSUMER,
+    f"POST {_DIRECT}/nack": _CONSUMER,
+    f"POST {_DIRECT}/extend": _CONSUMER,
+    f"GET {_DIRECT}/stats": _SEES,
+    f"GET {_DIRECT}/browse_dead_messages": _READER,
+    f"GET {_DIRECT}/dead-letters": _READER,
+    f"POST {_DIRECT}/redrive": _ADMIN,
+    f"POST {_DIRECT}/purge_dead_messages": _ADMIN,
+    f"POST {_DIRECT}/purge-dead-letters": _ADMIN,
+    f"POST {_DIRECT}/cancel": _SENDER,
+    f"POST {_DIRECT}/cancel_by_key": _SENDER,
+    f"POST {_DIRECT}/reschedule": _SENDER,
+    f"GET {_DIRECT}/list_schedules": Need(("consumer", "admin", "reader")),
+    f"POST {_DIRECT}/create_schedule": _ADMIN,
+    f"POST {_DIRECT}/alter_schedule": _ADMIN,
+    f"POST {_DIRECT}/drop_schedule": _ADMIN,
+    f"POST {_DIRECT}/run_schedule": _SENDER,
+    "POST /v1/queues/publish": Need(("producer",), "some"),  # to all queues of the database
+    f"POST {_DIRECT}/subscribe": _SUBSCRIBER,
+    f"POST {_DIRECT}/unsubscribe": _SUBSCRIBER,
+    f"GET {_DIRECT}/list_subscriptions": _SUBSCRIBER,
+    f"GET {_MANAGED}": _LISTS,
+    f"POST {_MANAGED}": _ADMIN,
+    f"GET {_MANAGED}/{{queue_name}}": _SEES,
+    f"DELETE {_MANAGED}/{{queue_name}}": _ADMIN,
+    f"POST {_MANAGED}/{{queue_name}}/messages": _PRODUCER,
+    f"GET {_MANAGED}/{{queue_name}}/messages": _PRODUCER,
+    f"POST {_MANAGED}/{{queue_name}}/stats": _SEES,
+    f"GET {_MANAGED}/{{queue_name}}/stats": _SEES,
+    "GET /": _LISTS,
+    "GET /page/queues": _LISTS,
+    "GET /health": Need(("admin",), "some"),  # to all queues of some database
+    "GET /create": Need(("admin",), "some"),
+    "POST /create": _ADMIN,
+    "GET /queue": _READER,
+    "GET /queue/message": _READER,
+    "GET /queue/consumers": _READER,
+    "GET /queue/settings": _ADMIN,
+    "POST /queue/settings": _ADMIN,
+    "GET /queue/send": _PRODUCER,
+    "POST /queue/send": _PRODUCER,
+    "GET /queue/confirm": _ADMIN,
+    "GET /queue/purge_queue": _ADMIN,
+    "POST /queue/purge_queue": _ADMIN,
+    "GET /queue/drop_queue": _ADMIN,
+    "POST /queue/drop_queue": _ADMIN,
+    "POST /queue/{action}": _ADMIN,
+    "GET /metrics": Need(("admin", "reader"), "all"),
+    "GET /openapi.json": _NOTHING,
+    "GET /docs": _NOTHING,
+    "POST /logout": _NOTHING,
+    "GET /login": _NOTHING,
+    "POST /login": _NOTHING,
+    "GET /healthz": _NOTHING,
+    "GET /readyz": _NOTHING,
+}
+
+
+@dataclass(slots=True)
+class Caller:
+    """The user of a request, and how the user was recognized.
+
+    Each of `rights` must allow what is done: those of the user, and those of the token. `needs` is what the route needs
+    or, after `check` with accesses, the request. `place` is the queue that was checked. `csrf` is the token of the
+    forms in a session, else empty.
+    """
+
+    name: str
+    rights: tuple[tuple[Right, ...], ...] = ()
+    token: str | None = None
+    session: str | None = None
+    csrf: str = ""
+    needs: Need = _NOTHING
+    place: tuple[str, ...] = ()
+
+    @property
+    def administers(self) -> bool:
+        """Whether the request needs the access admin: no other would do, or the user has none of the others."""
+        others = tuple(each for each in self.needs.accesses if each != "admin")
+        if "admin" not in self.needs.accesses or "reader" in others:  # what a reader may do changes nothing
+            return False
+        return not others or (self.may(("admin",), *self.place) and not self.may(others, *self.place))
+
+    def may(
+        self,
+        accesses: Sequence[str],
+        service: str | None = None,
+        database: str | None = None,
+        queue: str | None = None,
+    ) -> bool:
+        """Whether the user has one of the accesses to a place; None stands for any name."""
+        if not self.rights:
+            return True
+        return any(
+            all(any(each.access == access and each.covers(service, database, queue) for each in given)
+                for given in self.rights)
+            for access in accesses
+        )  # fmt: skip
+
+    def sees(self, service: str, database: str | None = None, queue: str | None = None) -> bool:
+        """Whether the user has an access to a place; None stands for any name."""
+        return self.may(ACCESSES, service, database, queue)
+
+    def check(self, service: str, database: str | None, queue: str, accesses: Sequence[str] = ()) -> None:
+        """Raise `ApiError` unless the user may do with a queue what the route needs; `accesses` replace its need.
+
+        404 if the user does not see the queue, 403 if the user sees it.
+        """
+        self.place = service, database or "", queue
+        if accesses:
+            self.needs = Need(tuple(accesses))
+        if not self.sees(service, database, queue):
+            raise queue_not_found(queue)
+        if not self.may(self.needs.accesses, service, database, queue):
+            raise forbidden(self.needs.accesses, "this queue")
+
+    def check_new(self, service: str, database: str, queue: str) -> None:
+        """Raise `ApiError` 403 unless the user may create a queue."""
+        self.place = service, database, queue
+        if not self.may(self.needs.accesses, *self.place):
+            raise forbidden(self.needs.accesses, "a queue of this name")
+
+
+def forbidden(accesses: Sequence[str], to: str) -> ApiError:
+    """The error for what the user sees but may not do."""
+    return ApiError(403, "forbidden", f"the user lacks the access {' or '.join(accesses)} to {to}")
+
+
+_current: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+def begin(caller: Caller | None) -> None:
+    """Note the caller of the request that this task serves; None if the route needs none."""
+    _current.set(caller)
+
+
+def current() -> Caller:
+    """The caller of the request that this task serves. Raises `LookupError` if there is none."""
+    caller = _current.get()
+    if caller is None:
+        raise LookupError("the request has no caller")
+    return caller
+
+
+def current_or_none() -> Caller | None:
+    """The caller of the request that this task serves; None if the route needs none."""
+    return _current.get()
+
+
+def current_user() -> str:
+    """The name of the user of the request that this task serves; empty for what the server does by itself."""
+    caller = _current.get()
+    return caller.name if caller else ""
+
+
+def require(route: str) -> None:
+    """Check what a route in `NEEDS` needs as far as it names no queue. Raises `ApiError` 403."""
+    need = NEEDS[route]
+    if need.of == "nothing":
+        return
+    caller = current()
+    caller.needs = need
+    if need.of == "some" and not caller.may(need.accesses):
+        raise forbidden(need.accesses, "any queue")
+    if need.of == "all" and not caller.may(need.accesses, ALL, ALL, ALL):
+        raise forbidden(need.accesses, "all queues")
