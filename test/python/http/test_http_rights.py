@@ -507,10 +507,8 @@ async def test_acts_that_cannot_be_stored_yet_do_not_fill_the_memory(
     async def control() -> AsyncIterator[Connection]:
         yield Connection()
 
-    context: Any = SimpleNamespace(
-        databases=SimpleNamespace(control=control), run_in_background=lambda work: tasks.add(asyncio.create_task(work))
-    )
-    audit = audit_module.Audit(context)
+    connect: Any = control
+    audit = audit_module.Audit(connect, lambda work: tasks.add(asyncio.create_task(work)))
     monkeypatch.setattr(audit_module, "current_or_none", lambda: SimpleNamespace(administers=True))
     monkeypatch.setattr(audit_module, "_record", lambda _, __, status: {"status": status})
     audit.note({"type": "http", "method": "POST"}, 0)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
@@ -68,10 +69,12 @@ _EXAMPLE = re.compile(
 )
 
 
-def model_of(content: dict[str, Any]) -> Any:
-    from pgqueue.http import models
+def struct_of(content: dict[str, Any]) -> Any:
+    from pgqueue.http.direct import structs as direct
+    from pgqueue.http.managed import structs as managed
 
-    return getattr(models, content["application/json"]["schema"]["$ref"].rpartition("/")[2])
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    return getattr(managed, name, None) or getattr(direct, name)
 
 
 def test_the_readme_has_a_valid_example_of_every_body(document: dict[str, Any]) -> None:
@@ -81,11 +84,9 @@ def test_the_readme_has_a_valid_example_of_every_body(document: dict[str, Any]) 
         operation = document["paths"][path][method.lower()]
         assert bool(request) == ("requestBody" in operation), (method, path)
         if request:
-            model_of(operation["requestBody"]["content"]).model_validate(json.loads(request))
-        model = model_of(operation["responses"][status]["content"])
-        found = model.model_validate_json(response)
-        dumped = json.loads(found.model_dump_json(exclude_none=True))
-        assert all_names(dumped) <= all_names(json.loads(response)), (method, path)
+            msgspec.json.decode(request, type=struct_of(operation["requestBody"]["content"]))
+        found = msgspec.json.decode(response, type=struct_of(operation["responses"][status]["content"]))
+        assert all_names(json.loads(msgspec.json.encode(found))) <= all_names(json.loads(response)), (method, path)
         seen.add((method.lower(), path))
     routes = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
@@ -114,7 +115,7 @@ def all_names(value: Any) -> set[str]:
 
 
 def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: dict[str, Any]) -> None:
-    from pgqueue.http import models
+    from pgqueue.http.direct import structs
 
     reference = (ROOT / "sql/REFERENCE.md").read_text()
     for path, methods in document["paths"].items():
@@ -128,8 +129,8 @@ def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: d
             # The queue of the path is no argument of the functions that find a schedule by its name.
             given = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
             if "requestBody" in operation:
-                model = model_of(operation["requestBody"]["content"])
-                given |= set((models.DirectMessage if verb == "enqueue" else model).model_fields)
+                struct = struct_of(operation["requestBody"]["content"])
+                given |= set((structs.DirectMessage if verb == "enqueue" else struct).__struct_fields__)
             given -= {"service_id", "database_name", "wait_seconds"}  # of HTTP only
             assert {name.removesuffix("_seconds") for name in given} <= arguments, path
 
@@ -147,11 +148,11 @@ def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(
 
 
 def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server, orders: str) -> None:
-    from pgqueue.http import models
+    from pgqueue.http.direct import structs
 
     listed = web.get("/v1/queues").json()["queues"]
     (found,) = [each for each in listed if each["name"] == orders]
-    assert set(found) == set(models.QueueSettings.model_fields)
+    assert set(found) == set(structs.QueueSettings.__struct_fields__)
     assert (found["visibility_timeout_seconds"], found["max_attempts"]) == (30, 5)
     error = web.get("/v1/queues", params={"database_name": "none"}).json()["error"]
     assert (error["code"], error["field"]) == ("database_not_found", "database_name")

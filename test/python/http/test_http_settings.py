@@ -21,10 +21,11 @@ from served import ADMIN, HASH, Site, in_process, new_name
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
-    from pgqueue.http import Settings, SettingsError, passwords, server
+    from pgqueue.http import Settings, SettingsError, server
     from pgqueue.http.errors import ApiError
+    from pgqueue.http.security import users as passwords
     from pgqueue.http.security.users import Authenticator, hash_password
 
 LONG = pytest.mark.long(part="http")
@@ -167,7 +168,7 @@ async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
     await asyncio.sleep(0)  # the tasks start
     before = len(hashed)
     assert await authenticator.user(basic(name, "right"), address) == name
-    assert len(hashed) - before <= 5
+    assert hashed.index("right") - before <= 5
     assert name not in await asyncio.gather(*guessing, return_exceptions=True)
 
 
@@ -230,7 +231,7 @@ async def test_the_password_of_an_unknown_user_is_hashed_too(hashed: list[str]) 
 async def test_the_server_warns_where_passwords_pass_a_network_without_tls(
     caplog: pytest.LogCaptureFixture, host: str, warned: bool
 ) -> None:
-    app = FastAPI()
+    app = Starlette()
     config = uvicorn.Config(app, host, 0, lifespan="off", log_config=None)
     config.load()
     listening = server._Server(app, config, lambda _host, _port: None)

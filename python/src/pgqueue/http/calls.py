@@ -182,7 +182,7 @@ class Table:
     """
 
     routes: list[Route] = field(default_factory=list)
-    _methods: dict[tuple[str, ...], dict[str, Route]] = field(default_factory=dict)
+    _methods: dict[tuple[str | int, ...], dict[str, Route]] = field(default_factory=dict)
     _masks: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def add(self, routes: Iterable[Route]) -> None:
@@ -213,10 +213,8 @@ class Table:
         raise from_http_status(405, "Method Not Allowed") if is_known else from_http_status(404, "")
 
 
-def _masked(parts: list[str], mask: tuple[int, ...]) -> tuple[str, ...]:
-    if not mask:
-        return tuple(parts)
-    return tuple(["{}" if place in mask else part for place, part in enumerate(parts)])
+def _masked(parts: list[str], mask: tuple[int, ...]) -> tuple[str | int, ...]:
+    return tuple([place if place in mask else part for place, part in enumerate(parts)])
 
 
 async def respond(send: Send, answer: Answer, headers: Mapping[str, str] | None = None) -> None:

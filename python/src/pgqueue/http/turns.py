@@ -61,10 +61,6 @@ class Gate:
             if turns:
                 self._waiting[each] = turns
 
-    def waiting(self, user: str) -> int:
-        """How many requests of a user wait."""
-        return len(self._waiting.get(user, ()))
-
     @asynccontextmanager
     async def turn(self, user: str) -> AsyncIterator[None]:
         """A place for the time of a block."""

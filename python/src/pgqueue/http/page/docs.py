@@ -14,7 +14,7 @@ from .requests import Pages
 
 __all__ = ["ROUTES"]
 
-pages = Pages()
+pages = Pages(is_page=False)
 ROUTES: Final = pages.routes
 
 

@@ -31,10 +31,11 @@ Function = Callable[[Call], Awaitable[Response]]
 
 
 class Pages:
-    """The routes of one module of the page. Their errors are pages, and they are not part of the API."""
+    """The routes of one module of the page, which are not part of the API. Their errors are pages if `is_page`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_page: bool = True) -> None:
         self.routes: list[Route] = []
+        self._is_page = is_page
 
     def get(self, path: str) -> Callable[[Function], Function]:
         """Make a function a route that shows something."""
@@ -54,7 +55,7 @@ class Pages:
             async def endpoint(call: Call, send: Send) -> None:
                 await respond(function, call, send)
 
-            self.routes.append(Route(method, path, endpoint, is_page=True))
+            self.routes.append(Route(method, path, endpoint, is_page=self._is_page))
             return function
 
         return register

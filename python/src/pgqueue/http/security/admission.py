@@ -36,7 +36,7 @@ class Admission:
 
     def __init__(self, users: Mapping[str, User], tokens: Tokens, sessions: Sessions, most: int = 0) -> None:
         self._users = users
-        self.passwords = Authenticator(users)
+        self.passwords = Authenticator({name: user.password_hash for name, user in users.items()})
         self._tokens = tokens
         self.sessions = sessions
         self._most = most  # requests of a user in a window; 0: no limit

@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -97,12 +98,13 @@ class Authenticator:
     passwords; all unknown names count as one. So a client that guesses keeps no other client and no other user out.
     """
 
-    def __init__(self, users: Mapping[str, User]) -> None:
-        self._users = {name: user.password_hash for name, user in users.items()}
-        self._digests = {name: _digests[hashed] for name, hashed in self._users.items() if hashed in _digests}
+    def __init__(self, users: Mapping[str, str]) -> None:
+        self._users = users
+        self._digests = {name: _digests[hashed] for name, hashed in users.items() if hashed in _digests}
         self._decoy = hash_password(secrets.token_hex(16))
         self._failures: dict[str, _Failures] = {}  # by client
         self._gate = Gate(_MOST_HASHING)
+        self._pending: Counter[str] = Counter()  # passwords that wait or are hashed, by client and user
         self._verifying: dict[tuple[str, str, bytes], asyncio.Task[bool]] = {}  # by client, name and digest
 
     async def user(self, authorization: str, address: str = "") -> str | None:
@@ -124,15 +126,22 @@ class Authenticator:
         turn = f"{client} {name if name in self._users else ''}"
         verifying = self._verifying.get((client, name, digest))
         if verifying is None:
-            if self._gate.waiting(turn) >= _MOST_WAITING:
+            if self._pending[turn] >= _MOST_WAITING:
                 await asyncio.sleep(1)  # slows a client that tries again at once
                 message = "too many passwords of this client wait to be verified: try again"
                 limit = f"{_MOST_WAITING} waiting for each client and user"
                 raise ApiError(429, "too_many_logins", message, "Authorization", None, limit, {"Retry-After": "1"})
             verifying = asyncio.create_task(self._verify(client, name, password, turn))
             self._verifying[client, name, digest] = verifying
-            verifying.add_done_callback(lambda _: self._verifying.pop((client, name, digest)))
+            verifying.add_done_callback(lambda _: self._end((client, name, digest), turn))
+            self._pending[turn] += 1
         return await asyncio.shield(verifying)
+
+    def _end(self, attempt: tuple[str, str, bytes], turn: str) -> None:
+        del self._verifying[attempt]
+        self._pending[turn] -= 1
+        if not self._pending[turn]:
+            del self._pending[turn]
 
     async def _verify(self, client: str, name: str, password: str, turn: str) -> bool:
         async with self._gate.turn(turn):
