@@ -364,9 +364,9 @@ def site(empty_database: Callable[[], str]) -> Site:
 def test_a_claim_that_waits_ends_when_the_server_stops(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pgqueue.http import direct_routes
+    from pgqueue.http.direct import claims
 
-    monkeypatch.setattr(direct_routes, "time", SimpleNamespace(monotonic=lambda: 0.0))  # it never ends by itself
+    monkeypatch.setattr(claims, "time", SimpleNamespace(monotonic=lambda: 0.0))  # it never ends by itself
     with in_process(site.configuration(tmp_path)) as web, ThreadPoolExecutor(1) as threads:
         name = new_name()
         web.create(name)

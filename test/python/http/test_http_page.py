@@ -800,7 +800,7 @@ def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, fille
         ({"payload": "1", "priority": "high"}, "Priority is invalid: high; must be a whole number"),
         ({"payload": "1", "priority": "10"}, "invalid priority"),
         ({"payload": "1", "dedup_key": "k" * 256}, "invalid dedup_key"),
-        ({"payload": '"\\u0000"'}, "PostgreSQL cannot store this"),
+        ({"payload": '"\\u0000"'}, "which PostgreSQL cannot store"),
     ]
     for form, problem in forms:
         answer = web.http.post(url("/queue/send", filled), data=form | {"copy_of": "'\"<script>"})
