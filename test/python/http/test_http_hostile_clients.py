@@ -22,6 +22,8 @@ from clients import PATIENCE, drop
 from served import ADMIN, SERVICE, Site, in_process, locked, new_name, waiters
 
 if TYPE_CHECKING:
+    from pgqueue.http.client_connections import ClientConnections
+    from pgqueue.http.request_body import PART_BYTES
     from starlette.types import Receive, Scope, Send
     from uvicorn import Config
     from uvicorn.server import ServerState
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
         protocol,
         server,
     )
-    from pgqueue.http.client_connections import ClientConnections
-    from pgqueue.http.request_body import PART_BYTES
     from pgqueue.http.settings import Limits, Service, Settings
 
     SETTINGS = Settings("", {"one": Service("one", "", ("one", "two"))}, {})

@@ -321,8 +321,8 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
 
 async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site) -> None:
     """One statement for all rows could exceed its timeout, so each deletes a thousand."""
-    from pgqueue.http.managed.agent import Agent
     from pgqueue.http.databases import Databases
+    from pgqueue.http.managed.agent import Agent
     from pgqueue.http.metrics import Metrics
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.settings import Limits, Service, Settings

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from served import ACCESSES, ADMIN, HASH
 
 if TYPE_CHECKING:
-    from pgqueue.http import Service, Settings, User, create_app, decoding, memory
+    from pgqueue.http import Service, Settings, User, create_app, memory
     from pgqueue.http.app import Application
     from pgqueue.http.databases import Databases
-    from pgqueue.http.errors import ApiError
     from pgqueue.http.decoding import VALUES_LIMIT, decode
     from pgqueue.http.direct.structs import Ack, DirectMessage
     from pgqueue.http.edge import SMALL_BODY_LIMIT
-    from pgqueue.http.page.requests import message_ids
+    from pgqueue.http.errors import ApiError
     from pgqueue.http.json_text import DEPTH_LIMIT, json_size, read_json
+    from pgqueue.http.page.requests import message_ids
     from pgqueue.http.security.rights import NEEDS, parse_rights
 
     USERS = {
@@ -360,7 +360,11 @@ async def test_the_queue_of_tasks_is_hidden_from_the_page(web: httpx.AsyncClient
 @pytest.mark.parametrize("path", [DIRECT, MANAGED])
 @pytest.mark.parametrize(
     ("text", "limit"),
-    [("\\u0000", "JSON without \\u0000"), ("\\ud800", "a string of Unicode characters"), ("\\\\\\u0000", "JSON without \\u0000")],
+    [
+        ("\\u0000", "JSON without \\u0000"),
+        ("\\ud800", "a string of Unicode characters"),
+        ("\\\\\\u0000", "JSON without \\u0000"),
+    ],
 )
 async def test_text_that_postgresql_cannot_store_is_named(
     web: httpx.AsyncClient, path: str, text: str, limit: str

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pgqueue.http import databases, notifications, sampling
     from pgqueue.http.databases import Databases
-    from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.sampling import History, Sampler
+    from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
     from pgqueue.http.throughput import throughput_between
 

@@ -38,13 +38,20 @@ class Call:
     """A request of a route."""
 
     def __init__(
-        self, context: Context, table: "Table", names: Mapping[str, str], scope: Scope, receive: Receive
+        self,
+        context: Context,
+        table: "Table",
+        names: Mapping[str, str],
+        scope: Scope,
+        headers: Mapping[bytes, bytes],
+        receive: Receive,
     ) -> None:
         self.context = context
         self.table = table
         self.names = names  # those in the path
         self.scope = scope
-        self._receive = receive
+        self._headers = headers
+        self.receive = receive
         self._body: bytes | bytearray | None = None
         self._is_disconnected = False
 
@@ -65,10 +72,6 @@ class Call:
         given = parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         return [value for each, value in given if each == name]
 
-    def header(self, name: bytes) -> str | None:
-        """A header of the request."""
-        return next((value.decode("latin-1") for given, value in self.scope["headers"] if given == name), None)
-
     async def body(self) -> bytes | bytearray:
         """The bytes of the body."""
         if self._body is None:
@@ -83,7 +86,7 @@ class Call:
         return self._body
 
     async def _next(self) -> Message:
-        message = await self._receive()
+        message = await self.receive()
         if message["type"] == "http.disconnect":
             self._is_disconnected = True
             raise ClientDisconnect
@@ -92,21 +95,21 @@ class Call:
     async def json(self, model: type[T]) -> tuple[T, bytes | bytearray]:
         """The struct in the body, and the body without a byte order mark. Raises `ApiError`."""
         body = await self.body()
-        if body.startswith(_BOM):
-            body = body[len(_BOM) :]
+        body = body.removeprefix(_BOM)
         if not body:
             raise ApiError(422, "invalid", "body is missing; must be a JSON object", "body", None, "a JSON object")
-        kind = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        kind = self._headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
             message = "the body must be a JSON object, sent as Content-Type: application/json"
             raise ApiError(400, "malformed_json", message, field="body")
         return await run_beside(len(body), _read, model, body), body
 
     async def key(self) -> EffectKey | None:
         """The idempotency key of the request. Raises `ApiError` 422."""
-        key = self.header(b"idempotency-key")
-        if key is None:
+        given = self._headers.get(b"idempotency-key")
+        if given is None:
             return None
+        key = given.decode("latin-1")
         if not 1 <= len(key) <= _KEY_LIMIT or not _KEY_CHARACTERS.issuperset(key):
             limit = f"1 to {_KEY_LIMIT} visible ASCII characters"
             message = f"Idempotency-Key is invalid; must be {limit}"
@@ -119,7 +122,7 @@ class Call:
     async def is_disconnected(self) -> bool:
         """Whether the client has disconnected, as far as this is known without waiting."""
         if not self._is_disconnected:
-            receiving = cast("Coroutine[Any, Any, Message]", self._receive())
+            receiving = cast("Coroutine[Any, Any, Message]", self.receive())
             try:
                 receiving.send(None)
             except StopIteration as received:

@@ -23,6 +23,7 @@ logger = logging.getLogger("pgqueue.http")
 
 _NAME: Final = re.compile("[a-z0-9_-]{1,128}")
 
+
 @dataclass(slots=True)
 class Context:
     """The parts of a running server. `stopping` is set when it is told to stop; requests then end their wait."""

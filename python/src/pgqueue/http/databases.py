@@ -19,8 +19,8 @@ from .._connections import complete_conninfo, connect_async, is_broken, is_proxi
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
-from .migrations import CONTROL, TARGET, install, migrate
 from .json_text import TimestampLoader
+from .migrations import CONTROL, TARGET, install, migrate
 from .security.rights import current_user
 from .settings import Limits, Service, Settings
 from .statements import is_outgrown

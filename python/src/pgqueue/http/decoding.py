@@ -1,4 +1,4 @@
-"""Bodies and parameters of requests as structs. msgspec parses and checks them in one pass; an error names its field."""
+"""Bodies and parameters of requests as structs: msgspec parses and checks them in one pass. Errors name the field."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,9 +73,14 @@ def convert(model: type[T], given: Mapping[str, str]) -> T:
         raise _explanation(error, model, given) from None
 
 
-@cache
 def _decoder(model: type[T]) -> msgspec.json.Decoder[T]:
-    return msgspec.json.Decoder(model)
+    found = _decoders.get(model)
+    if found is None:
+        found = _decoders[model] = msgspec.json.Decoder(model)
+    return found
+
+
+_decoders: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {}
 
 
 def _whole(text: str) -> int | msgspec.Raw:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import psycopg
@@ -36,6 +36,7 @@ LOGIN_BODY_LIMIT: Final = 8 * 1024  # bytes: everybody may send it, and it is pa
 _GRACE_SECONDS: Final = 1.0
 _PART_SECONDS: Final = 30.0  # for a client to read a part of a large response
 _STATIC: Final = "/static/"
+_SMALL: Final = 16 * 1024  # bytes of a body that is not counted: the number of requests bounds them
 _SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
 _RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
     (b"cache-control", b"no-store"),
@@ -76,24 +77,21 @@ class Edge:
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         memory = inner["body_memory"] = BodyMemory(self._bodies)
         response = _ResponseSender(send, inner is scope, memory)
-        late: list[asyncio.Task[None]] = []
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(
-            self._seconds + _GRACE_SECONDS, lambda: late.append(loop.create_task(response.fail(self._timeout())))
-        )
+        limit = response.time_limit = _TimeLimit(self._seconds, lambda: response.fail(self._timeout()))
         try:
-            async with asyncio.timeout(self._seconds) as response.time_limit:
-                await self._serve(inner, receive, response)
-        except TimeoutError:
+            await self._serve(inner, receive, response)
+        except asyncio.CancelledError:
+            if not limit.has_expired():
+                raise
             await response.fail(self._timeout())
         finally:
-            timer.cancel()
+            limit.end()
             memory.release()
             status = response.status or 500
             self._audit.note(inner, status)
             self._context.metrics.request(scope["method"], inner.get("route"), status, time.perf_counter() - began)
-            for task in late:
-                await task
+            if limit.late is not None:
+                await limit.late
 
     def _timeout(self) -> ApiError:
         limit = f"{self._seconds:g} s"
@@ -113,7 +111,7 @@ class Edge:
                 return
             route, names = self._table.find(scope["method"], scope["path"])
             scope["route"] = route
-            await route.endpoint(Call(self._context, self._table, names, scope, receive), response.send)
+            await route.endpoint(Call(self._context, self._table, names, scope, headers, receive), response.send)
         except ClientDisconnect:
             await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it
         except Exception as error:
@@ -155,6 +153,40 @@ class Edge:
             await response.fail(answer)
 
 
+class _TimeLimit:
+    """Cancels the task of a request after some seconds, and answers if the task ignores that."""
+
+    def __init__(self, seconds: float, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._task = asyncio.current_task()
+        self._answer = answer
+        self._is_expired = False
+        self.late: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def begin(self, seconds: float) -> None:
+        """Begin again, unless the time is over."""
+        if not self._is_expired:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def end(self) -> None:
+        """Do not cancel the task any more."""
+        self._timer.cancel()
+
+    def has_expired(self) -> bool:
+        """Whether it has cancelled the task, and nobody else has."""
+        return self._is_expired and self._task is not None and self._task.uncancel() == 0
+
+    def _expire(self) -> None:
+        self._is_expired = True
+        if self._task is not None:
+            self._task.cancel()
+        self._timer = asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._answer_late)
+
+    def _answer_late(self) -> None:
+        self.late = asyncio.get_running_loop().create_task(self._answer())
+
+
 class _ResponseSender:
     """Sends the response that starts first, and adds the security headers to it.
 
@@ -168,7 +200,7 @@ class _ResponseSender:
         self._memory = memory
         self._is_over = False
         self.status = 0
-        self.time_limit: asyncio.Timeout | None = None
+        self.time_limit: _TimeLimit | None = None
 
     async def send(self, message: Message) -> None:
         """Send a part of the route's response. Drop it if another response was sent instead."""
@@ -200,8 +232,8 @@ class _ResponseSender:
 
     def _extend(self) -> None:
         """Give the client time to read the next part."""
-        if self.time_limit is not None and not self.time_limit.expired():
-            self.time_limit.reschedule(asyncio.get_running_loop().time() + _PART_SECONDS)
+        if self.time_limit is not None:
+            self.time_limit.begin(_PART_SECONDS)
 
 
 def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
@@ -229,7 +261,8 @@ def _limited(receive: Receive, scope: Scope) -> Receive:
             received += size
             if received > limit:
                 raise _too_large(received, limit)
-            memory.take(size)
+            if received > _SMALL:
+                memory.take(received if received == size or received - size <= _SMALL else size)
         return message
 
     return receive_part

@@ -91,12 +91,11 @@ async def enqueue_messages(
 
     `messages` are the same ones, parsed; without them, each has a payload and a delay only.
     """
+    statement = _SEND if all(each.is_plain for each in messages) else _SEND_MANY
     if len(messages) == 1:
         statement = _SEND_ONE
-    else:
-        statement = _SEND if all([each.is_plain for each in messages]) else _SEND_MANY
     note_size(connection, len(request))
-    return [id for (id,) in await fetch(connection, statement, queue, as_json(request))]
+    return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
 
 async def publish_message(connection: AsyncConnection[Any], request: bytes | bytearray) -> int:

@@ -91,7 +91,9 @@ async def run_in_thread(
     user = current_user()
     if not _GATE.try_pass(user):
         await _GATE.wait(user)
-    work = asyncio.get_running_loop().run_in_executor(_THREADS, partial(copy_context().run, function, *arguments, **more))
+    work = asyncio.get_running_loop().run_in_executor(
+        _THREADS, partial(copy_context().run, function, *arguments, **more)
+    )
     work.add_done_callback(lambda _: _GATE.leave(user))  # also after the request was cancelled: the thread goes on
     try:
         return await asyncio.shield(work)

@@ -15,33 +15,43 @@ HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A client connection that is closed if its request line and headers are too long."""
+    """A client connection that is closed if it sends too many bytes that are no body: request line and headers, and
+    what may stand between the chunks of a body and after them.
+    """
 
-    _head = 0  # bytes of the request line and headers so far
+    _other = 0  # bytes that are no body, as far as they exceed twice the body
     _is_head = True
     _is_refused = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, and count it if it belongs to the headers."""
+        """Count and parse data."""
         if self._is_refused:
             return
-        if self._is_head:
-            self._head += len(data)
+        self._other += len(data)
         super().data_received(data)
-        if self._is_head and self._head > HEADERS_LIMIT:
+        if self._other > HEADERS_LIMIT:
             self._is_refused = True
-            text = f"request line and headers are over the limit of {HEADERS_LIMIT} bytes"
-            body = error_body(ApiError(431, "head_too_large", text))
-            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            if self._is_head:
+                self._refuse()
             self.transport.close()
 
+    def _refuse(self) -> None:
+        text = f"request line and headers are over the limit of {HEADERS_LIMIT} bytes"
+        body = error_body(ApiError(431, "head_too_large", text))
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+        self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+
     def on_headers_complete(self) -> None:
-        """End the count."""
-        self._is_head, self._head = False, 0
+        """End the count of the headers."""
+        self._is_head, self._other = False, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Do not count the body."""
+        self._other = max(0, self._other - 2 * len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Expect the headers of the next request."""
-        self._is_head = True
+        self._is_head, self._other = True, 0
         super().on_message_complete()

@@ -42,7 +42,7 @@ def _rows(struct: Any, function: str, more: str = "") -> bytes:
     """
     columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
     own = ", c.queue_name" if "queue_name" in more else ""
-    return f"select to_json(m)::text{more} from (select {columns}{own} from pgqueue.{function} c) m".encode()
+    return f"select to_json(m)::text{more} from (select {columns}{own} from pgqueue.{function} c) m".encode()  # noqa: S608
 
 
 _CLAIM: Final = _rows(ClaimedMessage, "claim($1, $2, $3, $4)", ", m.id, m.claim_token")
@@ -109,10 +109,11 @@ class ClaimOperation:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
         claims: dict[tuple[str, UUID], list[int]] = {}
-        for _, id, token, *name in rows:
-            claims.setdefault((name[0] if name else self._target.name, token), []).append(id)
+        for _, claimed, token, *from_queue in rows:
+            claims.setdefault((from_queue[0] if from_queue else self._target.name, token), []).append(claimed)
+        target = self._target
         for (name, _), ids in claims.items():
-            replace(self._target, name=name).count("claimed", len(ids))
+            (target if name == target.name else replace(target, name=name)).count("claimed", len(ids))
         if self._target.key is None:  # with a key the client can ask for the stored response again
             self._held = [(name, ids, token) for (name, token), ids in claims.items()]
         answer = Answer(200, listed("messages", rows))

@@ -68,7 +68,9 @@ async def create_schedule(target: Target, body: CreateSchedule) -> Answer:
 async def alter_schedule(target: Target, body: AlterSchedule) -> Answer:
     """Change settings of a schedule. Returns the time of the next tick."""
     settings = await _settings(target, body)
-    return await _run(target, body.name, lambda queues: answered("next_at", queues.alter_schedule(body.name, **settings)))
+    return await _run(
+        target, body.name, lambda queues: answered("next_at", queues.alter_schedule(body.name, **settings))
+    )
 
 
 @verb("drop_schedule", Dropped, ScheduleName)

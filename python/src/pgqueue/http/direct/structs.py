@@ -68,9 +68,9 @@ class DirectMessage(Request):
     expires_in_seconds: (
         Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver it after this many seconds")] | None
     ) = None
-    message_id: Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")] | None = (
-        None
-    )
+    message_id: (
+        Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")] | None
+    ) = None
     body: Annotated[str, Meta(pattern=_BASE64, description="Bytes in base64, max 256 KB")] | None = None
     dedup_key: Annotated[Key, Meta(description="Add no message while another one of the queue has this key")] | None = (
         None
@@ -135,9 +135,7 @@ class Claim(Request):
 
     max_messages: Batch = 1
     visibility_timeout_seconds: Annotated[Timeout, Meta(description="By default the queue's")] | None = None
-    claimed_by: (
-        Annotated[str, Meta(max_length=256, description="The name of the consumer, for people")] | None
-    ) = None
+    claimed_by: Annotated[str, Meta(max_length=256, description="The name of the consumer, for people")] | None = None
     wait_seconds: Annotated[int, Meta(ge=0, le=20, description="How long to wait for a first message")] = 0
 
 
@@ -265,9 +263,9 @@ class Where(Struct):
     """The database of a request."""
 
     service_id: Annotated[str, Meta(description="By default the first service that the user sees")] | None = None
-    database_name: (
-        Annotated[str, Meta(description="By default the first of the service that the user sees")] | None
-    ) = None
+    database_name: Annotated[str, Meta(description="By default the first of the service that the user sees")] | None = (
+        None
+    )
 
 
 class Page(Where):

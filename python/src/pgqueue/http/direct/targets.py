@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.types import Send
@@ -26,7 +26,7 @@ CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
 Endpoint = Callable[[Call], Awaitable[Answer]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
     """The queue of a request: its service, database and name. The database is not asked whether it exists."""
 
@@ -113,7 +113,9 @@ class Verbs:
 
         return register
 
-    def of_database(self, path: str, answer: Any, body: Any = None, status: int = 200) -> Callable[[Endpoint], Endpoint]:
+    def of_database(
+        self, path: str, answer: Any, body: Any = None, status: int = 200
+    ) -> Callable[[Endpoint], Endpoint]:
         """Make a function the route of a verb of a database: it is called with the request."""
 
         def register(function: Endpoint) -> Endpoint:
@@ -150,7 +152,7 @@ def _endpoint(need: str, function: Function, body: Any, query: Any) -> Callable[
         require(need)
         target = target_of(call, call.names["queue_name"])
         given, text = await call.json(body)
-        target = replace(target, key=await call.key(), body=text)
+        target.key, target.body = await call.key(), text
         await respond(send, await function(target, given))
 
     return read if body is None else change

@@ -20,16 +20,16 @@ from ..._connections import connect_async, is_proxied
 from ..._tasks import end_tasks
 from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
-from . import registry
 from ..databases import Databases
 from ..enqueueing import enqueue_messages
 from ..errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
 from ..idempotency import Answer, EffectKey, run_once
-from ..metrics import Metrics
-from .registry import AgentTask, QueueRow
 from ..json_text import encode
+from ..metrics import Metrics
 from ..settings import Settings
 from ..turns import Gate
+from . import registry
+from .registry import AgentTask, QueueRow
 
 __all__ = ["Agent"]
 

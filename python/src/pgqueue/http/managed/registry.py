@@ -154,8 +154,8 @@ async def submit(
     """Record a task and send it to the agents in one statement. Returns its id."""
     note_size(connection, len(request or b""))
     given = None if request is None else as_json(request)
-    ((id, _),) = await fetch(connection, _SUBMIT, kind, queue_id, given, task_queue, current().name)
-    return UUID(str(id))
+    ((task, _),) = await fetch(connection, _SUBMIT, kind, queue_id, given, task_queue, current().name)
+    return UUID(str(task))
 
 
 async def find_task(

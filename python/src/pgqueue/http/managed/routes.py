@@ -135,9 +135,7 @@ async def enqueue(call: Call, service: Service) -> Answer:
     return await _submit(call, service, "enqueue", await call.key(), text)
 
 
-@_route(
-    "GET", f"{_QUEUE}/messages", EnqueueTask, parameters=TaskOf, errors=(404, 422), unfinished=EnqueueTask
-)
+@_route("GET", f"{_QUEUE}/messages", EnqueueTask, parameters=TaskOf, errors=(404, 422), unfinished=EnqueueTask)
 async def poll_enqueue(call: Call, service: Service) -> Answer:
     """The result of sending messages: their ids in the order of the request, when the task is completed."""
     return await _poll(call, service, "enqueue")

@@ -16,13 +16,13 @@ from ..context import Context, check_not_reserved, find_database, find_service
 from ..decoding import check_shape
 from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT
 from ..errors import ApiError
-from .search import STATES, FoundMessage, SearchRefused, find
-from .rendering import pretty_json, queue_url, render
-from .requests import Form, Pages, explain, message_ids, open_queue, place_of, read_form
-from ..security.rights import current
 from ..json_text import check_json, read_json
 from ..memory import run_beside
 from ..sampling import Place
+from ..security.rights import current
+from .rendering import pretty_json, queue_url, render
+from .requests import Form, Pages, explain, message_ids, open_queue, place_of, read_form
+from .search import STATES, FoundMessage, SearchRefused, find
 
 __all__ = ["ROUTES"]
 
@@ -214,10 +214,10 @@ async def change_settings(call: Call) -> Response:
 async def send_form(call: Call) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
     place = place_of(call)
-    state, id = call.query.get("state", ""), call.query.get("id", "")
+    state, copied = call.query.get("state", ""), call.query.get("id", "")
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-        found = await _find_copied(place, queue, state, message_ids([id])[0]) if id else None
+        found = await _find_copied(place, queue, state, message_ids([copied])[0]) if copied else None
     form: Form = {}
     if found is not None:
         form["copy_of"] = [str(found.id)]

@@ -16,11 +16,11 @@ from ...message import Finding
 from ..calls import Call
 from ..context import Context
 from ..errors import from_database_error
-from .search import LOOK_LIMIT
-from .rendering import render
-from .requests import Pages, open_queue, place_of
 from ..security.rights import ALL, current, forbidden
 from ..settings import Service
+from .rendering import render
+from .requests import Pages, open_queue, place_of
+from .search import LOOK_LIMIT
 
 __all__ = ["ROUTES"]
 

@@ -9,10 +9,10 @@ from ...client import AsyncQueue
 from ..calls import Call
 from ..context import Context
 from ..errors import ApiError
-from .rendering import count, queue_url, render
-from .requests import Pages, explain, open_queue, place_of, read_form
 from ..managed import registry
 from ..sampling import Place
+from .rendering import count, queue_url, render
+from .requests import Pages, explain, open_queue, place_of, read_form
 
 __all__ = ["ROUTES"]
 

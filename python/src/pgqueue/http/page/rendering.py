@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from starlette.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from starlette.responses import HTMLResponse
 
 from ..._wording import counted as count
 from ...message import QueueStats
 from ..managed.registry import QueueRow
-from ..security.rights import ALL, current_or_none
 from ..sampling import History, Place, Sampler
+from ..security.rights import ALL, current_or_none
 from ..throughput import Throughput
 
 __all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]

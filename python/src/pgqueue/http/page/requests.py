@@ -1,4 +1,4 @@
-"""What the routes of the page share: the queue of a request, its connection, the fields of a form, and pages of errors."""
+"""What the routes of the page share: the queue of a request, the fields of a form, and the pages of errors."""
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable

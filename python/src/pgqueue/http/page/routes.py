@@ -19,6 +19,10 @@ from ..enqueueing import PAYLOAD_LIMIT
 from ..errors import ApiError
 from ..managed import registry
 from ..memory import run_beside, run_in_thread
+from ..sampling import Place
+from ..security.rights import current
+from .rendering import Row, build_rows, count, pretty_json, queue_url, render
+from .requests import MAX_ID, Pages, message_ids, open_queue, place_of, read_form
 from .search import (
     LOOK_LIMIT,
     SEARCH_SECONDS,
@@ -33,10 +37,6 @@ from .search import (
     find_ids,
     search,
 )
-from .rendering import Row, build_rows, count, pretty_json, queue_url, render
-from .requests import MAX_ID, Pages, message_ids, open_queue, place_of, read_form
-from ..security.rights import current
-from ..sampling import Place
 
 __all__ = ["ROUTES"]
 
@@ -98,8 +98,8 @@ async def _table(call: Call, template: str, more: dict[str, Any]) -> Response:
 
 def _filter(call: Call) -> Filter:
     names = ("id", "header", "header_value", "path", "error", "group")
-    id, header, header_value, path, error, group = (call.query.get(name, "") for name in names)
-    given = message_ids([id])[0] if id.strip() else None
+    wanted, header, header_value, path, error, group = (call.query.get(name, "") for name in names)
+    given = message_ids([wanted])[0] if wanted.strip() else None
     return Filter(given, header, header_value, path.strip(), error, group)
 
 
@@ -115,18 +115,18 @@ class _Shown(Struct):
 @pages.get("/queue")
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
-    context, place, filter, shown = call.context, place_of(call), _filter(call), parameters(call, _Shown)
-    state, after, range, done = shown.state, shown.after, shown.range, shown.done
+    context, place, wanted, shown = call.context, place_of(call), _filter(call), parameters(call, _Shown)
+    state, after, stretch, done = shown.state, shown.after, shown.range, shown.done
     _check_choice("state", state or "ready", STATES)
-    _check_choice("range", range, RANGES)
+    _check_choice("range", stretch, RANGES)
     groups: list[ErrorGroup] = []
     refusal: SearchRefused | None = None
     async with open_queue(context, place, is_slow=True) as opened:
         settings, stats = await opened.get_queue(), await opened.stats()
         state = state or ("dead" if stats.dead_messages else "ready")
         try:
-            found = await search(opened.connection, place[2], state, filter, after, _PAGE_SIZE, _MAX_TEXT)
-            if state == "dead" and found.messages and not filter.parameters() and after is None:
+            found = await search(opened.connection, place[2], state, wanted, after, _PAGE_SIZE, _MAX_TEXT)
+            if state == "dead" and found.messages and not wanted.parameters() and after is None:
                 groups = await error_groups(opened.connection, place[2])
         except SearchRefused as refused:
             found, refusal = Found([], 0, None), refused
@@ -140,7 +140,7 @@ async def queue(call: Call) -> Response:
             "row": row or Row(place, stats=stats),
             "states": STATES,
             "state": state,
-            "filter": filter,
+            "filter": wanted,
             "messages": await _all_fields(found.messages),
             "found": found,
             "look_limit": LOOK_LIMIT,
@@ -148,19 +148,19 @@ async def queue(call: Call) -> Response:
             "after": after,
             "groups": groups,
             "refusal": refusal,
-            "range": RANGES[range],
-            "slots": await _slots(context, place, range),
+            "range": RANGES[stretch],
+            "slots": await _slots(context, place, stretch),
             "done": done[:200],
         },
         200 if refusal is None else refusal.status,
     )
 
 
-async def _slots(context: Context, place: Place, range: str) -> list[depth_history.Recorded]:
+async def _slots(context: Context, place: Place, stretch: str) -> list[depth_history.Recorded]:
     """The recorded figures of a queue; none while the control database cannot be reached."""
     try:
         async with context.databases.control() as connection:
-            return await depth_history.read_range(connection, place, RANGES[range])
+            return await depth_history.read_range(connection, place, RANGES[stretch])
     except (psycopg.Error, PoolTimeout, OSError):
         return []
 
@@ -174,9 +174,9 @@ class _Message(Struct):
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
     context, place, given = call.context, place_of(call), parameters(call, _Message)
-    state, id = given.state, given.id
+    state = given.state
     _check_choice("state", state, STATES)
-    wanted = message_ids([id])[0]
+    wanted = message_ids([given.id])[0]
     async with open_queue(context, place) as opened:
         try:
             found = await find(opened.connection, place[2], state, wanted, PAYLOAD_LIMIT)
@@ -203,20 +203,19 @@ async def confirm(call: Call) -> Response:
     Selected ones are listed as `id`. `of` is `selected` or `found` unless all are meant. The action `delete` is for
     selected messages that are ready or scheduled.
     """
-    context, place, filter = call.context, place_of(call), _filter(call)
-    given = parameters(call, _Confirmed)
-    action, of, state, id = given.action, given.of, given.state, call.values("id")
+    context, place, given = call.context, place_of(call), parameters(call, _Confirmed)
+    action, state, selected, searched = given.action, given.state, call.values("id"), _filter(call)
     _check_choice("state", state, STATES)
     if action not in _CONFIRMED_ACTIONS:
         raise ApiError(404, "not_found", f"there is no action {action[:20]!r} to confirm", "action", action)
-    if not id and (of == "selected" or action == "delete"):
+    if not selected and (given.of == "selected" or action == "delete"):
         raise ApiError(422, "invalid", "no message is selected: select at least one", "id")
-    ids, looked = message_ids(id) if id else None, 0
+    ids, looked = message_ids(selected) if selected else None, 0
     async with open_queue(context, place, is_slow=True) as opened:
         stats = await opened.stats()
-        if of == "found" and filter.parameters():
+        if given.of == "found" and searched.parameters():
             try:
-                ids, looked = await find_ids(opened.connection, place[2], filter)
+                ids, looked = await find_ids(opened.connection, place[2], searched)
             except SearchRefused as refused:
                 raise ApiError(refused.status, "invalid", str(refused)) from None
     values = {

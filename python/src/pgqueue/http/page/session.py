@@ -4,12 +4,12 @@ from typing import Final
 
 from starlette.responses import RedirectResponse, Response
 
-from ..security.admission import address_of, safe_target
 from ..calls import Call
 from ..errors import ApiError
+from ..security.admission import address_of, safe_target
+from ..security.rights import current
 from .rendering import render
 from .requests import Pages, read_form
-from ..security.rights import current
 
 __all__ = ["ROUTES"]
 
