@@ -7,7 +7,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ async def test_a_request_over_the_time_limit_is_cancelled_and_answered() -> None
         await receive()
 
     answers: list[Message] = []
-    await serve(app, answers, asyncio.Event(), 0.2)
+    await serve(app, answers, asyncio.Event(), 1)
     assert statuses(answers) == [503]
     assert b'"timeout"' in answers[-1]["body"]
 
@@ -148,10 +148,10 @@ async def test_a_request_that_ignores_its_cancellation_is_answered() -> None:
 
     answers: list[Message] = []
     began = time.monotonic()
-    serving = asyncio.create_task(serve(app, answers, answered, 0.2))
+    serving = asyncio.create_task(serve(app, answers, answered, 1))
     async with asyncio.timeout(PATIENCE):
         await answered.wait()
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - began >= 1
     assert not serving.done()
     released.set()
     await serving
@@ -220,9 +220,10 @@ async def test_endless_trailers_chunk_extensions_and_tiny_chunks_end_the_connect
 
     async with talking(app) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + begin)
-        writer.write(more * ((protocol.HEADERS_LIMIT + 1024) // counted))
+        writer.write(more * (2**21 // counted))  # in several reads
         async with asyncio.timeout(PATIENCE):
-            assert await reader.read() == b""
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
 
 
 async def test_an_incomplete_body_times_out() -> None:

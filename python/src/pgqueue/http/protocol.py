@@ -11,7 +11,7 @@ from .errors import ApiError, error_body
 
 __all__ = ["HEADERS_LIMIT", "BoundedProtocol"]
 
-HEADERS_LIMIT: Final = 64 * 1024  # bytes of request line and headers; data that arrives with them counts, too
+HEADERS_LIMIT: Final = 64 * 1024  # bytes; what is read together with them does not count, which is up to 256 KB
 
 
 class BoundedProtocol(HttpToolsProtocol):
