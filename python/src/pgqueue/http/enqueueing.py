@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
-from .json_text import check_json, refuse_over
+from .json_text import check_json, is_harmless, refuse_over
 from .statements import as_json, fetch, note_size
 
 __all__ = [
@@ -104,10 +104,12 @@ async def publish_message(connection: AsyncConnection[Any], request: bytes | byt
     return int(copies)
 
 
-def check_sizes(messages: Sequence[SentMessage]) -> None:
+def check_sizes(messages: Sequence[SentMessage], body: bytes | bytearray) -> None:
     """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, in the form in which PostgreSQL writes
-    them, and 422 for JSON that it cannot store.
+    them, and 422 for JSON that it cannot store. `body` is the request: if it is small, no message can be too large.
     """
+    if is_harmless(body, HEADERS_LIMIT):
+        return
     for place, message in enumerate(messages):
         check_message(message, f"messages[{place}].")
 

@@ -20,6 +20,7 @@ __all__ = [
     "TimestampLoader",
     "check_json",
     "encode",
+    "is_harmless",
     "json_size",
     "nesting_error",
     "read_json",
@@ -132,18 +133,25 @@ def json_size(value: Any) -> int:
     return more + (len(text) if text.isascii() else len(text.encode("utf8", "surrogatepass")))
 
 
+def is_harmless(text: bytes | bytearray, limit: int) -> bool:
+    """Whether JSON can be neither too large nor impossible to store, as a look at its text tells.
+
+    PostgreSQL writes a space after a comma and a colon: else only a number with an exponent becomes longer.
+    """
+    return len(text) <= limit // 2 and b"\\u0000" not in text and not _EXPONENT.search(text)
+
+
 def check_json(text: bytes, field: str, limit: int) -> None:
     """Raise `ApiError` for JSON that PostgreSQL would write with more than `limit` bytes, or cannot store.
 
     PostgreSQL would refuse it itself, but only after it had written every number such as 1e131071 in full, and it does
     not say which message of a batch it refuses.
     """
+    if is_harmless(text, limit):
+        return
     if b"\\u0000" in text and _NUL.search(text):
         message = f"{field} has the character \\u0000, which PostgreSQL cannot store"
         raise ApiError(422, "invalid", message, field, "\\u0000", "JSON without \\u0000")
-    # PostgreSQL writes a space after a comma and a colon: else only a number with an exponent becomes longer.
-    if len(text) <= limit // 2 and not _EXPONENT.search(text):
-        return
     try:
         size = json_size(read_json(text.decode()))
     except ValueError as error:

@@ -57,7 +57,7 @@ _EXTEND: Final = b"select pgqueue.extend($1, $2, $3, $4)"
 @verb("enqueue", MessageIds, EnqueueDirect, status=201, old_name="messages")
 async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
-    await run_beside(len(target.body), check_sizes, body.messages)
+    await run_beside(len(target.body), check_sizes, body.messages, target.body)
 
     async def effect(queue: AsyncQueue) -> Answer:
         sent = enqueue_messages(queue.connection, target.name, target.body, body.messages)

@@ -36,8 +36,11 @@ Json = Annotated[Raw, Meta(description="Any JSON, max 256 KB")]
 JsonObject = Annotated[Raw, Meta(description="A JSON object, max 64 KB", extra_json_schema=_OBJECT)]
 
 
+_NOTHING: Final = Raw(b"")
+
+
 def _nothing() -> Raw:
-    return Raw(b"")
+    return _NOTHING
 
 
 def text_of(json: Raw) -> bytes | None:
@@ -48,8 +51,7 @@ def text_of(json: Raw) -> bytes | None:
 
 def check_object(json: Raw, name: str) -> None:
     """Raise `Violation` unless a value is an object, null or absent."""
-    text = bytes(json)
-    if text and text[:1] != b"{" and text != b"null":
+    if json is not _NOTHING and bytes(json)[:1] not in (b"{", b"n"):
         raise Violation(name, "a JSON object")
 
 
@@ -83,10 +85,9 @@ class DirectMessage(Request):
     priority: Annotated[Priority, Meta(description="For a queue with priorities; 9 is the highest")] | None = None
 
     def __post_init__(self) -> None:
-        payload = bytes(self.payload)
-        if self.body is None and not payload:
+        if self.body is None and self.payload is _NOTHING:
             raise Violation("payload", "any JSON, unless body is given", is_missing=True)
-        if self.body is not None and payload and payload != b"null":
+        if self.body is not None and text_of(self.payload) is not None:
             raise Violation("payload", "null if body is given: a message has exactly one of the two")
         check_object(self.headers, "headers")
 

@@ -131,7 +131,7 @@ async def delete_queue(call: Call, service: Service) -> Answer:
 async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     body, text = await call.json(EnqueueRequest)
-    await run_beside(len(text), check_sizes, body.messages)
+    await run_beside(len(text), check_sizes, body.messages, text)
     return await _submit(call, service, "enqueue", await call.key(), text)
 
 
