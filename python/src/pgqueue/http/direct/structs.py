@@ -7,7 +7,7 @@ from uuid import UUID
 
 from msgspec import Meta, Raw, Struct, defstruct, field
 
-from ...message import QueueInfo, QueueStats, Schedule, Subscription
+from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, Subscription
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT
 
@@ -279,124 +279,64 @@ class Page(Where):
 # Responses. These structs are for OpenAPI, and name the columns of statements.
 
 
-class ClaimedMessage(Struct):
-    """A message: either `payload`, or a `body` in base64 with a `payload` of null."""
-
-    id: int
-    payload: Any
-    body: str | None
-    headers: dict[str, Any] | None
-    message_id: UUID | None
-    attempt_count: int
-    max_attempts: int
-    enqueued_at: Moment
-    visible_at: Moment
-    expires_at: Moment | None
-    claimed_by: str | None
-    claim_token: UUID | None
-    last_error: str | None
+def _answer(name: str, doc: str, base: type[Struct] = Struct, /, **columns: Any) -> Any:
+    """A struct that OpenAPI documents."""
+    return defstruct(name, list(columns.items()), bases=(base,), namespace={"__doc__": doc})
 
 
-class ClaimedFromQueue(ClaimedMessage):
-    """A message, and the queue under which it is settled."""
-
-    queue_name: str
+def _list_of(model: Any) -> Any:
+    return list[model]
 
 
-class ClaimedMessages(Struct):
-    """The claimed messages; empty if none was ready."""
-
-    messages: list[ClaimedMessage]
-
-
-class ClaimedFromQueues(Struct):
-    """The claimed messages, by queue; empty if none was ready. Those of one queue have the same `claim_token`."""
-
-    messages: list[ClaimedFromQueue]
+def _columns(model: Any) -> dict[str, Any]:
+    """The columns of messages as the routes return them: a body is base64, and the queue is known."""
+    found = {each.name: str | None if each.name == "body" else each.type for each in fields(model)}
+    del found["queue_name"]
+    return found
 
 
-class DeadLetter(Struct):
-    """A dead letter: the message, why and when it died."""
-
-    id: int
-    payload: Any
-    body: str | None
-    headers: dict[str, Any] | None
-    message_id: UUID | None
-    attempt_count: int
-    max_attempts: int
-    enqueued_at: Moment
-    expires_at: Moment | None
-    claimed_by: str | None
-    last_error: str | None
-    reason: str
-    died_at: Moment
-
-
-class DeadLetters(Struct):
-    """Dead letters by id. For the next page give the last id as `after_id`."""
-
-    dead_messages: list[DeadLetter]
-
-
-class Count(Struct):
-    """The number of messages that were changed, or sent."""
-
-    count: int
-
-
-class Done(Struct):
-    """The message that was changed."""
-
-    id: int
-
-
-class Cancelled(Struct):
-    """Whether a message was removed. It was not if a consumer has claimed it, or if it is gone."""
-
-    cancelled: bool
-
-
-class Rescheduled(Struct):
-    """Whether a message is due at another time. It is not if it is ready, in flight, or gone."""
-
-    rescheduled: bool
-
-
-class NextTick(Struct):
-    """The time of the next tick of a schedule; null if the schedule is paused."""
-
-    next_at: Moment | None
-
-
-class Dropped(Struct):
-    """Whether there was such a schedule."""
-
-    dropped: bool
-
-
-class Schedules(Struct):
-    """The schedules of a queue, by name."""
-
-    schedules: list[Schedule]
-
-
-class Subscribed(Struct):
-    """Whether the subscription is new."""
-
-    subscribed: bool
-
-
-class Unsubscribed(Struct):
-    """Whether there was such a subscription."""
-
-    unsubscribed: bool
-
-
-class Subscriptions(Struct):
-    """The subscriptions of a queue, by topic."""
-
-    subscriptions: list[Subscription]
+ClaimedMessage = _answer(
+    "ClaimedMessage",
+    "A message: either `payload`, or a `body` in base64 with a `payload` of null.",
+    **_columns(Message),
+)
+ClaimedFromQueue = _answer(
+    "ClaimedFromQueue", "A message, and the queue under which it is settled.", ClaimedMessage, queue_name=str
+)
+ClaimedMessages = _answer(
+    "ClaimedMessages", "The claimed messages; empty if none was ready.", messages=_list_of(ClaimedMessage)
+)
+ClaimedFromQueues = _answer(
+    "ClaimedFromQueues",
+    "The claimed messages, by queue; empty if none was ready. Those of one queue have the same `claim_token`.",
+    messages=_list_of(ClaimedFromQueue),
+)
+DeadLetter = _answer("DeadLetter", "A dead letter: the message, why and when it died.", **_columns(DeadMessage))
+DeadLetters = _answer(
+    "DeadLetters",
+    "Dead letters by id. For the next page give the last id as `after_id`.",
+    dead_messages=_list_of(DeadLetter),
+)
+Count = _answer("Count", "The number of messages that were changed, or sent.", count=int)
+Done = _answer("Done", "The message that was changed.", id=int)
+Cancelled = _answer(
+    "Cancelled",
+    "Whether a message was removed. It was not if a consumer has claimed it, or if it is gone.",
+    cancelled=bool,
+)
+Rescheduled = _answer(
+    "Rescheduled",
+    "Whether a message is due at another time. It is not if it is ready, in flight, or gone.",
+    rescheduled=bool,
+)
+NextTick = _answer(
+    "NextTick", "The time of the next tick of a schedule; null if the schedule is paused.", next_at=Moment | None
+)
+Dropped = _answer("Dropped", "Whether there was such a schedule.", dropped=bool)
+Schedules = _answer("Schedules", "The schedules of a queue, by name.", schedules=list[Schedule])
+Subscribed = _answer("Subscribed", "Whether the subscription is new.", subscribed=bool)
+Unsubscribed = _answer("Unsubscribed", "Whether there was such a subscription.", unsubscribed=bool)
+Subscriptions = _answer("Subscriptions", "The subscriptions of a queue, by topic.", subscriptions=list[Subscription])
 
 
 class DirectStats(QueueStats):
@@ -407,28 +347,22 @@ class DirectStats(QueueStats):
     """
 
 
-def _in_seconds(kind: Any) -> bool:
-    return timedelta in (kind, *get_args(kind))
+def _setting(name: str, kind: Any) -> tuple[str, Any]:
+    if timedelta not in (kind, *get_args(kind)):
+        return name, kind
+    return f"{name}_seconds", float | None if get_args(kind) else float
 
 
 _SETTINGS: Final = [(each.name, each.type) for each in fields(QueueInfo)]
-QueueSettings: Any = defstruct(
+QueueSettings = _answer(
     "QueueSettings",
-    [
-        (f"{name}_seconds", float | None if get_args(kind) else float) if _in_seconds(kind) else (name, kind)
-        for name, kind in _SETTINGS
-    ],
-    namespace={"__doc__": "A queue with its settings, as the SQL type; intervals in seconds."},
+    "A queue with its settings, as the SQL type; intervals in seconds.",
+    **dict(_setting(*each) for each in _SETTINGS),
 )
+ListedSettings = _answer("ListedSettings", "The queues of a database, by name.", queues=_list_of(QueueSettings))
 
 
 def settings_of(queue: QueueInfo) -> Any:
     """The settings of a queue; intervals in seconds."""
     values = (getattr(queue, name) for name, _ in _SETTINGS)
     return QueueSettings(*(each.total_seconds() if isinstance(each, timedelta) else each for each in values))
-
-
-class ListedSettings(Struct):
-    """The queues of a database, by name."""
-
-    queues: list[QueueSettings]
