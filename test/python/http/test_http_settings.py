@@ -231,7 +231,7 @@ async def test_the_password_of_an_unknown_user_is_hashed_too(hashed: list[str]) 
 async def test_the_server_warns_where_passwords_pass_a_network_without_tls(
     caplog: pytest.LogCaptureFixture, host: str, warned: bool
 ) -> None:
-    app = Starlette()
+    app: Any = Starlette()
     config = uvicorn.Config(app, host, 0, lifespan="off", log_config=None)
     config.load()
     listening = server._Server(app, config, lambda _host, _port: None)
