@@ -23,7 +23,7 @@ from .json_text import TimestampLoader
 from .migrations import CONTROL, TARGET, install, migrate
 from .security.rights import current_user
 from .settings import Limits, Service, Settings
-from .statements import is_outgrown
+from .statements import PooledConnection
 from .turns import Gate
 
 __all__ = ["Connection", "Databases"]
@@ -44,7 +44,7 @@ class _Pool:
     Slow reads pass both gates, so that they leave connections to other requests, whichever users they are of.
     """
 
-    connections: AsyncConnectionPool[Connection]
+    connections: AsyncConnectionPool[PooledConnection]
     gate: Gate
     slow_gate: Gate
     is_failing: bool = False
@@ -80,7 +80,7 @@ class _Lease:
         self._conninfo = conninfo
         self._is_slow = is_slow
 
-    async def __aenter__(self) -> Connection:
+    async def __aenter__(self) -> PooledConnection:
         self._pool = await self._open()
         self._user = current_user()
         self._passed: list[Gate] = []
@@ -113,7 +113,7 @@ class _Lease:
         except TimeoutError:
             raise PoolTimeout("too many requests wait for this database") from None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> PooledConnection:
         until = time.monotonic() + self._limits.connect_seconds
         latest = time.monotonic() + self._limits.request_seconds
         while True:
@@ -158,7 +158,7 @@ class _Lease:
 
     async def _return(self) -> None:
         """Return the connection, also if the request is cancelled meanwhile. The pool alone would then lose it."""
-        if is_outgrown(self._connection):
+        if self._connection.is_outgrown:
             await self._connection.close()
         await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
@@ -284,8 +284,9 @@ class Databases:
         async with self._opening:
             if place not in self._pools:
                 size = self._settings.limits.connections
-                connections: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+                connections: AsyncConnectionPool[PooledConnection] = AsyncConnectionPool(
                     conninfo,
+                    connection_class=PooledConnection,
                     kwargs={"autocommit": True},
                     min_size=1,
                     max_size=size,

@@ -1,25 +1,36 @@
 """Statements with the parameters $1, $2, …, whose values and results are text as PostgreSQL reads and writes it."""
 
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakSet
 
 from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.types.json import Jsonb
 
-__all__ = ["as_json", "fetch", "is_outgrown", "note_size"]
+__all__ = ["PooledConnection", "as_json", "fetch", "note_size"]
 
 _LARGE_BYTES: Final = 2 * 1024 * 1024
 _COPIED_BYTES: Final = 64 * 1024  # of JSON; a larger one is not copied as a Python text
-# To make a cursor costs as much as to run a small statement.
-_cursors: Final[WeakKeyDictionary[AsyncConnection[Any], AsyncRawCursor[tuple[Any, ...]]]] = WeakKeyDictionary()
-_outgrown: Final[WeakSet[AsyncConnection[Any]]] = WeakSet()
+
+
+class PooledConnection(AsyncConnection[Any]):
+    """A connection of a pool, with a cursor of its own: to make one costs as much as to run a small statement.
+
+    `is_outgrown` tells that it has carried a large statement or answer. It is closed when it is returned, because libpq
+    keeps a buffer as large as the largest.
+    """
+
+    raw_cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
+    is_outgrown = False
 
 
 async def fetch(connection: AsyncConnection[Any], text: bytes, *values: Any) -> list[tuple[Any, ...]]:
     """Run a statement that returns rows. Raises `psycopg.Error`."""
-    cursor = _cursors.get(connection)
+    cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
+    if isinstance(connection, PooledConnection):
+        cursor = connection.raw_cursor
     if cursor is None:
-        cursor = _cursors[connection] = AsyncRawCursor(connection)
+        cursor = AsyncRawCursor(connection)
+        if isinstance(connection, PooledConnection):
+            connection.raw_cursor = cursor
     await cursor.execute(text, values)
     return await cursor.fetchall()
 
@@ -30,13 +41,6 @@ def as_json(body: bytes | bytearray) -> str | Jsonb:
 
 
 def note_size(connection: AsyncConnection[Any], size: int) -> None:
-    """Have a connection closed that has carried a large statement or answer, when it is returned to its pool: libpq
-    keeps a buffer as large as the largest.
-    """
-    if size > _LARGE_BYTES:
-        _outgrown.add(connection)
-
-
-def is_outgrown(connection: AsyncConnection[Any]) -> bool:
-    """Whether to close a connection instead of keeping it."""
-    return connection in _outgrown
+    """Note the size of a statement or an answer in bytes."""
+    if size > _LARGE_BYTES and isinstance(connection, PooledConnection):
+        connection.is_outgrown = True
