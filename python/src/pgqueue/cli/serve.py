@@ -194,8 +194,8 @@ def revoke_token(session: Session, name: TokenName, config: Config = None) -> No
 def _control(session: Session, config: Path | None) -> Iterator[tuple["Settings", Callable[[Any], Any]]]:
     """The settings, and a function that runs another one with the module of tokens and the control database."""
     _http("token")
-    from ..http.security import tokens
     from ..http.databases import Databases
+    from ..http.security import tokens
 
     with ExitStack() as stack:
         settings = _settings(session, stack, config, Role.AGENT)
