@@ -4,7 +4,7 @@
 STATE = schema types tables dump
 # A module calls only modules before it. The core knows no room. grants comes last, because it names all functions.
 CORE = errors access clock registers backoff keys locks hooks notify finish queue dedup enqueue sweep_state sweep groups priorities limits claim receive extend ack nack exchange \
-	dead_letter expire peek browse stats wake doctor
+	dead_letter expire peek browse stats wake doctor leftovers
 ROOMS = claim_any archive streams sink topics schedules cancel transport contract idle compact
 BEHAVIOUR = $(CORE) $(ROOMS) grants
 
@@ -146,7 +146,7 @@ test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl,
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
 	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
 
-test-long-tools: test-tools .venv/long .cache/s3a/ready  ## also fetch what only "make test-long" needs
+test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## also fetch what only "make test-long" needs
 
 .cache/debs/ready: test/tools.py
 	@$(PYTHON) test/tools.py debs
@@ -172,6 +172,10 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready  ## also fetch what only
 # Without these jars the test of S3A is skipped and says so; in continuous integration this is an error.
 .cache/s3a/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py s3a && touch $@ || [ -z "$$CI" ]
+
+# Without LLVM the test that counts compilations is skipped and says so; in continuous integration this is an error.
+.cache/llvm/ready: test/tools.py
+	@$(PYTHON) test/tools.py llvm && touch $@ || [ -z "$$CI" ]
 
 # The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
 PARTS = spark clusters soak http consumer engine postgres mutants

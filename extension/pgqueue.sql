@@ -1187,15 +1187,17 @@ comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
 
-create function pgqueue._is_at_commit()
+create function pgqueue._has_time()
 returns boolean
-language sql stable
+language sql volatile
 as $$
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
-    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
+    select coalesce(
+        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
 $$;
-comment on function pgqueue._is_at_commit() is
-'For a deferred trigger: whether its transaction commits now.';
+comment on function pgqueue._has_time() is
+'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
+Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
+makes progress, and later calls do the rest.';
 -- A register is a sequence that is used as a shared variable. Its value survives a crash. A sequence is updated in
 -- place: no row version, no row lock, no rollback. Every register is a hint: a wrong value costs time, but loses no
 -- message. Counters are sequences, too. Their totals never decrease.
@@ -1218,10 +1220,56 @@ comment on function pgqueue._from_micros(bigint) is
 create function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
+as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
-'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
+'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
+
+create function pgqueue._take_number(queue_name text)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    number bigint;
+    leftover regclass;
+begin
+    -- Keeps _drop_leftovers away.
+    lock table only pgqueue.queues in row exclusive mode;
+    select substring(c.relname, '[0-9]+')::bigint into number
+    from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.messages'::regclass
+        and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES IN (%L)', queue_name);
+    if found then
+        -- No later queue gets this number.
+        loop
+            exit when nextval('pgqueue.queue_id') >= number;
+        end loop;
+    else
+        loop
+            number := nextval('pgqueue.queue_id');
+            exit when to_regclass(format('pgqueue.messages_%s', number)) is null;
+        end loop;
+    end if;
+    for leftover in
+        select c.oid from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and (
+            -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
+            c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
+            and c.relname <> format('queue_%s_seq', number)
+            or c.relname >= format('messages_%s_', number)::name and c.relname < format('messages_%s_~', number)::name
+            and c.relname ~ '_(group|group_attempted|level|attempted)$'
+        )
+    loop
+        execute format(
+            case when leftover::text ~ '^pgqueue.queue_' then 'drop sequence %s cascade' else 'drop index %s' end, leftover);
+    end loop;
+    return number;
+end;
+$$;
+comment on function pgqueue._take_number(text) is
+'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
+a table. Drops the registers and indexes that were left for this number, which the caller creates again.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -1834,6 +1882,31 @@ $$;
 comment on function pgqueue._do_maintenance_if_due(timestamptz) is
 'Calls _do_maintenance if it is due.';
 
+create function pgqueue._is_at_commit()
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    probe tid;
+begin
+    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
+    if current_setting('max_prepared_transactions')::int > 0
+        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
+    then
+        return false;
+    end if;
+    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
+    -- the insert, and deletes the row. At the commit it is deferred.
+    insert into pgqueue.compactions (tried_at, table_name) values (pgqueue._now(), '') returning compactions.ctid into probe;
+    delete from pgqueue.compactions c where c.ctid = probe;
+    return found;
+end;
+$$;
+comment on function pgqueue._is_at_commit() is
+'For do_at_commit: whether the transaction commits now. It goes on if a statement, in whatever function, has set the
+trigger to immediate, or if the transaction is prepared.';
+
 create function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
@@ -1843,6 +1916,10 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
+    if new.table_name = '' then
+        delete from pgqueue.compactions c where c.table_name = '';
+        return null;
+    end if;
     if not pgqueue._is_at_commit() then
         return null;
     end if;
@@ -2070,6 +2147,32 @@ $$;
 comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) is
 'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
 partition.';
+
+create function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
+returns bigint
+language sql stable parallel safe
+as $$
+    select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
+        + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
+$$;
+comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
+'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
+long. Reads no stored value. Inlined.';
+
+create function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
+returns setof record
+language sql immutable parallel safe
+as $$
+    select min(w.place)::int, max(w.place)::int
+    from (
+        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
+        from unnest(sizes) with ordinality as s (bytes, place)
+    ) w
+    group by w.slice
+    order by w.slice
+$$;
+comment on function pgqueue._slices(bigint[]) is
+'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
 
 create function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
@@ -2341,8 +2444,10 @@ begin
             if not found then
                 -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
-                q.queue_id := nextval('pgqueue.queue_id');
-                if dedicated then
+                q.queue_id := pgqueue._take_number(queue_name collate "C");
+                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
+                    dedicated := true;
+                elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
@@ -2394,6 +2499,8 @@ begin
     ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
+    else
+        perform pgqueue._drop_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
@@ -2425,8 +2532,10 @@ redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are
 consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
 rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
 with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
-longer transaction keeps a dedicated table from being attached.';
+makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
+what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
+roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2592,8 +2701,10 @@ removed. Delayed messages that are not due and were never claimed are kept, as t
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
-longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
+called before. Archived messages of the queue are kept under its name for its archive_for. The call removes everything
+in one transaction. If statement_timeout is too short for that, call purge_queue and purge_dead_messages before. Raises
+PQ001, and PQ004 if a longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table
+from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -2613,7 +2724,7 @@ begin
     if q.dlq_enabled then
         perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
-    removed := removed + pgqueue._remove_messages(q, true);
+    removed := removed + pgqueue._remove_all_messages(q);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
         -- Another role can have a view of a register, which must not keep the queue.
@@ -2626,7 +2737,7 @@ $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
 'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
-create function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
+create function pgqueue._remove_all_messages(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2636,9 +2747,6 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
-    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     message_ids bigint[];
     n bigint;
     removed bigint;
@@ -2647,31 +2755,92 @@ begin
     -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
     delete from pgqueue.scheduled_messages s
     where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id >= first_id order by c.id for update));
+        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
-    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
-        n := pgqueue._truncate_or_drop_partition(q, dropping);
+    if q.dedicated then
+        n := pgqueue._truncate_or_drop_partition(q, true);
     else
-        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
-        -- snapshot does not show and the result does not count.
         message_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= first_id order by m.id for update);
+            select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
-    removed := removed + n;
-    if dropping then
-        delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    return removed + n;
+end;
+$$;
+comment on function pgqueue._remove_all_messages(pgqueue.queues) is
+'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
+nothing, so it reads also what was removed long ago, and ids that were set by hand.';
+
+create function pgqueue._purge_messages(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
+    -- count.
+    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
+    first_id constant bigint := coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
+    places tid[];
+    sizes bigint[];
+    message_ids bigint[];
+    message_sizes bigint[];
+    slice record;
+    n bigint;
+    removed bigint := 0;
+begin
+    select array_agg(s.ctid order by s.id), array_agg(pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) order by s.id)
+    into places, sizes
+    from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id;
+    if not truncates then
+        select array_agg(m.id order by m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) order by m.id)
+        into message_ids, message_sizes
+        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id;
     end if;
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        -- By ctid: by key, a plan could use another index and read the whole queue through it for each. Since the row
+        -- was read, another row can have been stored at its place.
+        delete from pgqueue.scheduled_messages s
+        where s.ctid = any (array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.ctid = any (places[slice.first_place : slice.last_place]) and c.queue_name = q.name
+            order by c.id for update));
+        get diagnostics n = row_count;
+        removed := removed + n;
+        if removed > 0 and not pgqueue._has_time() then
+            return removed;
+        end if;
+    end loop;
+    if truncates then
+        return removed + pgqueue._truncate_or_drop_partition(q, false);
+    end if;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(message_sizes) s loop
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.id for update of m;
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        removed := removed + n;
+        exit when removed > 0 and not pgqueue._has_time();
+    end loop;
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
+comment on function pgqueue._purge_messages(pgqueue.queues) is
+'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
+truncated.';
 
 create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -2715,7 +2884,7 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 begin
-    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
+    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
@@ -2724,9 +2893,10 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
-'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
-stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
-messages or a dedicated table, or if a dump is running and the queue is dedicated.';
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
+statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
+once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
+if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue
@@ -2899,7 +3069,7 @@ comment on function pgqueue._check_dedup(text[], text) is
 
 create function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
-    out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
+    out found_keys text[], out found_ids bigint[], out taken_ids bigint[], out were_locked boolean
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -2928,10 +3098,10 @@ begin
         select array_agg(u.key), array_agg(k.id), array_agg(case
             when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s)
             then k.id
-        end)
+        end), bool_or(k.xmax <> 0)
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at from pgqueue.dedup_keys_%1$s c
+            select c.id, c.enqueued_at, c.xmax from pgqueue.dedup_keys_%1$s c
             where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
             offset 0
         ) k',
@@ -2941,7 +3111,7 @@ begin
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
         end)
-    into found_keys, found_ids, taken_ids
+    into found_keys, found_ids, taken_ids, were_locked
     using q, period, keys, at, new_ids, gone;
 end;
 $$;
@@ -2951,7 +3121,7 @@ comment on function pgqueue._read_dedup_keys(
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
 or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
-other transactions that replace the messages.';
+other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
 
 create function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
@@ -3097,7 +3267,8 @@ begin
             -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
             freed := array(
                 select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null);
-            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, true);
+            -- One key needs no order. Without the lock, later calls see that nothing is changing it.
+            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, cardinality(freed) > 1);
             perform pgqueue._move_dedup_keys(
                 q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
             from (
@@ -3202,6 +3373,32 @@ comment on function pgqueue._replace_message(
 ) is
 'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
 claimed it, if another transaction has locked it, or if it is gone.';
+
+create function pgqueue._settled_dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    period constant bigint := pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at);
+    k record;
+begin
+    k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', false);
+    if k.were_locked then
+        begin
+            k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', true);
+            -- Only an error releases the lock before the transaction ends. The caller does not change the key.
+            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return k.taken_ids[1];
+end;
+$$;
+comment on function pgqueue._settled_dedup_key_holder(pgqueue.queues, text, timestamptz) is
+'The message that has a key; null if the key is free. Waits for a transaction that gives the key to another message or
+frees it.';
 
 create function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint
@@ -3531,7 +3728,7 @@ begin
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
     if not found and on_duplicate = 'keep' then
-        select pgqueue._dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
+        select pgqueue._settled_dedup_key_holder(q, _enqueue_deduplicated.dedup_key, at) into new_id
         from pgqueue.queues q
         where q.name = _enqueue_deduplicated.queue_name collate "C"
             and pgqueue._has_fast_path(
@@ -3623,9 +3820,10 @@ message is gone, or, if that is 0, as long as its message lives. With on_duplica
 message gets the content, due time and expiry of this call, unless a consumer has claimed it or it is gone: then this
 message is added and has the key from now on. A replaced message keeps its dedup_window, which begins when it is added:
 to delay a message again and again, use dedup_window 0. A call with a dedup_key waits for a transaction that has sent
-the same key. group_key (1 to 255 characters) is the group of the message, for a queue with group_limit; it becomes the
-header pgqueue.group. priority (0 to 9, the highest; null is 0) is for a queue with priorities; it becomes the header
-pgqueue.priority. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too large.';
+the same key. group_key (1 to 255 characters) is the group of the message; it becomes the header pgqueue.group, and does
+nothing in a queue without group_limit. priority (0 to 9, the highest; null is 0) becomes the header pgqueue.priority,
+and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too
+large.';
 
 create function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
@@ -3928,8 +4126,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Plain SQL may set a due time that lies a few seconds back.
-    settled_at constant timestamptz := s.settled_at - interval '5 s';
+    -- A due time can lie 100 ms back (_clamp_due_at), and the clock can be set back by less than the rest unnoticed.
+    settled_at constant timestamptz := s.settled_at - interval '1 s';
     old_rows tid[];
     span bigint := 4096;
     below_id bigint;
@@ -3980,6 +4178,17 @@ begin
         where c.queue_name = q.name and c.due_at >= s.first_due_at
         order by c.due_at limit 1)));
 
+    -- Rows whose messages are gone. Sweeps delete them, too, but there may be no claim.
+    delete from pgqueue.requeued_messages r
+    where r.ctid = any (array(
+        select c.ctid
+        from (
+            select l.ctid, l.id from pgqueue.requeued_messages l
+            where l.queue_name = q.name and l.check_at >= s.first_check_at
+            order by l.check_at limit 500 for update skip locked
+        ) c
+        -- `offset 0` keeps the planner from a join that reads the whole queue.
+        where not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = c.id offset 0)));
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -4058,8 +4267,9 @@ begin
     if not s.writers && writers then
         -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
-        s.settled_id := s.bound_id;
-        s.settled_at := least(s.bound_at, at);
+        -- If no transaction writes, the bound that was read just now is settled, too.
+        s.settled_id := case writers when '{}' then bound else s.bound_id end;
+        s.settled_at := case writers when '{}' then at else least(s.bound_at, at) end;
         s.bound_id := bound;
         s.writers := writers;
         s.bound_at := at;
@@ -4110,6 +4320,51 @@ $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+
+create function pgqueue._pages_read(q pgqueue.queues)
+returns bigint
+language sql volatile
+as $$
+    select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched(case
+            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else 'pgqueue.messages_shared'::regclass
+        end)
+$$;
+comment on function pgqueue._pages_read(pgqueue.queues) is
+'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
+pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
+
+create function pgqueue._are_many_pages(pages bigint, living bigint)
+returns boolean
+language sql immutable parallel safe
+-- A row takes at most two pages: those of a message and of its row in requeued_messages.
+as $$ select pages > 50 + 2 * living $$;
+comment on function pgqueue._are_many_pages(bigint, bigint) is
+'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
+
+create function pgqueue._record_if_old(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    if not current_setting('transaction_read_only')::boolean
+        and not exists (
+            select from pgqueue.sweep_state s
+            where s.queue_name = q.name and at - s.recorded_at between interval '0' and interval '1 s'
+        )
+        and pgqueue._try_lock_existing_queue(q)
+    then
+        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value(q.fresh_from_id), 1));
+    end if;
+end;
+$$;
+comment on function pgqueue._record_if_old(pgqueue.queues) is
+'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
+standby, records nothing.';
 -- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
 -- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
 -- one stopped, within a time budget, so that dead rows do not slow down claims.
@@ -4128,6 +4383,68 @@ $$;
 comment on function pgqueue._has_uncommitted_delays() is
 'Whether another running or prepared transaction has written to scheduled_messages.';
 
+create function pgqueue._move_due_slice(
+    q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due cursor for
+        select c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
+        from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+        order by c.due_at, c.id limit wanted for update skip locked;
+    places tid[] := '{}'::tid[];
+    bytes bigint := 0;
+begin
+    if wanted = 1 then
+        -- For the usual claim a cursor costs a tenth of the call.
+        places := array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+            order by c.due_at, c.id limit 1 for update skip locked);
+    else
+        -- A loop over a bound cursor fetches, and locks, one row at a time.
+        for due_row in due loop
+            places := places || due_row.place;
+            bytes := bytes + due_row.bytes;
+            exit when bytes >= 131072;
+        end loop;
+    end if;
+    -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
+    with gone as (
+        delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning s.*
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), d.id from gone d
+    ),
+    arrived as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+            -- At its old place, below those that claims have passed, only a sweep would find the message.
+            case when q.priorities then nextval('pgqueue.message_id') end,
+            -- No consumer has it, also if it is moved before it is due.
+            nullif(d.attempt_count, 0)
+        from gone d
+        returning messages.id, messages.expires_at
+    )
+    -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
+    select count(*), coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved, ids
+    from arrived m;
+end;
+$$;
+comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
+many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
+id again.';
+
 create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -4135,6 +4452,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     moved_ids bigint[] := '{}'::bigint[];
+    moved int;
+    all_moved int := 0;
     next_due_at timestamptz;
     next_due bigint;
     announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
@@ -4147,37 +4466,12 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
-            with due as (
-                delete from pgqueue.scheduled_messages s
-                where s.ctid = any (array(
-                    select c.ctid from pgqueue.scheduled_messages c
-                    where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-                    order by c.due_at, c.id limit wanted for update skip locked))
-                returning s.*
-            ),
-            recorded as (
-                insert into pgqueue.requeued_messages (queue_name, check_at, id)
-                select q.name, (select pgqueue._now()), d.id from due d
-            ),
-            moved as (
-                insert into pgqueue.messages (
-                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
-                )
-                select
-                    d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
-                    -- At its old place, below those that claims have passed, only a sweep would find the message.
-                    case when q.priorities then nextval('pgqueue.message_id') end,
-                    -- No consumer has it, also if it is moved before it is due.
-                    nullif(d.attempt_count, 0)
-                from due d
-                returning messages.id, messages.expires_at
-            )
-            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
-            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved_ids
-            from moved m;
+            for n in 1..8 loop
+                select r.moved, moved_ids || r.ids into moved, moved_ids
+                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
+                all_moved := all_moved + moved;
+                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
+            end loop;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
             -- and frees some.
@@ -4194,6 +4488,8 @@ begin
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
                 2 * cardinality(moved_ids)) r;
         end if;
+        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
+        perform pgqueue._record_if_old(q);
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -4227,50 +4523,78 @@ begin
 end;
 $$;
 comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
-register first_due_at so that a message whose transaction commits later is found, too.';
+'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
+ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
+first_due_at so that a message whose transaction commits later is found, too.';
 
-create function pgqueue._remove_spent_messages(q pgqueue.queues, ids bigint[], at timestamptz)
-returns int
+create function pgqueue._remove_spent_messages(
+    q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
+)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    spent_ids constant bigint[] := array(
-        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked);
+    spent_ids bigint[];
+    sizes bigint[];
+    slice record;
+    slices_left int := max_slices;
+    locked_ids bigint[];
     died int;
+    all_died int := 0;
 begin
-    if spent_ids = '{}' then
-        return 0;
+    removed := 0;
+    has_more := false;
+    select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+    into spent_ids, sizes
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    if spent_ids is null then
+        return;
     end if;
     begin
-        with gone as (
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, spent_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m
-        )
-        insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
-        -- The same conflict as in _add_dead_letter.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-            last_error = excluded.last_error, reason = excluded.reason;
-        get diagnostics died = row_count;
+        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+            -- The verbs that only remove messages give no number of slices, and remove at least one slice.
+            has_more := case
+                when max_slices is null then removed > 0 and not pgqueue._has_time()
+                else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
+            end;
+            exit when has_more;
+            slices_left := slices_left - 1;
+            locked_ids := array(
+                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, spent_ids[slice.first_place : slice.last_place]) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked);
+            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            with gone as (
+                delete from pgqueue.messages m
+                using pgqueue._lookup_keys(q.name, locked_ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                returning m.*
+            )
+            insert into pgqueue.dead_messages
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+            where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+            -- The same conflict as in _add_dead_letter.
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
+            get diagnostics died = row_count;
+            all_died := all_died + died;
+            removed := removed + cardinality(locked_ids);
+        end loop;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
-        return 0;
+        removed := 0;
+        has_more := false;
+        return;
     end;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(spent_ids);
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
 end;
 $$;
-comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
-become dead letters if the queue keeps them.';
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
+whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
+it ends after that many slices, or 50 ms after at, too.';
 
 create function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
@@ -4444,6 +4768,7 @@ declare
     seen_id bigint := -9223372036854775808;
     page int := least(greatest(20, wanted), 500);
     rows record;
+    visible_ids bigint[] := '{}'::bigint[];
 begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
@@ -4454,20 +4779,23 @@ begin
         seen_id := rows.last_id;
         perform pgqueue._prune_requeued(q, rows.gone, seen_at);
         if rows.visible_ids is not null then
-            perform pgqueue._remove_spent_messages(q, rows.visible_ids, at);
+            visible_ids := visible_ids || rows.visible_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
         exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: removes those
-that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
-ready messages, locked.';
+'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
+of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
+of ready messages, locked.';
 
 create function pgqueue._sweep_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
@@ -4511,9 +4839,9 @@ begin
             ) w
             limit 1000);
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -4617,10 +4945,14 @@ declare
     below_id bigint;
     found_ids bigint[];
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
-    was_fast boolean;
+    was_short boolean;
+    pages_before bigint;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -4635,14 +4967,14 @@ begin
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
-    -- because the last full pass was not fast.
+    -- because the last full pass has read many pages.
     if pgqueue._is_hourly_reset_due(s, at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
         )
         and (
-            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
                 not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
@@ -4658,6 +4990,7 @@ begin
     end if;
 
     started_at := pgqueue._now();
+    pages_before := pgqueue._pages_read(q);
     -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
     -- pass. It stops early if it has found enough messages or the time is up.
     head_id := pgqueue._first_possible_id(s);
@@ -4692,9 +5025,12 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into found_ids, visible_ids
+                select
+                    array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at),
+                    array_agg(w.id) filter (where w.is_spent)
+                into found_ids, visible_ids, page_spent_ids
                 from (
-                    select m.id, m.visible_at from pgqueue.messages m
+                    select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= next_id and m.id < below_id
                     order by m.id limit 1000
                 ) w;
@@ -4705,7 +5041,7 @@ begin
                 end if;
                 next_id := below_id;
                 if visible_ids is not null then
-                    perform pgqueue._remove_spent_messages(q, visible_ids, at);
+                    spent_ids := spent_ids || page_spent_ids;
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
@@ -4733,10 +5069,14 @@ begin
             perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
-    -- 1 if the full pass was fast: the next sweep starts at the head.
-    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
-    if cardinality(candidate_ids) >= wanted then
+    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
+    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
+    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
+    if has_more or cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else
@@ -4800,6 +5140,48 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create function pgqueue._places_left(
+    q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
+)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ended_ids bigint[];
+begin
+    places := places - cardinality(claimed_ids);
+    if places >= wanted then
+        return places;
+    end if;
+    ended_ids := array(
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+    if ended_ids <> '{}' then
+        begin
+            places := places + (
+                select count(*)
+                from (
+                    select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    limit wanted - places for update of m skip locked
+                ) l
+            );
+            -- Only an error releases the locks before the transaction ends, which may take long.
+            perform pgqueue._raise_queue_busy(q.name, 'claim');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return greatest(0, places);
+end;
+$$;
+comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
+whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
+the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
+limit.';
+
 create function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
@@ -4851,14 +5233,26 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
+    claimed_ids bigint[];
+    places int;
 begin
     foreach place in array positions loop
+        claimed_ids := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+        );
+        places := least(q.group_limit, wanted - cardinality(candidate_ids));
+        if claimed_ids <> '{}' then
+            places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
+        end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -4913,9 +5307,9 @@ begin
             limit greatest(1000, wanted)
         );
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -4974,8 +5368,11 @@ declare
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
-    spent_ids bigint[];
+    walk_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    removed int;
     candidate_ids bigint[] := '{}'::bigint[];
+    ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
@@ -4990,6 +5387,7 @@ begin
     if ungrouped_first then
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
+    ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
@@ -5043,23 +5441,24 @@ begin
             where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            -- What has no attempts left holds its group like the dead letter that it will be.
+            array_agg(case q.group_limit when 1 then w.id else w.position end)
+            filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
             array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
-        into locked, spent_ids, locks_left, next_position
+        into locked, walk_spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
         if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
-            next_position := from_position;
-        elsif locked is not null and q.group_limit > 1 then
+        spent_ids := spent_ids || walk_spent_ids;
+        if locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
                 q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
@@ -5073,7 +5472,11 @@ begin
                         select from pgqueue.messages c
                         where pgqueue._is_in_partition_of(c.queue_name, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                            and c.id > m.id and c.attempt_count > 0
+                            and (
+                                c.visible_at > at
+                                or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
+                            )
                         offset 0
                     )
                     and not exists (
@@ -5093,13 +5496,23 @@ begin
             );
         end if;
         from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
+        if from_position is null and (below_position = started_from or started_from = first_position) then
+            -- No group has a ready message. The successors of removed ones may be ready.
+            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
+            select r.removed into removed from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+            spent_ids := '{}';
+            exit when removed = 0;
+            from_position := started_from;
+            below_position := 9223372036854775807;
+        elsif from_position is null then
             from_position := first_position;
             below_position := started_from;
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
+    if spent_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
+    end if;
     -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));
@@ -5362,9 +5775,6 @@ declare
     candidate_ids bigint[] := '{}'::bigint[];
     missing int := wanted;
 begin
-    if cardinality(ids) > 0 then
-        perform pgqueue._remove_spent_messages(q, ids, at);
-    end if;
     while cardinality(ids) > 0 and missing > 0 loop
         candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
         ids := ids[missing + 1:];
@@ -5374,8 +5784,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
-ready, the first ones of ids, not those with the lowest ids.';
+'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
 create function pgqueue._sweep_recent_and_locked_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
@@ -5400,6 +5809,9 @@ declare
         limit 1000);
     candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
 begin
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     if cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._sweep_locked(
             q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
@@ -5429,6 +5841,9 @@ declare
     span bigint;
     found_count int;
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -5465,10 +5880,14 @@ begin
             below_position := next_position + least(span, upper(id_range) - next_position);
             -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
             -- messages is divided instead.
-            select count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at)
-            into found_count, visible_ids
+            select
+                count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at),
+                array_agg(w.id) filter (where w.is_spent)
+            into found_count, visible_ids, page_spent_ids
             from (
-                select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                select
+                    m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
+                    pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
@@ -5480,6 +5899,7 @@ begin
                 continue;
             end if;
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
+            spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
@@ -5494,9 +5914,13 @@ begin
     if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
         perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
     end if;
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
     perform setval(q.sweep_resume_id, greatest(next_position, 1));
     -- If there may be more messages, the next claim continues the sweep at once.
-    perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
+    perform setval(q.next_sweep_at, case when has_more or cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
     return candidate_ids;
 end;
@@ -5589,7 +6013,7 @@ as $$
 begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _claim_end_times, for which the primary key cannot serve.
+        -- _claimed_ids, for which the primary key cannot serve.
         -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
         execute format(
             'create index %I on %s ((id + 0)) where attempt_count > 0'
@@ -5667,8 +6091,8 @@ as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.ra
 comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
 'The time until there are this number of further tokens, rounded up.';
 
-create function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
-returns timestamptz[]
+create function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
+returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -5679,13 +6103,13 @@ declare
     first_id bigint;
     first_check_at timestamptz;
     returned_ids bigint[] := '{}'::bigint[];
-    ends timestamptz[];
+    ids bigint[];
 begin
     -- A dead letter can hold first_id far below the messages in flight. Then the scan begins where the vacant ids end,
     -- and the messages that have returned to those ids are looked up.
     select
         greatest(s.first_id, pgqueue._first_possible_id(s)),
-        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, at) end
+        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, pgqueue._now()) end
     into first_id, first_check_at
     from pgqueue.sweep_state s where s.queue_name = q.name;
     if first_check_at is not null then
@@ -5698,24 +6122,26 @@ begin
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
     lock table only pgqueue.messages in access share mode;
     execute format(
-        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        'select array(select m.id from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
         ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
         pgqueue._partition_of(q))
-    into ends using coalesce(first_id, 1), at;
+    into ids using coalesce(first_id, 1), after;
     if returned_ids <> '{}' then
-        ends := ends || array(
-            select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
+        ids := ids || array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.attempt_count > 0 and m.visible_at > at
+                and m.attempt_count > 0 and m.visible_at > after
                 and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     end if;
-    return ends;
+    return ids;
 end;
 $$;
-comment on function pgqueue._claim_end_times(pgqueue.queues, timestamptz) is
-'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
+comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
+'The messages whose claims end after a time, for a queue that was created with max_in_flight.';
 
-create function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
+create function pgqueue._allowed_messages(
+    q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
+)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5727,26 +6153,35 @@ begin
         wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._claim_end_times(q, at)));
+        wanted := least(wanted, case
+            when is_locked
+                then pgqueue._places_left(q, q.max_in_flight, pgqueue._claimed_ids(q, '-infinity'), at, wanted)
+            else q.max_in_flight - cardinality(pgqueue._claimed_ids(q, at)) end);
     end if;
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
-'How many of the wanted messages the limits of a queue allow now.';
+comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, boolean) is
+'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
+max_in_flight, and claims that other transactions may have extended count, too.';
 
 create function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     if q.max_in_flight is null then
         return null;
     end if;
     return (
-        select e from unnest(pgqueue._claim_end_times(q, at)) as e
-        order by e desc offset q.max_in_flight - 1 limit 1
+        select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, pgqueue._claimed_ids(q, at)) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.visible_at desc offset q.max_in_flight - 1 limit 1
     );
 end;
 $$;
@@ -5921,7 +6356,7 @@ begin
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         -- This is a new statement: it sees the claims of those that held the lock before.
         at := pgqueue._now();
-        allowed := pgqueue._allowed_messages(q, at, wanted);
+        allowed := pgqueue._allowed_messages(q, at, wanted, true);
     end if;
     if allowed <= 0 then
         return '{}'::bigint[];
@@ -6075,13 +6510,14 @@ comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
-expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. In a queue with priorities, a claim takes the messages with the
-highest priority; about one claim in ten first takes those with the priority whose next message is the oldest, so that
-no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight,
-up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
-limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
-claim. Raises 22023, PQ001.';
+expired, to the dead letters if the queue keeps them, and makes due messages ready. It stops this work after a few MB,
+about 50 ms, or half of statement_timeout, and later claims go on with it. So it can return fewer than max_messages
+although more are due. In a queue with group_limit, a claim returns at most that many messages of a group, and messages
+of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority; about one claim
+in ten first takes those with the priority whose next message is the oldest, so that no message waits for ever. Waits
+only for drop_queue and, in a queue with max_in_flight, up to 100 ms for another claim that has not committed. Returns
+no row if no message is ready, the queue is paused, or a limit of the queue allows none; next_due_at returns when to try
+again. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
@@ -6165,6 +6601,20 @@ $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
 'Raises 22023 if id or claim_token is null.';
 
+create function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._wake_if_waiting(q, pgqueue._now());
+    return claim_end;
+end;
+$$;
+comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
+'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
+the claim, which has locked messages.';
+
 create function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 )
@@ -6178,11 +6628,16 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
-    perform pgqueue._check_claim(id, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- The clock is read after the row is locked. From then on claims count the message as in flight.
+        perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     where m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
@@ -6193,7 +6648,7 @@ $$;
 comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
-ended is lost. Raises 22023, PQ001.';
+ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
 create function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -6208,15 +6663,23 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
-    perform pgqueue._check_claim(0, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- As in extend.
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        for no key update of m;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     return query
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, extend_batch.claim_token)
@@ -6668,14 +7131,18 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
+    return (
+        select r.removed
+        from pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at, null) r
+    );
 end;
 $$;
 comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
-this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
-that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
+this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
+statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
+22023, PQ001.';
 
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
@@ -6691,63 +7158,94 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    dead_ids bigint[];
-    redriven int;
+    dead refcursor;
+    letter record;
+    slice_ids bigint[];
+    bytes bigint;
+    slice_at timestamptz;
+    slice_count int;
+    first_due_at timestamptz;
+    redriven int := 0;
     is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
-    perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at);
+    perform pgqueue._remove_spent_messages(
+        q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
     if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
-            order by d.id limit max_messages for update skip locked);
+            order by d.id limit max_messages for update skip locked;
     else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            order by d.id limit max_messages for update of d skip locked);
+            order by d.id limit max_messages for update of d skip locked;
     end if;
-    with revived as (
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, dead_ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-        returning d.*
-    ),
-    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-    -- Otherwise a claim between the redrive and their due time could take their successors.
-    moved as (
-        insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers, claimed_by,
-            last_error, transport_headers
+    loop
+        -- Fetching locks one row at a time.
+        slice_ids := '{}';
+        bytes := 0;
+        loop
+            fetch dead into letter;
+            exit when not found;
+            slice_ids := slice_ids || letter.id;
+            bytes := bytes + letter.bytes;
+            exit when bytes >= 131072;
+        end loop;
+        exit when slice_ids = '{}';
+        slice_at := pgqueue._now();
+        with revived as (
+            delete from pgqueue.dead_messages d
+            using pgqueue._lookup_keys(q.name, slice_ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            returning d.*
+        ),
+        -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+        -- Otherwise a claim between the redrive and their due time could take their successors.
+        moved as (
+            insert into pgqueue.messages (
+                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                claimed_by, last_error, transport_headers
+            )
+            select
+                r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
+                r.claimed_by, r.last_error, r.transport_headers
+            from revived r
+            where is_grouped
+            returning messages.id
+        ),
+        recorded as (
+            insert into pgqueue.requeued_messages (queue_name, check_at, id)
+            select q.name, (select pgqueue._now()), m.id from moved m
+        )
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers
         )
         select
-            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
-            r.last_error, r.transport_headers
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
+            r.id, r.queue_name,
+            pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+            r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
+            r.transport_headers
         from revived r
-        where is_grouped
-        returning messages.id
-    ),
-    recorded as (
-        insert into pgqueue.requeued_messages (queue_name, check_at, id)
-        select q.name, (select pgqueue._now()), m.id from moved m
-    )
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    select
-        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
-        -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
-        r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
-    from revived r
-    where not is_grouped;
-    redriven := cardinality(pgqueue._array_except(dead_ids, '{}'));
+        where not is_grouped;
+        slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
+        redriven := redriven + slice_count;
+        if first_due_at is null then
+            first_due_at := slice_at - (slice_count - 1) * interval '1 microsecond';
+        end if;
+        exit when not pgqueue._has_time();
+    end loop;
+    close dead;
     if redriven > 0 then
-        perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, first_due_at);
     end if;
     return redriven;
 end;
@@ -6756,8 +7254,33 @@ comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
-included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
+included, as by sweep_queue. The call ends when half of statement_timeout has passed, and has then returned some: repeat
+it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
+
+create function pgqueue._find_dead_letters(
+    queue_name text, ids bigint[], out id bigint, out bytes bigint
+)
+returns setof record
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if ids is null then
+        return query
+        select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d
+        where d.queue_name = _find_dead_letters.queue_name collate "C" and d.id >= pgqueue._first_id_of(_find_dead_letters.queue_name);
+    else
+        return query
+        select distinct d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d, pgqueue._lookup_keys(_find_dead_letters.queue_name collate "C", ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, _find_dead_letters.queue_name collate "C", k.names, k.ids, k.id);
+    end if;
+end;
+$$;
+comment on function pgqueue._find_dead_letters(text, bigint[]) is
+'The ids of the dead letters of a queue, all or only those in ids, with their sizes.';
 
 create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
@@ -6772,7 +7295,10 @@ declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
     dead_ids bigint[];
-    purged bigint;
+    sizes bigint[];
+    slice record;
+    n int;
+    purged bigint := 0;
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
@@ -6786,31 +7312,32 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at);
+        perform pgqueue._remove_spent_messages(
+            q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
     end if;
-    if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
-            where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
-            order by d.id for update);
-    else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-            order by d.id for update of d);
-    end if;
-    delete from pgqueue.dead_messages d
-    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", dead_ids) k
-    where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
-    get diagnostics purged = row_count;
+    select array_agg(w.id order by w.id), array_agg(w.bytes order by w.id) into dead_ids, sizes
+    from pgqueue._find_dead_letters(queue_name, ids) w;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        exit when purged > 0 and not pgqueue._has_time();
+        perform from pgqueue.dead_messages d, pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+        order by d.id for update of d;
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        purged := purged + n;
+    end loop;
     return purged;
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
-no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
-found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
+has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
+its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 
 create function pgqueue._findings_of_held_groups(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -6854,61 +7381,96 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    expired_ids bigint[];
-    expired_scheduled tid[];
+    expired refcursor;
+    message record;
+    part_ids bigint[];
+    part_scheduled tid[];
+    bytes bigint;
     died int;
+    all_died int := 0;
+    purged int := 0;
+    is_scheduled boolean := false;
 begin
     if batch_size is null or batch_size not between 1 and 1000000 then
         perform pgqueue._raise_invalid('batch_size', batch_size::text, 'an integer from 1 to 1000000');
     end if;
     -- A message in flight is not removed, as its consumer may still acknowledge it.
-    expired_ids := array(
-        select m.id from pgqueue.messages m
+    open expired for
+        select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
+        from pgqueue.messages m
         where m.queue_name = q.name and m.id >= pgqueue._first_id_of(q.name) and m.visible_at <= at
             -- A generic plan expects that a range selects fewer rows than one comparison. Thus it uses an index on
             -- expires_at instead of the primary key.
             and m.expires_at between '-infinity' and at
             -- The same condition again, in the form of the index on the relation of a transport.
             and m.expires_at at time zone 'UTC' between '-infinity' and at at time zone 'UTC'
-        order by m.expires_at limit batch_size for update skip locked);
-    -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole queue through
-    -- it for each.
-    expired_scheduled := array(
-        select s.ctid from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.expires_at <= at
-        order by s.expires_at limit batch_size - cardinality(expired_ids) for update skip locked);
-    with gone_messages as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, expired_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        returning m
-    ),
-    gone_scheduled as (
-        delete from pgqueue.scheduled_messages s
-        where s.ctid = any (expired_scheduled)
-        returning pgqueue._as_message(s) as m
-    ),
-    gone as (
-        select g.m from gone_messages g
-        union all
-        select g.m from gone_scheduled g
-    )
-    insert into pgqueue.dead_messages
-    select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
-    -- The same conflict as in _add_dead_letter.
-    on conflict on constraint dead_messages_pkey do update
-    set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-        last_error = excluded.last_error, reason = excluded.reason;
-    get diagnostics died = row_count;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(expired_ids) + cardinality(expired_scheduled);
+        order by m.expires_at limit batch_size for update skip locked;
+    loop
+        -- Fetching locks one row at a time.
+        part_ids := '{}';
+        part_scheduled := '{}';
+        bytes := 0;
+        while bytes < 131072 loop
+            fetch expired into message;
+            if found then
+                part_ids := part_ids || message.id;
+                part_scheduled := part_scheduled || message.place;
+                bytes := bytes + message.bytes;
+            elsif is_scheduled then
+                exit;
+            else
+                -- Scheduled messages are deleted by ctid. By key, a plan could use another index and read the whole
+                -- queue through it for each.
+                close expired;
+                open expired for
+                    select
+                        null::bigint as id, s.ctid as place,
+                        pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) as bytes
+                    from pgqueue.scheduled_messages s
+                    where s.queue_name = q.name and s.expires_at <= at
+                    order by s.expires_at limit batch_size - purged - cardinality(part_ids) for update skip locked;
+                is_scheduled := true;
+            end if;
+        end loop;
+        exit when bytes = 0;
+        with gone_messages as (
+            delete from pgqueue.messages m
+            using pgqueue._lookup_keys(q.name, part_ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            returning m.*
+        ),
+        gone_scheduled as (
+            delete from pgqueue.scheduled_messages s where s.ctid = any (part_scheduled) returning s.*
+        ),
+        -- As columns: _remove_spent_messages says why.
+        gone as (
+            select g.* from gone_messages g
+            union all
+            select (pgqueue._as_message(row(g.*)::pgqueue.scheduled_messages)).* from gone_scheduled g
+        )
+        insert into pgqueue.dead_messages
+        select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+        where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+        -- The same conflict as in _add_dead_letter.
+        on conflict on constraint dead_messages_pkey do update
+        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+            last_error = excluded.last_error, reason = excluded.reason;
+        get diagnostics died = row_count;
+        all_died := all_died + died;
+        purged := purged + cardinality(part_ids);
+        exit when not pgqueue._has_time();
+    end loop;
+    close expired;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    return purged;
 end;
 $$;
 comment on function pgqueue.purge_expired(pgqueue.queue_of_admin, int) is
 'Removes up to batch_size (1 to 1000000) expired messages that are not in flight, and returns how many. They go to the
-dead letters if the queue has dead_letter_expired. Repeat the call until it returns less than batch_size. It reads the
-whole queue unless pgqueue.messages has an index on expires_at; doctor reports a missing index with the statement that
-creates it. Claims skip expired messages in any case. Raises 22023, PQ001.';
+dead letters if the queue has dead_letter_expired. Repeat the call until it returns 0: it ends when half of
+statement_timeout has passed, too. It reads the whole queue unless pgqueue.messages has an index on expires_at; doctor
+reports a missing index with the statement that creates it. Claims skip expired messages in any case. Raises 22023,
+PQ001.';
 -- Counts the messages that could be claimed, without changing or locking them.
 
 create function pgqueue._was_running_at_snapshot(xid xid, snapshot pg_snapshot)
@@ -6982,6 +7544,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;
     total int;
@@ -7043,9 +7606,12 @@ begin
             limit 400
         ) w;
         total := total + ready;
-        if total = 0 and examined = 400 then
-            return 1;
-        end if;
+    end if;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, total + coalesce(examined, 0)) then
+        perform pgqueue._record_if_old(q);
+    end if;
+    if total = 0 and examined = 400 then
+        return 1;
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back can have ids that the query above skips.
@@ -7068,8 +7634,9 @@ $$;
 comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
-wait for others of their groups are counted. Locks no message, writes nothing, waits for no consumer, and reads a
-bounded number of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
+wait for others of their groups are counted. Locks and changes no message, waits for no consumer, and reads a bounded
+number of rows. After many messages have left, it may record where the next call can start, unless the transaction is
+read-only. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
 queue is paused. Raises 22023, PQ001.';
 -- Shows messages and dead letters without changing or locking them.
 
@@ -7136,7 +7703,8 @@ $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
-of the queue holds back. State scheduled includes delayed messages that expired before a claim made them ready. Claims
+of the queue holds back. State inflight includes messages of a group that wait for their retry, if group_limit is 1.
+State scheduled includes delayed messages that expired before a claim made them ready. Claims
 and locks no message. Raises 22023, PQ001, 40001.';
 
 create function pgqueue.browse_dead_messages(
@@ -7549,6 +8117,27 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
+create function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    pages_before constant bigint := pgqueue._pages_read(q);
+    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
+begin
+    if pgqueue._are_many_pages(
+        pgqueue._pages_read(q) - pages_before,
+        s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
+    then
+        perform pgqueue._record_if_old(q);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._stats_and_record(pgqueue.queues, timestamptz) is
+'The statistics of one queue. If they took many pages of removed rows, the next call skips those.';
+
 create function pgqueue._add_totals(s pgqueue.queue_stats)
 returns pgqueue.queue_stats
 language plpgsql volatile
@@ -7576,6 +8165,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -7584,7 +8174,7 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
+        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
     perform pgqueue._require_untruncated_messages();
@@ -7592,7 +8182,7 @@ begin
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
             or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        s := pgqueue._stats(q, at);
+        s := pgqueue._stats_and_record(q, at);
         begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
@@ -7612,7 +8202,8 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
-others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
+others of their groups (group_limit) or because max_in_flight or rate_limit holds. If group_limit is 1, the in-flight
+messages include those of a group that wait for their retry. A message without attempts left
 counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
 without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
 kind are counted. Higher figures are estimated from samples and named in estimates, so that the
@@ -7645,21 +8236,30 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
+    pages_before constant bigint := pgqueue._pages_read(q);
+    living bigint;
     due_at timestamptz;
 begin
     perform pgqueue._require_untruncated_messages();
-    select least(
+    select
+        least(
+            (
+                select s.due_at from pgqueue.scheduled_messages s
+                where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
+                order by s.due_at limit 1
+            ),
+            requeued.due_at, others.due_at),
+        requeued.living + others.living
+    into due_at, living
+    from
         (
-            select min(s.due_at) from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
-        ),
-        (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select r.id from pgqueue.requeued_messages r
                 where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
@@ -7669,9 +8269,9 @@ begin
             cross join lateral (
                 select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
             ) m
-        ),
+        ) requeued,
         (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select c.visible_at
                 from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
@@ -7682,8 +8282,10 @@ begin
                 ) c
                 limit 1000
             ) m
-        )
-    ) into due_at;
+        ) others;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
+        perform pgqueue._record_if_old(q);
+    end if;
     return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;
@@ -7916,6 +8518,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -7929,6 +8532,11 @@ declare
     shortest interval;
     ahead_until timestamptz;
     late_until timestamptz;
+    seen_at timestamptz;
+    was_ahead boolean;
+    late_from timestamptz;
+    grouped_id bigint;
+    ranked_id bigint;
     claimed_since timestamptz;
     hidden_ids bigint[];
     found pgqueue.finding[];
@@ -8024,8 +8632,11 @@ begin
                 and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h')),
         array_agg(w.id) filter (
             where q.group_limit = 1 and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
-                and (w.is_unclaimed or not isfinite(w.visible_at)))
-    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids
+                and (w.is_unclaimed or not isfinite(w.visible_at))),
+        max(greatest(w.enqueued_at, w.claimed_at)) filter (where isfinite(w.enqueued_at)),
+        min(w.id) filter (where q.group_limit is null and w.headers ->> 'pgqueue.group' is not null),
+        min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null)
+    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
         (
             select c.*
@@ -8033,7 +8644,7 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    pgqueue._is_unclaimed(m) as is_unclaimed
+                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
@@ -8050,7 +8661,7 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    pgqueue._is_unclaimed(m)
+                    m.headers, pgqueue._is_unclaimed(m)
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id = requeued_id
                 limit 1
@@ -8104,31 +8715,65 @@ begin
     select
         -- The message of a schedule has its due time as enqueued_at.
         max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),
-        max(w.due_at) filter (
-            where w.enqueued_at <= at + interval '1 min' and w.due_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
-                and (w.attempt_count > 0 or w.claimed_by is not null))
-    into ahead_until, late_until
+        greatest(seen_at, max(w.enqueued_at) filter (where w.enqueued_at < w.due_at and isfinite(w.enqueued_at))),
+        least(grouped_id, min(w.id) filter (where q.group_limit is null and w.headers ->> 'pgqueue.group' is not null)),
+        least(ranked_id, min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null))
+    into ahead_until, seen_at, grouped_id, ranked_id
     from (
-        select d.due_at, d.enqueued_at, d.attempt_count, d.claimed_by from pgqueue.scheduled_messages d
+        select d.id, d.due_at, d.enqueued_at, d.headers from pgqueue.scheduled_messages d
         where d.queue_name = q.name and d.due_at > at
         order by d.due_at desc limit 1000
     ) w;
+    -- A returned message does not show that the clock was ahead. Other messages and dead letters do.
+    select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
+    from (
+        select d.died_at from pgqueue.dead_messages d
+        where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
+        order by d.id limit 1000
+    ) w;
+    was_ahead := coalesce(seen_at > at + interval '1 min', false);
+    late_from := pgqueue._add_interval(at, case when was_ahead then interval '1 min' else q.backoff_max + interval '1 min' end);
+    select max(w.due_at) into late_until
+    from (
+        select d.due_at, d.enqueued_at, d.attempt_count, d.claimed_by from pgqueue.scheduled_messages d
+        where d.queue_name = q.name and d.due_at > late_from
+        order by d.due_at desc limit 1000
+    ) w
+    where w.enqueued_at <= at + interval '1 min'
+        and (w.attempt_count > 0 or w.claimed_by is not null or was_ahead and w.due_at <= seen_at);
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
             format(
-                'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
+                'update pgqueue.scheduled_messages'
+                ' set due_at = greatest(%1$L, clock_timestamp()) + (due_at - enqueued_at), enqueued_at = %1$L'
                 ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     if late_until is not null then
         return next row('info', q.name, 'late_retries',
-            format('returned messages wait for up to %s, longer than the backoff_max of %s: consumers asked for it, or the clock was ahead',
-                late_until - at, q.backoff_max),
+            case
+                when was_ahead then format('messages wait for up to %s: they were returned while the clock was ahead, until %s, or somebody asked for it',
+                    late_until - at, seen_at)
+                else format('returned messages wait for up to %s, longer than the backoff_max of %s: consumers asked for it, or the clock was ahead',
+                    late_until - at, q.backoff_max)
+            end,
             format(
-                'update pgqueue.scheduled_messages set due_at = %1$L where queue_name = %2$L and due_at > %3$L'
-                ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null); -- if no consumer has asked for it',
-                at, q.name, pgqueue._add_interval(at, q.backoff_max + interval '1 min'), at + interval '1 min'))::pgqueue.finding;
+                -- An earlier time than that of the statement could be missed (sweep_state.first_due_at).
+                'update pgqueue.scheduled_messages set due_at = greatest(%1$L, clock_timestamp()) where queue_name = %2$L and due_at > %3$L'
+                ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null%5$s); -- if nobody has asked for it',
+                at, q.name, late_from, at + interval '1 min',
+                case when was_ahead then format(' or due_at <= %L', seen_at) end))::pgqueue.finding;
+    end if;
+    if grouped_id is not null then
+        return next row('info', q.name, 'unused_group_keys',
+            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
+            'Send them without group_key, or to a queue that was created with group_limit.')::pgqueue.finding;
+    end if;
+    if ranked_id is not null then
+        return next row('info', q.name, 'unused_priorities',
+            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
+            'Send them without priority, or to a queue that was created with priorities.')::pgqueue.finding;
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
@@ -8328,11 +8973,102 @@ messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (t
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter, or for a message that is hidden for
 longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
-clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
+clock_ahead, late_retries (returned messages wait for longer than backoff_max, or the clock was ahead),
+unused_group_keys, unused_priorities (the queue has no group_limit, or no priorities), lapsed_stream,
 peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
-(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
 renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
 subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';
+-- What a restore without rows leaves. A dump of the schema alone has the tables, sequences and views that were created
+-- for queues, but not the rows of queues. create_queue uses what is left of a queue, and doctor reports the rest.
+
+create function pgqueue._leftovers()
+returns table (relation regclass, kind text, queue_name text)
+language sql stable
+as $$
+    with named as (
+        select n.name
+        from pgqueue.queues q
+        cross join lateral (
+            select pgqueue._sequence_name(r, q.name) as name
+            from unnest(pgqueue._counter_roles() || '{archives}'::text[]) as r
+            union all
+            values (pgqueue._access_view(q.name)), (pgqueue._rights_view(q.name))
+        ) n
+    )
+    select
+        c.oid::regclass, c.relkind::text,
+        -- A dedicated table tells the name of its queue.
+        case when c.relispartition then
+            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
+    from pg_catalog.pg_class c
+    cross join lateral (select substring(c.relname, '^(?:messages|transports|queue)_([0-9]+)(?![0-9])')::bigint) as w (number)
+    where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S', 'v') and case
+        when w.number is not null then
+            not exists (select from pgqueue.queues q where q.queue_id = w.number)
+            and (c.relispartition or pg_catalog.to_regclass(format('pgqueue.messages_%s', w.number)) is null)
+        when c.relname ~ '^(access|rights|archives|enqueued|enqueued_tens|acknowledged|acknowledged_tens|failed|dead)_[0-9a-f]+$' then
+            'pgqueue.' || c.relname not in (select n.name from named n)
+            -- The comment of a view of access is a pattern.
+            and pg_catalog.obj_description(c.oid, 'pg_class') is null
+    end
+$$;
+comment on function pgqueue._leftovers() is
+'The relations that belong to no queue. queue_name is the queue for which a dedicated table was created; the other
+relations of that queue are not listed.';
+
+create function pgqueue._drop_leftovers()
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    leftover record;
+begin
+    -- No queue is created meanwhile.
+    lock table only pgqueue.queues in share mode;
+    for leftover in select l.* from pgqueue._leftovers() l where l.queue_name is null loop
+        execute format(
+            case leftover.kind
+                when 'S' then 'drop sequence %s cascade' when 'v' then 'drop view %s cascade' else 'drop table %s cascade'
+            end,
+            leftover.relation);
+    end loop;
+end;
+$$;
+comment on function pgqueue._drop_leftovers() is
+'Drops the relations that belong to no queue, except dedicated tables, in which there can be messages. The repair that
+doctor suggests.';
+
+create function pgqueue._findings_of_leftovers(q pgqueue.queues)
+returns setof pgqueue.finding
+language sql stable
+as $$
+    with leftovers as materialized (
+        select l.* from pgqueue._leftovers() l where q.name is null
+    )
+    (
+        select
+            'warning', l.queue_name, 'leftovers',
+            format('%s is the table of a queue that does not exist: a dump without rows was restored', l.relation),
+            format('select pgqueue.create_queue(%L);', l.queue_name)
+        from leftovers l
+        where l.queue_name is not null
+        order by l.queue_name
+    )
+    union all
+    select
+        'warning', null, 'leftovers',
+        format('%s to no queue, the first is %s: a dump without rows was restored',
+            case count(*) when 1 then '1 relation belongs' else count(*) || ' relations belong' end, min(l.relation::text)),
+        'select pgqueue._drop_leftovers(); -- first create the queues that are missing, which keep the access of roles'
+    from leftovers l
+    where l.queue_name is null
+    having count(*) > 0
+$$;
+comment on function pgqueue._findings_of_leftovers(pgqueue.queues) is
+'The findings of doctor about relations that belong to no queue.';
 -- Claims from several queues in one call, for consumers that serve queues of different importance.
 
 create function pgqueue.claim_any(
@@ -8454,19 +9190,23 @@ comment on function pgqueue._archive_expiry(timestamptz) is
 'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
 promises of queues that stopped archiving or were dropped.';
 
+create function pgqueue._days()
+returns setof date
+language sql stable
+as $$
+    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+$$;
+comment on function pgqueue._days() is
+'The days of the archive that have a partition.';
+
 create function pgqueue._expired_days(at timestamptz)
 returns setof date
 language sql stable
 as $$
-    select d.day
-    from (
-        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
-        from pg_catalog.pg_inherits i
-        join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-    ) d
-    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
-    order by d.day
+    select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
@@ -8524,7 +9264,7 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
+create function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -8534,24 +9274,34 @@ declare
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
-    -- has a partition.
+    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
-            select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
-            limit max_messages for update skip locked))
+            select w.ctid
+            from (
+                select c.ctid, sum(c.bytes) over (rows unbounded preceding) - c.bytes as bytes_before
+                from (
+                    select f.ctid, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+                    from pgqueue.unfiled_messages f
+                    where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at))
+                    limit 256
+                ) c
+            ) w
+            where w.bytes_before < 262144))
         returning u.*
+    ),
+    kept as (
+        insert into pgqueue.archived_messages
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at))
     )
-    insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-    get diagnostics filed = row_count;
+    select count(*) into filed from gone;
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
-unfiled messages that no queue needs any more, and returns how many it moved.';
+comment on function pgqueue._file_messages(timestamptz) is
+'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
+those that no queue needs any more, and returns how many were unfiled.';
 
 create function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -8602,6 +9352,9 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
+    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
+        -- A restore without rows has left it.
+        perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;
 $$;
@@ -8691,7 +9444,7 @@ begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at) > 0 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
@@ -8766,7 +9519,9 @@ begin
     -- An older snapshot does not show an archive_for that another transaction has raised since.
     perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._file_messages(confirmed_at, null);
+    while pgqueue._file_messages(confirmed_at) > 0 loop
+        exit when not pgqueue._has_time();
+    end loop;
 
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for day in select d from pgqueue._expired_days(confirmed_at) d loop
@@ -8796,6 +9551,25 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
+create function pgqueue._is_day_doubled(day date)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    doubled boolean;
+begin
+    execute format(
+        'select exists ('
+        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+    into doubled;
+    return doubled;
+end;
+$$;
+comment on function pgqueue._is_day_doubled(date) is
+'Whether a message is twice among the first hundred of a day of the archive.';
+
 create function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -8808,6 +9582,7 @@ declare
     is_ahead boolean;
     overdue bigint;
     is_empty boolean;
+    doubled date;
 begin
     if q.name is not null then
         return;
@@ -8855,11 +9630,23 @@ begin
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
+
+    -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
+    select min(w.d) into doubled
+    from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
+    where pgqueue._is_day_doubled(w.d);
+    if doubled is not null then
+        return next row('warning', null, 'doubled_archive',
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
+            'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
+            ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
+            ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
+    end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
-overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
+days, and messages that are there twice.';
 
 create function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null
@@ -9115,7 +9902,7 @@ $$;
 comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
 'Returns the open batch of a stream in the form that the public functions return.';
 
-create function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
+create function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -9125,7 +9912,7 @@ declare
 begin
     with extended as (
         update pgqueue.messages m
-        set visible_at = until
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, s.claim_token)
@@ -9138,7 +9925,7 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
@@ -9403,7 +10190,7 @@ begin
             -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
             -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._extend_open_batch(s, s.claimed_until);
+            lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
                 update pgqueue.streams t
@@ -9499,7 +10286,7 @@ begin
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
-        lost := pgqueue._extend_open_batch(s, s.claimed_until);
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
             if fail_on_data_loss then
                 perform pgqueue._raise_stream_data_lost(s, lost);
@@ -9658,7 +10445,7 @@ begin
         return;
     end if;
     s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._extend_open_batch(s, s.claimed_until);
+    lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;
@@ -11313,11 +12100,11 @@ matches. The headers of the message also have pgqueue.schedule, the name, and pg
 tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
 catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
 priority (0 to 9, the highest; null is 0) is for a queue with priorities, and group_key (1 to 255 characters; null:
-none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With
-group_limit 1, the message of a tick waits until the message of the tick before is finished. While a transaction that
-received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never
-idle. If if_not_exists (false) and the queue has a schedule of this name, that stays unchanged, and the time of its next
-tick is returned. Raises 22023, PQ001, PQ003, PQ012.';
+none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule, and do
+nothing in other queues. With group_limit 1, the message of a tick waits until the message of the tick before is
+finished. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+schedule that is not paused is never idle. If if_not_exists (false) and the queue has a schedule of this name, that
+stays unchanged, and the time of its next tick is returned. Raises 22023, PQ001, PQ003, PQ012.';
 
 create function pgqueue.alter_schedule(
     name text,
@@ -12018,6 +12805,7 @@ declare
     t pgqueue.transports;
     locked_row pgqueue.transports;
     is_locked boolean := false;
+    has_more boolean := false;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
@@ -12049,8 +12837,10 @@ begin
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
-        -- Without claims there are no sweeps, which would record where the next scan may start.
-        perform pgqueue._record_vacant_ids(q, at, pgqueue._register_value(q.fresh_from_id));
+        has_more := exists (
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
+        );
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -12060,7 +12850,7 @@ begin
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        using t.head, t.settled_seq, t.bound_seq, t.writers, case when has_more then at else at + interval '1 s' end;
         -- As in a sweep, which this queue may never have.
         perform pgqueue._do_maintenance_if_due(at);
     end if;
@@ -12222,11 +13012,11 @@ begin
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
     -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
+    -- The key keeps a dump that is restored twice from adding a second row.
     execute format(
-        'create table %s () inherits (pgqueue.transports)'
+        'create table %s (primary key (queue_name)) inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
-    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
@@ -12570,6 +13360,32 @@ $$;
 comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
+
+create function pgqueue._on_queue_created_transport(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if to_regclass(pgqueue._transport_table(q)) is null then
+        return;
+    end if;
+    -- A restore without rows has left the relation. Its trigger has the name of the queue.
+    execute format(
+        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
+        ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
+        ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
+        ' on conflict do nothing', pgqueue._transport_table(q))
+    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    perform pgqueue._sync_archive_trigger(q);
+    if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._unexpose(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
+'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
+have one.';
 
 create function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void
@@ -13060,11 +13876,11 @@ comment on function pgqueue._compactable_tables() is
 'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
-    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation)
+    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
     cross join lateral (
         select
@@ -13104,19 +13920,19 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create function pgqueue._is_pinned_for(bytes bigint)
+create function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint)
 returns boolean
 language sql volatile
 as $$
     select pgqueue._pinned_transactions() >= 50000
-        or bytes >= 67108864 and coalesce(
+        or (bytes >= 67108864 or dead_rows >= 50000) and coalesce(
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for(bigint) is
+comment on function pgqueue._is_pinned_for(bigint, bigint) is
 'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
-fill a table. From 64 MB on, five seconds suffice, so that it does not become too large to compact, or 100 transactions
-if the time is not known, as for the snapshot of a standby.';
+fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
+or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
 create function pgqueue._tables_to_compact()
 returns table (relation regclass, row_type regtype)
@@ -13125,7 +13941,7 @@ as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes)
+    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
 comment on function pgqueue._tables_to_compact() is
@@ -13484,7 +14300,7 @@ begin
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
                 case
-                    when not pgqueue._is_pinned_for(t.bytes) then 'the space of dead rows can be used again, but is not returned'
+                    when not pgqueue._is_pinned_for(t.bytes, t.dead_rows) then 'the space of dead rows can be used again, but is not returned'
                     when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'
@@ -13972,13 +14788,15 @@ as $$
 begin
     return query
     select g.role_name, g.access, g.queue_name from pgqueue._granted_access() g
+    -- A restore without rows leaves the access to queues that do not exist. Their names are not known.
+    where g.queue_name is distinct from substr(g.access_view::text, 9)
     order by g.role_name, g.access, g.queue_name nulls first;
 end;
 $$;
 comment on function pgqueue.list_access() is
 'Returns the access that grant_access granted: role_name, access, and queue_name, which is a name, a pattern, or null
-for all queues. Access that a role has as a member of another is listed for the other. Only the owner of the extension
-may call this.';
+for all queues. Access that a role has as a member of another is listed for the other. Access to queues that are missing
+after a restore without rows is not listed. Only the owner of the extension may call this.';
 
 create function pgqueue._findings_of_grants(q pgqueue.queues)
 returns setof pgqueue.finding
@@ -14041,6 +14859,7 @@ as $$
         cross join lateral aclexplode(c.relacl) as a
         left join pg_roles r on r.oid = a.grantee
         where q.name is null and c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'v' and a.grantee <> c.relowner
+            and c.oid <> all (array(select l.relation::oid from pgqueue._leftovers() l))
             and case
                 when c.relname ~ '^access_' then a.grantee = 0
                 else (coalesce(r.rolname, ''), a.privilege_type) not in (

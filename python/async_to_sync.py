@@ -15,7 +15,7 @@ TARGET = SOURCE.with_name("_client_sync.py")
 HEADER = "# Generated from _client_async.py by async_to_sync.py: do not edit.\n"
 NAMES = {
     "AsyncConnection": "Connection",
-    "AsyncCursor": "Cursor",
+    "AsyncOwnCursor": "OwnCursor",
     "AsyncQueue": "Queue",
     "AsyncQueues": "Queues",
     "AsyncRows": "Rows",

@@ -66,19 +66,23 @@ comment on function pgqueue._archive_expiry(timestamptz) is
 'Returns the time before which no archived message has to be kept, by the longest archive_for of all queues and of the
 promises of queues that stopped archiving or were dropped.';
 
+create or replace function pgqueue._days()
+returns setof date
+language sql stable
+as $$
+    select to_date(right(c.relname, 8), 'YYYYMMDD')
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
+$$;
+comment on function pgqueue._days() is
+'The days of the archive that have a partition.';
+
 create or replace function pgqueue._expired_days(at timestamptz)
 returns setof date
 language sql stable
 as $$
-    select d.day
-    from (
-        select to_date(right(c.relname, 8), 'YYYYMMDD') as day
-        from pg_catalog.pg_inherits i
-        join pg_catalog.pg_class c on c.oid = i.inhrelid
-        where i.inhparent = 'pgqueue.archived_messages'::regclass and c.relname ~ '^archived_messages_[0-9]{8}$'
-    ) d
-    where d.day < pgqueue._utc_day(pgqueue._archive_expiry(at))
-    order by d.day
+    select d from pgqueue._days() d where d < pgqueue._utc_day(pgqueue._archive_expiry(at)) order by d
 $$;
 comment on function pgqueue._expired_days(timestamptz) is
 'Returns the days of the archive that no queue needs any more, oldest first.';
@@ -136,7 +140,7 @@ comment on function pgqueue._create_missing_days(timestamptz) is
 'Creates the missing day partitions and returns their days: the days of unfiled messages and, if any queue archives,
 today and the next eight days. The caller holds a lock that keeps other sessions from doing the same.';
 
-create or replace function pgqueue._file_messages(confirmed_at timestamptz, max_messages int)
+create or replace function pgqueue._file_messages(confirmed_at timestamptz)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -146,24 +150,34 @@ declare
     filed int;
 begin
     -- A message with a future finished_at was acknowledged while the clock was wrong. It stays unfiled until its day
-    -- has a partition.
+    -- has a partition. The lock of the caller keeps others from filing, so none of the rows is locked.
     with gone as (
         delete from pgqueue.unfiled_messages u
         where u.ctid = any (array(
-            select c.ctid from pgqueue.unfiled_messages c
-            where c.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(c.finished_at))
-            limit max_messages for update skip locked))
+            select w.ctid
+            from (
+                select c.ctid, sum(c.bytes) over (rows unbounded preceding) - c.bytes as bytes_before
+                from (
+                    select f.ctid, pgqueue._moved_bytes(f.payload, f.body, f.headers, null) as bytes
+                    from pgqueue.unfiled_messages f
+                    where f.finished_at < unwanted_before or pgqueue._has_day_partition(pgqueue._utc_day(f.finished_at))
+                    limit 256
+                ) c
+            ) w
+            where w.bytes_before < 262144))
         returning u.*
+    ),
+    kept as (
+        insert into pgqueue.archived_messages
+        select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at))
     )
-    insert into pgqueue.archived_messages
-    select g.* from gone g where pgqueue._has_day_partition(pgqueue._utc_day(g.finished_at));
-    get diagnostics filed = row_count;
+    select count(*) into filed from gone;
     return filed;
 end;
 $$;
-comment on function pgqueue._file_messages(timestamptz, int) is
-'Moves up to max_messages (null for all) unfiled messages into the partitions of their days, if those exist, deletes
-unfiled messages that no queue needs any more, and returns how many it moved.';
+comment on function pgqueue._file_messages(timestamptz) is
+'Moves unfiled messages, of at most 256 kB and one message, into the partitions of their days, if those exist, deletes
+those that no queue needs any more, and returns how many were unfiled.';
 
 create or replace function pgqueue._start_archiving(q pgqueue.queues)
 returns void
@@ -214,6 +228,9 @@ as $$
 begin
     if q.archive_for is not null then
         perform pgqueue._start_archiving(q);
+    elsif to_regclass(pgqueue._archive_marker(q.name)) is not null then
+        -- A restore without rows has left it.
+        perform pgqueue._set_archive_marker(q.name, null);
     end if;
 end;
 $$;
@@ -303,7 +320,7 @@ begin
     lock table only pgqueue.archived_messages in share update exclusive mode nowait;
     confirmed_at := pgqueue._confirm_time(at);
     perform pgqueue._create_missing_days(at);
-    if pgqueue._file_messages(confirmed_at, 1000) = 1000 then
+    if pgqueue._file_messages(confirmed_at) > 0 then
         perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
     end if;
     -- Until its transaction commits, a truncated day blocks every reader of the whole archive.
@@ -378,7 +395,9 @@ begin
     -- An older snapshot does not show an archive_for that another transaction has raised since.
     perform pgqueue._require_current_snapshot('the archive');
     confirmed_at := pgqueue._confirm_time(at);
-    perform pgqueue._file_messages(confirmed_at, null);
+    while pgqueue._file_messages(confirmed_at) > 0 loop
+        exit when not pgqueue._has_time();
+    end loop;
 
     delete from pgqueue.archive_promises p where p.ends_at <= confirmed_at;
     for day in select d from pgqueue._expired_days(confirmed_at) d loop
@@ -408,6 +427,25 @@ same maintenance about once an hour, but drop nothing; they empty a day when the
 a day from a scheduler, or occasionally by hand, in a transaction of its own. Raises 40001 above read committed if
 another transaction has committed since the snapshot.';
 
+create or replace function pgqueue._is_day_doubled(day date)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    doubled boolean;
+begin
+    execute format(
+        'select exists ('
+        'select from (select a.queue_name, a.id, a.finished_at from pgqueue.%I a order by a.queue_name, a.id limit 100) c'
+        ' group by c.queue_name, c.id, c.finished_at having count(*) > 1)', pgqueue._day_partition_name(day))
+    into doubled;
+    return doubled;
+end;
+$$;
+comment on function pgqueue._is_day_doubled(date) is
+'Whether a message is twice among the first hundred of a day of the archive.';
+
 create or replace function pgqueue._findings_of_archive(q pgqueue.queues)
 returns setof pgqueue.finding
 language plpgsql volatile
@@ -420,6 +458,7 @@ declare
     is_ahead boolean;
     overdue bigint;
     is_empty boolean;
+    doubled date;
 begin
     if q.name is not null then
         return;
@@ -467,11 +506,23 @@ begin
                 case when is_empty then 'emptied, but not dropped' else 'not removed yet' end),
             repair)::pgqueue.finding;
     end if;
+
+    -- The archive has no unique key. Of a dump that was restored twice, the oldest days are kept as long as any.
+    select min(w.d) into doubled
+    from (select d from pgqueue._days() d where not pgqueue._is_day_empty(d) order by d limit 10) w
+    where pgqueue._is_day_doubled(w.d);
+    if doubled is not null then
+        return next row('warning', null, 'doubled_archive',
+            format('messages that were acknowledged on %s are twice in pgqueue.archived_messages: a dump was restored twice', doubled),
+            'delete from pgqueue.archived_messages a using pgqueue.archived_messages b where a.tableoid = b.tableoid'
+            ' and a.queue_name = b.queue_name and a.id = b.id and a.finished_at = b.finished_at'
+            ' and a.attempt_count = b.attempt_count and a.ctid > b.ctid;')::pgqueue.finding;
+    end if;
 end;
 $$;
 comment on function pgqueue._findings_of_archive(pgqueue.queues) is
-'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, and missing or
-overdue days.';
+'The findings of doctor about the archive: markers that do not match archive_for, unfiled messages, missing or overdue
+days, and messages that are there twice.';
 
 create or replace function pgqueue.browse_archived_messages(
     queue_name pgqueue.queue_of_consumer_admin_or_reader, max_messages int default 100, before_id bigint default null

@@ -63,7 +63,8 @@ $$;
 comment on function pgqueue.browse(pgqueue.queue_of_consumer_admin_or_reader, text, int, bigint) is
 'Shows up to max_messages (1 to 10000) messages in state ready, inflight or scheduled, by id, starting after after_id;
 for the next page pass the last id. State ready includes messages that wait for others of their groups, or that a limit
-of the queue holds back. State scheduled includes delayed messages that expired before a claim made them ready. Claims
+of the queue holds back. State inflight includes messages of a group that wait for their retry, if group_limit is 1.
+State scheduled includes delayed messages that expired before a claim made them ready. Claims
 and locks no message. Raises 22023, PQ001, 40001.';
 
 create or replace function pgqueue.browse_dead_messages(

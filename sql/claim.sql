@@ -100,7 +100,7 @@ begin
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         -- This is a new statement: it sees the claims of those that held the lock before.
         at := pgqueue._now();
-        allowed := pgqueue._allowed_messages(q, at, wanted);
+        allowed := pgqueue._allowed_messages(q, at, wanted, true);
     end if;
     if allowed <= 0 then
         return '{}'::bigint[];
@@ -254,10 +254,11 @@ comment on function pgqueue.claim(pgqueue.queue_of_consumer, int, interval, text
 'Claims up to max_messages (1 to 10000) ready messages and returns them by id. Each is hidden for visibility_timeout (1
 s to 43200 s, default: the queue''s), its attempt is counted, and it gets a claim_token, which ack, nack and extend
 require. claimed_by is a name for people to read. On its way a claim removes messages that have no attempts left or have
-expired, to the dead letters if the queue keeps them. In a queue with group_limit, a claim returns at most that many
-messages of a group, and messages of at most 100 groups. In a queue with priorities, a claim takes the messages with the
-highest priority; about one claim in ten first takes those with the priority whose next message is the oldest, so that
-no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight,
-up to 100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a
-limit of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
-claim. Raises 22023, PQ001.';
+expired, to the dead letters if the queue keeps them, and makes due messages ready. It stops this work after a few MB,
+about 50 ms, or half of statement_timeout, and later claims go on with it. So it can return fewer than max_messages
+although more are due. In a queue with group_limit, a claim returns at most that many messages of a group, and messages
+of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority; about one claim
+in ten first takes those with the priority whose next message is the oldest, so that no message waits for ever. Waits
+only for drop_queue and, in a queue with max_in_flight, up to 100 ms for another claim that has not committed. Returns
+no row if no message is ready, the queue is paused, or a limit of the queue allows none; next_due_at returns when to try
+again. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';

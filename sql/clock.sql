@@ -15,12 +15,14 @@ comment on function pgqueue._add_interval(timestamptz, interval) is
 'The moment plus the interval. A day counts as 24 hours. Plain addition would make it 23 or 25 hours where the TimeZone
 of the session changes its clocks.';
 
-create or replace function pgqueue._is_at_commit()
+create or replace function pgqueue._has_time()
 returns boolean
-language sql stable
+language sql volatile
 as $$
-    -- These statements fire deferred triggers, too. The transaction goes on after them and would keep the locks.
-    select not coalesce(current_query() ~* e'\\m(prepare\\s+transaction|set\\s+constraints)\\M', false)
+    select coalesce(
+        pgqueue._now() < statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2, true)
 $$;
-comment on function pgqueue._is_at_commit() is
-'For a deferred trigger: whether its transaction commits now.';
+comment on function pgqueue._has_time() is
+'Whether less than half of statement_timeout has passed since the client sent its statement; true if there is none.
+Functions that remove or move any number of messages do it in slices, and end after a slice if this is false. So a call
+makes progress, and later calls do the rest.';

@@ -46,11 +46,11 @@ comment on function pgqueue._compactable_tables() is
 'The tables that a compaction can rewrite, the row type of each, and the size from which on it is requested.';
 
 create or replace function pgqueue._overgrown_tables()
-returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint)
+returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
 language sql volatile
 as $$
     -- The statistics are read without a lock, the size with one. So the size is read only if the statistics fit.
-    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation)
+    select t.relation, t.row_type, s.bytes, pg_stat_get_live_tuples(t.relation), pg_stat_get_dead_tuples(t.relation)
     from pgqueue._compactable_tables() t
     cross join lateral (
         select
@@ -90,19 +90,19 @@ comment on function pgqueue._pinned_transactions() is
 'The number of transactions since the oldest snapshot, transaction, prepared transaction or replication slot that pins
 the horizon of this database.';
 
-create or replace function pgqueue._is_pinned_for(bytes bigint)
+create or replace function pgqueue._is_pinned_for(bytes bigint, dead_rows bigint)
 returns boolean
 language sql volatile
 as $$
     select pgqueue._pinned_transactions() >= 50000
-        or bytes >= 67108864 and coalesce(
+        or (bytes >= 67108864 or dead_rows >= 50000) and coalesce(
             (select max(h.pinned_for) > interval '5 s' from pgqueue._horizon_holders() h),
             pgqueue._pinned_transactions() >= 100)
 $$;
-comment on function pgqueue._is_pinned_for(bigint) is
+comment on function pgqueue._is_pinned_for(bigint, bigint) is
 'Whether the horizon is pinned for long enough to compact a table of this size. A few transactions with large batches
-fill a table. From 64 MB on, five seconds suffice, so that it does not become too large to compact, or 100 transactions
-if the time is not known, as for the snapshot of a standby.';
+fill a table. From 64 MB or 50,000 dead rows on, five seconds suffice, so that it does not become too large to compact,
+or 100 transactions if the time is not known, as for the snapshot of a standby.';
 
 create or replace function pgqueue._tables_to_compact()
 returns table (relation regclass, row_type regtype)
@@ -111,7 +111,7 @@ as $$
     select t.relation, t.row_type
     from pgqueue._overgrown_tables() t
     -- A longer scan would block other sessions for too long. compact_queue has no such limit.
-    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes)
+    where pg_relation_size(t.relation) <= 1073741824 and pgqueue._is_pinned_for(t.bytes, t.dead_rows)
     order by t.bytes desc
 $$;
 comment on function pgqueue._tables_to_compact() is
@@ -470,7 +470,7 @@ begin
             'warning', null, 'uncompacted_table',
             format('%s occupies %s for about %s living rows, and %s', t.relation, pg_size_pretty(t.bytes), t.living_rows,
                 case
-                    when not pgqueue._is_pinned_for(t.bytes) then 'the space of dead rows can be used again, but is not returned'
+                    when not pgqueue._is_pinned_for(t.bytes, t.dead_rows) then 'the space of dead rows can be used again, but is not returned'
                     when obstacle = 'published' then 'it is not compacted: a publication contains it without truncate, or through its parent'
                     when obstacle = 'trigger' then 'it is not compacted: a trigger of another schema would fire'
                     when obstacle = 'referenced' then 'it is not compacted: a foreign key references it'

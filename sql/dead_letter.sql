@@ -18,14 +18,18 @@ begin
     if max_messages is null or max_messages not between 1 and 1000000 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 1000000');
     end if;
-    return pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at);
+    return (
+        select r.removed
+        from pgqueue._remove_spent_messages(q, pgqueue._find_spent_messages(q, at, 0, max_messages), at, null) r
+    );
 end;
 $$;
 comment on function pgqueue.sweep_queue(pgqueue.queue_of_consumer_or_admin, int) is
 'Removes up to max_messages (1 to 1000000) messages that have no attempts left and whose last claim has ended, or that
 have expired after a claim, and returns how many. They become dead letters if the queue keeps them. Every claim does
-this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0. Expired messages
-that were never claimed may stay: see purge_expired. Raises 22023, PQ001.';
+this on its way, so the call is needed only while no consumer claims. Repeat it until it returns 0: it ends when half of
+statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
+22023, PQ001.';
 
 create or replace function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
@@ -41,63 +45,94 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    dead_ids bigint[];
-    redriven int;
+    dead refcursor;
+    letter record;
+    slice_ids bigint[];
+    bytes bigint;
+    slice_at timestamptz;
+    slice_count int;
+    first_due_at timestamptz;
+    redriven int := 0;
     is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
     end if;
-    perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at);
+    perform pgqueue._remove_spent_messages(
+        q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
     if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
             where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
-            order by d.id limit max_messages for update skip locked);
+            order by d.id limit max_messages for update skip locked;
     else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
+        open dead for
+            select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d, pgqueue._lookup_keys(q.name, ids) k
             where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            order by d.id limit max_messages for update of d skip locked);
+            order by d.id limit max_messages for update of d skip locked;
     end if;
-    with revived as (
-        delete from pgqueue.dead_messages d
-        using pgqueue._lookup_keys(q.name, dead_ids) k
-        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-        returning d.*
-    ),
-    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-    -- Otherwise a claim between the redrive and their due time could take their successors.
-    moved as (
-        insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers, claimed_by,
-            last_error, transport_headers
+    loop
+        -- Fetching locks one row at a time.
+        slice_ids := '{}';
+        bytes := 0;
+        loop
+            fetch dead into letter;
+            exit when not found;
+            slice_ids := slice_ids || letter.id;
+            bytes := bytes + letter.bytes;
+            exit when bytes >= 131072;
+        end loop;
+        exit when slice_ids = '{}';
+        slice_at := pgqueue._now();
+        with revived as (
+            delete from pgqueue.dead_messages d
+            using pgqueue._lookup_keys(q.name, slice_ids) k
+            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+            returning d.*
+        ),
+        -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+        -- Otherwise a claim between the redrive and their due time could take their successors.
+        moved as (
+            insert into pgqueue.messages (
+                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
+                claimed_by, last_error, transport_headers
+            )
+            select
+                r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
+                r.claimed_by, r.last_error, r.transport_headers
+            from revived r
+            where is_grouped
+            returning messages.id
+        ),
+        recorded as (
+            insert into pgqueue.requeued_messages (queue_name, check_at, id)
+            select q.name, (select pgqueue._now()), m.id from moved m
+        )
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers
         )
         select
-            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by,
-            r.last_error, r.transport_headers
+            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+            -- would scan the dead index entries of all messages already taken.
+            r.id, r.queue_name,
+            pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+            r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
+            r.transport_headers
         from revived r
-        where is_grouped
-        returning messages.id
-    ),
-    recorded as (
-        insert into pgqueue.requeued_messages (queue_name, check_at, id)
-        select q.name, (select pgqueue._now()), m.id from moved m
-    )
-    insert into pgqueue.scheduled_messages (
-        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-        payload, body, headers, claimed_by, last_error, transport_headers
-    )
-    select
-        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
-        -- scan the dead index entries of all messages already taken.
-        r.id, r.queue_name, pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'), r.enqueued_at, 0, q.max_attempts, r.message_id,
-        r.payload, r.body, r.headers, r.claimed_by, r.last_error, r.transport_headers
-    from revived r
-    where not is_grouped;
-    redriven := cardinality(pgqueue._array_except(dead_ids, '{}'));
+        where not is_grouped;
+        slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
+        redriven := redriven + slice_count;
+        if first_due_at is null then
+            first_due_at := slice_at - (slice_count - 1) * interval '1 microsecond';
+        end if;
+        exit when not pgqueue._has_time();
+    end loop;
+    close dead;
     if redriven > 0 then
-        perform pgqueue._announce_due(q, at - (redriven - 1) * interval '1 microsecond');
+        perform pgqueue._announce_due(q, first_due_at);
     end if;
     return redriven;
 end;
@@ -106,8 +141,33 @@ comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
-included, as by sweep_queue. Due messages are claimed before new ones, so a large redrive delays all new messages.
+included, as by sweep_queue. The call ends when half of statement_timeout has passed, and has then returned some: repeat
+it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
 Raises 22023, PQ001.';
+
+create or replace function pgqueue._find_dead_letters(
+    queue_name text, ids bigint[], out id bigint, out bytes bigint
+)
+returns setof record
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if ids is null then
+        return query
+        select d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d
+        where d.queue_name = _find_dead_letters.queue_name collate "C" and d.id >= pgqueue._first_id_of(_find_dead_letters.queue_name);
+    else
+        return query
+        select distinct d.id, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers)
+        from pgqueue.dead_messages d, pgqueue._lookup_keys(_find_dead_letters.queue_name collate "C", ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, _find_dead_letters.queue_name collate "C", k.names, k.ids, k.id);
+    end if;
+end;
+$$;
+comment on function pgqueue._find_dead_letters(text, bigint[]) is
+'The ids of the dead letters of a queue, all or only those in ids, with their sizes.';
 
 create or replace function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
@@ -122,7 +182,10 @@ declare
     at constant timestamptz := pgqueue._now();
     q pgqueue.queues;
     dead_ids bigint[];
-    purged bigint;
+    sizes bigint[];
+    slice record;
+    n int;
+    purged bigint := 0;
 begin
     -- The undelivered messages of a dropped queue remain under its name, so the queue need not exist.
     if not pgqueue._lock_queue(queue_name)
@@ -136,31 +199,32 @@ begin
     end if;
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C";
     if found then
-        perform pgqueue._remove_spent_messages(q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at);
+        perform pgqueue._remove_spent_messages(
+            q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, 1000000)), at, null);
     end if;
-    if ids is null then
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d
-            where d.queue_name = purge_dead_messages.queue_name collate "C"
-                and d.id >= pgqueue._first_id_of(purge_dead_messages.queue_name)
-            order by d.id for update);
-    else
-        dead_ids := array(
-            select d.id from pgqueue.dead_messages d, pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
-            order by d.id for update of d);
-    end if;
-    delete from pgqueue.dead_messages d
-    using pgqueue._lookup_keys(purge_dead_messages.queue_name collate "C", dead_ids) k
-    where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
-    get diagnostics purged = row_count;
+    select array_agg(w.id order by w.id), array_agg(w.bytes order by w.id) into dead_ids, sizes
+    from pgqueue._find_dead_letters(queue_name, ids) w;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        exit when purged > 0 and not pgqueue._has_time();
+        perform from pgqueue.dead_messages d, pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id)
+        order by d.id for update of d;
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(
+            purge_dead_messages.queue_name collate "C", dead_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(d.queue_name, d.id, purge_dead_messages.queue_name collate "C", k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        purged := purged + n;
+    end loop;
     return purged;
 end;
 $$;
 comment on function pgqueue.purge_dead_messages(pgqueue.queue_of_admin, bigint[]) is
 'Deletes the dead letters of a queue, all or only those in ids, and returns how many. Messages that
-no claim has moved to the dead letters yet are included, as by sweep_queue. The dead letters of a dropped queue are
-found by its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
+no claim has moved to the dead letters yet are included, as by sweep_queue. The call ends when half of statement_timeout
+has passed, and has then deleted some: repeat it until it returns 0. The dead letters of a dropped queue are found by
+its name. Raises PQ001 if there is neither a queue nor a dead letter of this name.';
 
 create or replace function pgqueue._findings_of_held_groups(q pgqueue.queues)
 returns setof pgqueue.finding

@@ -53,7 +53,7 @@ comment on function pgqueue._check_dedup(text[], text) is
 
 create or replace function pgqueue._read_dedup_keys(
     q pgqueue.queues, period bigint, keys text[], at timestamptz, new_ids bigint[], gone bigint[], lock boolean,
-    out found_keys text[], out found_ids bigint[], out taken_ids bigint[]
+    out found_keys text[], out found_ids bigint[], out taken_ids bigint[], out were_locked boolean
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -82,10 +82,10 @@ begin
         select array_agg(u.key), array_agg(k.id), array_agg(case
             when pgqueue._end_of_dedup_window($1, k.enqueued_at) > $4 and k.id <> all ($6) and (k.id = any ($5) or %2$s)
             then k.id
-        end)
+        end), bool_or(k.xmax <> 0)
         from unnest($3) as u (key)
         cross join lateral (
-            select c.id, c.enqueued_at from pgqueue.dedup_keys_%1$s c
+            select c.id, c.enqueued_at, c.xmax from pgqueue.dedup_keys_%1$s c
             where c.slice = %1$s and c.queue_id = ($1).queue_id and c.dedup_key = u.key collate "C" and c.period = $2
             offset 0
         ) k',
@@ -95,7 +95,7 @@ begin
                 exists (select from pgqueue.messages m where m.queue_name = ($1).name and m.id = k.id)
                 or exists (select from pgqueue.scheduled_messages s where s.queue_name = ($1).name and s.id = k.id)'
         end)
-    into found_keys, found_ids, taken_ids
+    into found_keys, found_ids, taken_ids, were_locked
     using q, period, keys, at, new_ids, gone;
 end;
 $$;
@@ -105,7 +105,7 @@ comment on function pgqueue._read_dedup_keys(
 'The keys that are recorded in a period, and the message of each. taken_ids has, for each key, the message that has it,
 or null if the key is free. A key is free if its window has ended or its message is in gone. With dedup_window 0 it is
 also free if the message neither exists nor is in new_ids, which the caller is about to add. If lock is true, waits for
-other transactions that replace the messages.';
+other transactions that replace the messages. were_locked is false if no other transaction is changing a key.';
 
 create or replace function pgqueue._move_dedup_key(
     q pgqueue.queues, period bigint, key text, old_id bigint, new_id bigint, at timestamptz
@@ -251,7 +251,8 @@ begin
             -- Keys that are free again are taken over by one update, as one call for each would take milliseconds.
             freed := array(
                 select f.key from unnest(found.found_keys, found.taken_ids) as f (key, id) where f.id is null);
-            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, true);
+            -- One key needs no order. Without the lock, later calls see that nothing is changing it.
+            free := pgqueue._read_dedup_keys(q, period, freed, at, ids, gone, cardinality(freed) > 1);
             perform pgqueue._move_dedup_keys(
                 q, period, array_agg(f.key), array_agg(f.old_id), array_agg(f.new_id), at)
             from (
@@ -356,6 +357,32 @@ comment on function pgqueue._replace_message(
 ) is
 'Replaces the content, due time and expiry of a message that is ready or scheduled. Returns false if a consumer has
 claimed it, if another transaction has locked it, or if it is gone.';
+
+create or replace function pgqueue._settled_dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    period constant bigint := pgqueue._dedup_period(pgqueue._dedup_class(q.dedup_window), at);
+    k record;
+begin
+    k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', false);
+    if k.were_locked then
+        begin
+            k := pgqueue._read_dedup_keys(q, period, array[dedup_key], at, '{}', '{}', true);
+            -- Only an error releases the lock before the transaction ends. The caller does not change the key.
+            perform pgqueue._raise_queue_busy(q.name, 'enqueue');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return k.taken_ids[1];
+end;
+$$;
+comment on function pgqueue._settled_dedup_key_holder(pgqueue.queues, text, timestamptz) is
+'The message that has a key; null if the key is free. Waits for a transaction that gives the key to another message or
+frees it.';
 
 create or replace function pgqueue._dedup_key_holder(q pgqueue.queues, dedup_key text, at timestamptz)
 returns bigint

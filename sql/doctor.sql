@@ -174,6 +174,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -187,6 +188,11 @@ declare
     shortest interval;
     ahead_until timestamptz;
     late_until timestamptz;
+    seen_at timestamptz;
+    was_ahead boolean;
+    late_from timestamptz;
+    grouped_id bigint;
+    ranked_id bigint;
     claimed_since timestamptz;
     hidden_ids bigint[];
     found pgqueue.finding[];
@@ -282,8 +288,11 @@ begin
                 and w.claimed_at < at - greatest(10 * q.visibility_timeout, '1 h')),
         array_agg(w.id) filter (
             where q.group_limit = 1 and w.visible_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
-                and (w.is_unclaimed or not isfinite(w.visible_at)))
-    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids
+                and (w.is_unclaimed or not isfinite(w.visible_at))),
+        max(greatest(w.enqueued_at, w.claimed_at)) filter (where isfinite(w.enqueued_at)),
+        min(w.id) filter (where q.group_limit is null and w.headers ->> 'pgqueue.group' is not null),
+        min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null)
+    into lapsed, oldest_at, shortest, ahead_until, claimed_since, hidden_ids, seen_at, grouped_id, ranked_id
     from (
         (
             select c.*
@@ -291,7 +300,7 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    pgqueue._is_unclaimed(m) as is_unclaimed
+                    m.headers, pgqueue._is_unclaimed(m) as is_unclaimed
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
                 order by m.id limit 1000
@@ -308,7 +317,7 @@ begin
             cross join lateral (
                 select
                     m.id, m.visible_at, m.attempt_count, m.claimed_attempt, m.expires_at, m.enqueued_at, m.claimed_at,
-                    pgqueue._is_unclaimed(m)
+                    m.headers, pgqueue._is_unclaimed(m)
                 from pgqueue.messages m
                 where m.queue_name = q.name and m.id = requeued_id
                 limit 1
@@ -362,31 +371,65 @@ begin
     select
         -- The message of a schedule has its due time as enqueued_at.
         max(w.due_at) filter (where w.enqueued_at > at + interval '1 min' and w.enqueued_at < w.due_at),
-        max(w.due_at) filter (
-            where w.enqueued_at <= at + interval '1 min' and w.due_at > pgqueue._add_interval(at, q.backoff_max + interval '1 min')
-                and (w.attempt_count > 0 or w.claimed_by is not null))
-    into ahead_until, late_until
+        greatest(seen_at, max(w.enqueued_at) filter (where w.enqueued_at < w.due_at and isfinite(w.enqueued_at))),
+        least(grouped_id, min(w.id) filter (where q.group_limit is null and w.headers ->> 'pgqueue.group' is not null)),
+        least(ranked_id, min(w.id) filter (where not q.priorities and w.headers ->> 'pgqueue.priority' is not null))
+    into ahead_until, seen_at, grouped_id, ranked_id
     from (
-        select d.due_at, d.enqueued_at, d.attempt_count, d.claimed_by from pgqueue.scheduled_messages d
+        select d.id, d.due_at, d.enqueued_at, d.headers from pgqueue.scheduled_messages d
         where d.queue_name = q.name and d.due_at > at
         order by d.due_at desc limit 1000
     ) w;
+    -- A returned message does not show that the clock was ahead. Other messages and dead letters do.
+    select greatest(seen_at, max(w.died_at) filter (where isfinite(w.died_at))) into seen_at
+    from (
+        select d.died_at from pgqueue.dead_messages d
+        where d.queue_name = q.name and d.id >= pgqueue._first_id_of(q.name)
+        order by d.id limit 1000
+    ) w;
+    was_ahead := coalesce(seen_at > at + interval '1 min', false);
+    late_from := pgqueue._add_interval(at, case when was_ahead then interval '1 min' else q.backoff_max + interval '1 min' end);
+    select max(w.due_at) into late_until
+    from (
+        select d.due_at, d.enqueued_at, d.attempt_count, d.claimed_by from pgqueue.scheduled_messages d
+        where d.queue_name = q.name and d.due_at > late_from
+        order by d.due_at desc limit 1000
+    ) w
+    where w.enqueued_at <= at + interval '1 min'
+        and (w.attempt_count > 0 or w.claimed_by is not null or was_ahead and w.due_at <= seen_at);
     if ahead_until is not null then
         return next row('warning', q.name, 'clock_ahead',
             format('delayed messages were sent while the clock was ahead: they are not due before %s', ahead_until),
             format(
-                'update pgqueue.scheduled_messages set due_at = %1$L::timestamptz + (due_at - enqueued_at), enqueued_at = %1$L'
+                'update pgqueue.scheduled_messages'
+                ' set due_at = greatest(%1$L, clock_timestamp()) + (due_at - enqueued_at), enqueued_at = %1$L'
                 ' where queue_name = %2$L and due_at > %1$L and enqueued_at > %3$L and enqueued_at < due_at;',
                 at, q.name, at + interval '1 min'))::pgqueue.finding;
     end if;
     if late_until is not null then
         return next row('info', q.name, 'late_retries',
-            format('returned messages wait for up to %s, longer than the backoff_max of %s: consumers asked for it, or the clock was ahead',
-                late_until - at, q.backoff_max),
+            case
+                when was_ahead then format('messages wait for up to %s: they were returned while the clock was ahead, until %s, or somebody asked for it',
+                    late_until - at, seen_at)
+                else format('returned messages wait for up to %s, longer than the backoff_max of %s: consumers asked for it, or the clock was ahead',
+                    late_until - at, q.backoff_max)
+            end,
             format(
-                'update pgqueue.scheduled_messages set due_at = %1$L where queue_name = %2$L and due_at > %3$L'
-                ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null); -- if no consumer has asked for it',
-                at, q.name, pgqueue._add_interval(at, q.backoff_max + interval '1 min'), at + interval '1 min'))::pgqueue.finding;
+                -- An earlier time than that of the statement could be missed (sweep_state.first_due_at).
+                'update pgqueue.scheduled_messages set due_at = greatest(%1$L, clock_timestamp()) where queue_name = %2$L and due_at > %3$L'
+                ' and enqueued_at <= %4$L and (attempt_count > 0 or claimed_by is not null%5$s); -- if nobody has asked for it',
+                at, q.name, late_from, at + interval '1 min',
+                case when was_ahead then format(' or due_at <= %L', seen_at) end))::pgqueue.finding;
+    end if;
+    if grouped_id is not null then
+        return next row('info', q.name, 'unused_group_keys',
+            format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
+            'Send them without group_key, or to a queue that was created with group_limit.')::pgqueue.finding;
+    end if;
+    if ranked_id is not null then
+        return next row('info', q.name, 'unused_priorities',
+            format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
+            'Send them without priority, or to a queue that was created with priorities.')::pgqueue.finding;
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
@@ -586,8 +629,10 @@ messages), sequence_cache, unfit_keys (after pg_upgrade), hidden_transactions (t
 transactions of other roles), few_locks (for the number of dedicated queues), autovacuum_off, stale_staging,
 missing_counter, paused_queue, dead_messages, held_group (waits for a dead letter, or for a message that is hidden for
 longer than backoff_max), stuck_claims, long_claims (extended for more than an hour and ten visibility timeouts),
-clock_ahead, late_retries (returned messages wait for longer than backoff_max), lapsed_stream,
+clock_ahead, late_retries (returned messages wait for longer than backoff_max, or the clock was ahead),
+unused_group_keys, unused_priorities (the queue has no group_limit, or no priorities), lapsed_stream,
 peek_delay_above_time_to_live (for consumers that poll every peek_delay), missing_index, long_writer, unmanaged_grant
-(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, missing_relation,
+(by hand, not by grant_access), archive_mark, unfiled_messages, missing_archive_day, archive_overdue, doubled_archive (a
+dump was restored twice), leftovers (of queues, in a database that was restored without rows), missing_relation,
 renamed_relation (of a transport, by hand), subscriber_without_relation (endpoints of a transport do not find the
 subscription). Raises 22023 unless peek_delay is from 0 to 10 years.';

@@ -17,6 +17,20 @@ $$;
 comment on function pgqueue._check_claim(bigint, uuid) is
 'Raises 22023 if id or claim_token is null.';
 
+create or replace function pgqueue._announce_claim_end(q pgqueue.queues, claim_end timestamptz)
+returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._wake_if_waiting(q, pgqueue._now());
+    return claim_end;
+end;
+$$;
+comment on function pgqueue._announce_claim_end(pgqueue.queues, timestamptz) is
+'Returns claim_end and notifies waiting consumers, who know a later end of the claim. For the statement that shortens
+the claim, which has locked messages.';
+
 create or replace function pgqueue.extend(
     queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid, visibility_timeout interval default null
 )
@@ -30,11 +44,16 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
-    perform pgqueue._check_claim(id, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- The clock is read after the row is locked. From then on claims count the message as in flight.
+        perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval(pgqueue._now(), coalesce(extend.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     where m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
@@ -45,7 +64,7 @@ $$;
 comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, interval) is
 'Extends the claim of a message: it ends visibility_timeout (1 s to 43200 s, default: the queue''s) after this call.
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
-ended is lost. Raises 22023, PQ001.';
+ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
 create or replace function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
@@ -60,15 +79,23 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    until timestamptz;
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
-    perform pgqueue._check_claim(0, claim_token);
-    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- As in extend.
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
+        for no key update of m;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     return query
     update pgqueue.messages m
-    set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(extend_batch.visibility_timeout, q.visibility_timeout))
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     from pgqueue._lookup_keys(q.name, ids) k
     where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, extend_batch.claim_token)

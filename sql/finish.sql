@@ -110,6 +110,32 @@ comment on function pgqueue._ack_to_unfiled(text, bigint[], uuid, timestamptz) i
 'Acknowledges messages as _ack_to_archive does, but moves them to unfiled_messages. Called if the day has no
 partition.';
 
+create or replace function pgqueue._moved_bytes(payload jsonb, body bytea, headers jsonb, transport_headers text)
+returns bigint
+language sql stable parallel safe
+as $$
+    select 1024::bigint + coalesce(pg_column_size(payload), 0) + coalesce(pg_column_size(body), 0)
+        + coalesce(pg_column_size(headers), 0) + coalesce(pg_column_size(transport_headers), 0)
+$$;
+comment on function pgqueue._moved_bytes(jsonb, bytea, jsonb, text) is
+'What it costs to remove or move a message, in bytes: what is stored of it, and 1 kB, as moving a small one takes as
+long. Reads no stored value. Inlined.';
+
+create or replace function pgqueue._slices(sizes bigint[], out first_place int, out last_place int)
+returns setof record
+language sql immutable parallel safe
+as $$
+    select min(w.place)::int, max(w.place)::int
+    from (
+        select s.place, div(sum(s.bytes) over (order by s.place), 131072) as slice
+        from unnest(sizes) with ordinality as s (bytes, place)
+    ) w
+    group by w.slice
+    order by w.slice
+$$;
+comment on function pgqueue._slices(bigint[]) is
+'Divides messages of these sizes, by their places in the array, into slices of at most 128 kB and one message.';
+
 create or replace function pgqueue._as_message(s pgqueue.scheduled_messages)
 returns pgqueue.messages
 language sql immutable parallel safe

@@ -48,6 +48,48 @@ $$;
 comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
 'Creates the indexes of a queue with groups.';
 
+create or replace function pgqueue._places_left(
+    q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
+)
+returns int
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ended_ids bigint[];
+begin
+    places := places - cardinality(claimed_ids);
+    if places >= wanted then
+        return places;
+    end if;
+    ended_ids := array(
+        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+    if ended_ids <> '{}' then
+        begin
+            places := places + (
+                select count(*)
+                from (
+                    select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
+                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    limit wanted - places for update of m skip locked
+                ) l
+            );
+            -- Only an error releases the locks before the transaction ends, which may take long.
+            perform pgqueue._raise_queue_busy(q.name, 'claim');
+        exception when sqlstate 'PQ004' then
+            null;
+        end;
+    end if;
+    return greatest(0, places);
+end;
+$$;
+comment on function pgqueue._places_left(pgqueue.queues, int, bigint[], timestamptz, int) is
+'How many of the places are left, exact if they are fewer than wanted. claimed_ids are the claimed messages, also those
+whose claims have ended. Such a message takes a place while another transaction has locked its row: it may have extended
+the claim before the end. An extension that locks the row later finds the claim ended. The caller holds the lock of the
+limit.';
+
 create or replace function pgqueue._group_places_left(q pgqueue.queues, at timestamptz, place bigint, first_id bigint)
 returns bigint
 language plpgsql volatile
@@ -99,14 +141,26 @@ as $$
 declare
     candidate_ids bigint[] := '{}'::bigint[];
     place bigint;
+    claimed_ids bigint[];
+    places int;
 begin
     foreach place in array positions loop
+        claimed_ids := array(
+            select m.id from pgqueue.messages m
+            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+        );
+        places := least(q.group_limit, wanted - cardinality(candidate_ids));
+        if claimed_ids <> '{}' then
+            places := least(places, pgqueue._places_left(q, q.group_limit, claimed_ids, at, places));
+        end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
             where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
                 and m.id >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit least((select pgqueue._group_places_left(q, at, place, first_id)), wanted - cardinality(candidate_ids))
+            order by m.id limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -161,9 +215,9 @@ begin
             limit greatest(1000, wanted)
         );
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -222,8 +276,11 @@ declare
     most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
     locked bigint[];
-    spent_ids bigint[];
+    walk_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    removed int;
     candidate_ids bigint[] := '{}'::bigint[];
+    ungrouped_ids bigint[];
 begin
     if q.paused_at is not null then
         return candidate_ids;
@@ -238,6 +295,7 @@ begin
     if ungrouped_first then
         candidate_ids := pgqueue._claim_ungrouped(q, at, wanted, is_maintenance_due);
     end if;
+    ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
         -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
         -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
@@ -291,23 +349,24 @@ begin
             where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
         )
         select
-            array_agg(case q.group_limit when 1 then w.id else w.position end) filter (where w.is_locked),
+            -- What has no attempts left holds its group like the dead letter that it will be.
+            array_agg(case q.group_limit when 1 then w.id else w.position end)
+            filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
             array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
             locks_left - max(w.found),
             case
                 when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
                     then max(w.position) + 1
             end
-        into locked, spent_ids, locks_left, next_position
+        into locked, walk_spent_ids, locks_left, next_position
         from walk w;
 
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
         if locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        if spent_ids is not null and pgqueue._remove_spent_messages(q, spent_ids, at) > 0 then
-            next_position := from_position;
-        elsif locked is not null and q.group_limit > 1 then
+        spent_ids := spent_ids || walk_spent_ids;
+        if locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
                 q, at, locked, first_id, wanted - cardinality(candidate_ids));
         elsif locked is not null then
@@ -321,7 +380,11 @@ begin
                         select from pgqueue.messages c
                         where pgqueue._is_in_partition_of(c.queue_name, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0 and c.visible_at > at
+                            and c.id > m.id and c.attempt_count > 0
+                            and (
+                                c.visible_at > at
+                                or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
+                            )
                         offset 0
                     )
                     and not exists (
@@ -341,13 +404,23 @@ begin
             );
         end if;
         from_position := next_position;
-        if from_position is null then
-            exit when below_position = started_from or started_from = first_position;
+        if from_position is null and (below_position = started_from or started_from = first_position) then
+            -- No group has a ready message. The successors of removed ones may be ready.
+            exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
+            select r.removed into removed from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+            spent_ids := '{}';
+            exit when removed = 0;
+            from_position := started_from;
+            below_position := 9223372036854775807;
+        elsif from_position is null then
             from_position := first_position;
             below_position := started_from;
         end if;
         exit when pgqueue._now() > at + interval '20 ms';
     end loop;
+    if spent_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
+    end if;
     -- The next claim continues after the last group that this claim has visited, so that all groups are visited.
     if from_position is distinct from started_from then
         from_position := setval(q.sweep_resume_id, coalesce(from_position, first_position));

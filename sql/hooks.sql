@@ -101,6 +101,31 @@ $$;
 comment on function pgqueue._do_maintenance_if_due(timestamptz) is
 'Calls _do_maintenance if it is due.';
 
+create or replace function pgqueue._is_at_commit()
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    probe tid;
+begin
+    -- Nothing but the text of the client shows that it prepares the transaction, which would keep the locks.
+    if current_setting('max_prepared_transactions')::int > 0
+        and current_query() ~* e'(^|[;\\n]|\\*/)\\s*prepare\\s+transaction\\M'
+    then
+        return false;
+    end if;
+    -- `set constraints` makes the trigger immediate before it fires the trigger. The trigger then fires again within
+    -- the insert, and deletes the row. At the commit it is deferred.
+    insert into pgqueue.compactions (tried_at, table_name) values (pgqueue._now(), '') returning compactions.ctid into probe;
+    delete from pgqueue.compactions c where c.ctid = probe;
+    return found;
+end;
+$$;
+comment on function pgqueue._is_at_commit() is
+'For do_at_commit: whether the transaction commits now. It goes on if a statement, in whatever function, has set the
+trigger to immediate, or if the transaction is prepared.';
+
 create or replace function pgqueue._do_at_commit()
 returns trigger
 language plpgsql volatile security definer
@@ -110,6 +135,10 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
 begin
+    if new.table_name = '' then
+        delete from pgqueue.compactions c where c.table_name = '';
+        return null;
+    end if;
     if not pgqueue._is_at_commit() then
         return null;
     end if;

@@ -43,7 +43,7 @@ as $$
 begin
     if q.max_in_flight is not null then
         -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _claim_end_times, for which the primary key cannot serve.
+        -- _claimed_ids, for which the primary key cannot serve.
         -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
         execute format(
             'create index %I on %s ((id + 0)) where attempt_count > 0'
@@ -121,8 +121,8 @@ as $$ select (tokens * pgqueue._rate_period_micros(q) + q.rate_limit - 1) / q.ra
 comment on function pgqueue._token_refill_micros(pgqueue.queues, bigint) is
 'The time until there are this number of further tokens, rounded up.';
 
-create or replace function pgqueue._claim_end_times(q pgqueue.queues, at timestamptz)
-returns timestamptz[]
+create or replace function pgqueue._claimed_ids(q pgqueue.queues, after timestamptz)
+returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
@@ -133,13 +133,13 @@ declare
     first_id bigint;
     first_check_at timestamptz;
     returned_ids bigint[] := '{}'::bigint[];
-    ends timestamptz[];
+    ids bigint[];
 begin
     -- A dead letter can hold first_id far below the messages in flight. Then the scan begins where the vacant ids end,
     -- and the messages that have returned to those ids are looked up.
     select
         greatest(s.first_id, pgqueue._first_possible_id(s)),
-        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, at) end
+        case when pgqueue._first_possible_id(s) > coalesce(s.first_id, 1) then pgqueue._discard_future_time(s.first_check_at, pgqueue._now()) end
     into first_id, first_check_at
     from pgqueue.sweep_state s where s.queue_name = q.name;
     if first_check_at is not null then
@@ -152,24 +152,26 @@ begin
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
     lock table only pgqueue.messages in access share mode;
     execute format(
-        'select array(select m.visible_at from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
+        'select array(select m.id from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
         ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
         pgqueue._partition_of(q))
-    into ends using coalesce(first_id, 1), at;
+    into ids using coalesce(first_id, 1), after;
     if returned_ids <> '{}' then
-        ends := ends || array(
-            select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
+        ids := ids || array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                and m.attempt_count > 0 and m.visible_at > at
+                and m.attempt_count > 0 and m.visible_at > after
                 and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     end if;
-    return ends;
+    return ids;
 end;
 $$;
-comment on function pgqueue._claim_end_times(pgqueue.queues, timestamptz) is
-'When the claims of the messages in flight end, for a queue that was created with max_in_flight.';
+comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
+'The messages whose claims end after a time, for a queue that was created with max_in_flight.';
 
-create or replace function pgqueue._allowed_messages(q pgqueue.queues, at timestamptz, wanted int)
+create or replace function pgqueue._allowed_messages(
+    q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
+)
 returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -181,26 +183,35 @@ begin
         wanted := least(wanted, pgqueue._available_tokens(q, now_micros, pgqueue._rate_used_until(q, now_micros)));
     end if;
     if q.max_in_flight is not null and wanted > 0 then
-        wanted := least(wanted, q.max_in_flight - cardinality(pgqueue._claim_end_times(q, at)));
+        wanted := least(wanted, case
+            when is_locked
+                then pgqueue._places_left(q, q.max_in_flight, pgqueue._claimed_ids(q, '-infinity'), at, wanted)
+            else q.max_in_flight - cardinality(pgqueue._claimed_ids(q, at)) end);
     end if;
     return wanted;
 end;
 $$;
-comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int) is
-'How many of the wanted messages the limits of a queue allow now.';
+comment on function pgqueue._allowed_messages(pgqueue.queues, timestamptz, int, boolean) is
+'How many of the wanted messages the limits of a queue allow now. If is_locked is true, the caller holds the lock of
+max_in_flight, and claims that other transactions may have extended count, too.';
 
 create or replace function pgqueue._in_flight_full_until(q pgqueue.queues, at timestamptz)
 returns timestamptz
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 begin
     if q.max_in_flight is null then
         return null;
     end if;
     return (
-        select e from unnest(pgqueue._claim_end_times(q, at)) as e
-        order by e desc offset q.max_in_flight - 1 limit 1
+        select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, pgqueue._claimed_ids(q, at)) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.visible_at desc offset q.max_in_flight - 1 limit 1
     );
 end;
 $$;

@@ -71,6 +71,7 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;
     total int;
@@ -132,9 +133,12 @@ begin
             limit 400
         ) w;
         total := total + ready;
-        if total = 0 and examined = 400 then
-            return 1;
-        end if;
+    end if;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, total + coalesce(examined, 0)) then
+        perform pgqueue._record_if_old(q);
+    end if;
+    if total = 0 and examined = 400 then
+        return 1;
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back can have ids that the query above skips.
@@ -157,6 +161,7 @@ $$;
 comment on function pgqueue.peek(pgqueue.queue_of_any_access, int) is
 'Returns how many messages could be claimed or received now, up to max_records (1 to 10000). Rows that another
 transaction holds are not counted. max_in_flight and rate_limit are observed. In a queue with group_limit, messages that
-wait for others of their groups are counted. Locks no message, writes nothing, waits for no consumer, and reads a
-bounded number of rows. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
+wait for others of their groups are counted. Locks and changes no message, waits for no consumer, and reads a bounded
+number of rows. After many messages have left, it may record where the next call can start, unless the transaction is
+read-only. Returns 1 if more than 400 messages in flight hide whether any message is ready, and 0 if the
 queue is paused. Raises 22023, PQ001.';

@@ -246,9 +246,6 @@ declare
     candidate_ids bigint[] := '{}'::bigint[];
     missing int := wanted;
 begin
-    if cardinality(ids) > 0 then
-        perform pgqueue._remove_spent_messages(q, ids, at);
-    end if;
     while cardinality(ids) > 0 and missing > 0 loop
         candidate_ids := candidate_ids || pgqueue._lock_ready(q, ids[:missing], taken || candidate_ids, at, missing);
         ids := ids[missing + 1:];
@@ -258,8 +255,7 @@ begin
 end;
 $$;
 comment on function pgqueue._lock_ready_in_order(pgqueue.queues, bigint[], bigint[], timestamptz, int) is
-'Removes those of the messages that have no attempts left or have expired, and locks up to wanted of those that are
-ready, the first ones of ids, not those with the lowest ids.';
+'Locks up to wanted of the messages that are ready, the first ones of ids, not those with the lowest ids.';
 
 create or replace function pgqueue._sweep_recent_and_locked_levels(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, recent_count int
@@ -284,6 +280,9 @@ declare
         limit 1000);
     candidate_ids bigint[] := pgqueue._lock_ready_in_order(q, visible_ids, taken, at, wanted);
 begin
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     if cardinality(candidate_ids) < wanted then
         candidate_ids := candidate_ids || pgqueue._sweep_locked(
             q, taken || candidate_ids, at, wanted - cardinality(candidate_ids),
@@ -313,6 +312,9 @@ declare
     span bigint;
     found_count int;
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     candidate_ids bigint[] := taken;
 begin
@@ -349,10 +351,14 @@ begin
             below_position := next_position + least(span, upper(id_range) - next_position);
             -- An `order by` of the limited rows would sort the whole range, as in _walk_levels. A range with too many
             -- messages is divided instead.
-            select count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at)
-            into found_count, visible_ids
+            select
+                count(*), array_agg(w.id order by w.position) filter (where w.visible_at <= at),
+                array_agg(w.id) filter (where w.is_spent)
+            into found_count, visible_ids, page_spent_ids
             from (
-                select m.id, m.visible_at, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                select
+                    m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
+                    pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
                 where pgqueue._is_in_partition_of(m.queue_name, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
@@ -364,6 +370,7 @@ begin
                 continue;
             end if;
             span := case when found_count <= 400 then pgqueue._next_span(span) else span end;
+            spent_ids := spent_ids || page_spent_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready_in_order(
                 q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
             if next_position < floors[(next_position >> 59) + 1] - 4096 and cardinality(passed_ids) < 1000 then
@@ -378,9 +385,13 @@ begin
     if cardinality(candidate_ids) < wanted and passed_ids <> '{}' then
         perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
     end if;
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
     perform setval(q.sweep_resume_id, greatest(next_position, 1));
     -- If there may be more messages, the next claim continues the sweep at once.
-    perform setval(q.next_sweep_at, case when cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
+    perform setval(q.next_sweep_at, case when has_more or cardinality(candidate_ids) >= wanted then 1 else pgqueue._to_micros(
         pgqueue._now() + least(greatest(interval '50 ms', 20 * (pgqueue._now() - at)), interval '500 ms')) end);
     return candidate_ids;
 end;

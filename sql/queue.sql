@@ -204,8 +204,10 @@ begin
             if not found then
                 -- This insert comes first. It fails if there is a queue of this name that the snapshot does not show.
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
-                q.queue_id := nextval('pgqueue.queue_id');
-                if dedicated then
+                q.queue_id := pgqueue._take_number(queue_name collate "C");
+                if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
+                    dedicated := true;
+                elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
@@ -257,6 +259,8 @@ begin
     ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
+    else
+        perform pgqueue._drop_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_created', q);
     return pgqueue._public_queue(q);
@@ -288,8 +292,10 @@ redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are
 consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
 rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
 with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. Raises 22023, PQ002 if the queue exists, and PQ004 if a
-longer transaction keeps a dedicated table from being attached.';
+makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
+what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
+roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -455,8 +461,10 @@ removed. Delayed messages that are not due and were never claimed are kept, as t
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Archived messages of the queue are kept under its name for its archive_for. Raises PQ001, and PQ004 if a
-longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
+called before. Archived messages of the queue are kept under its name for its archive_for. The call removes everything
+in one transaction. If statement_timeout is too short for that, call purge_queue and purge_dead_messages before. Raises
+PQ001, and PQ004 if a longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table
+from being dropped.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -476,7 +484,7 @@ begin
     if q.dlq_enabled then
         perform pgqueue._move_delayed_to_dead_letters(q);
     end if;
-    removed := removed + pgqueue._remove_messages(q, true);
+    removed := removed + pgqueue._remove_all_messages(q);
     delete from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     execute format(
         -- Another role can have a view of a register, which must not keep the queue.
@@ -489,7 +497,7 @@ $$;
 comment on function pgqueue._drop_queue(pgqueue.queues) is
 'Drops a queue that the caller holds exclusively, and returns the number of messages removed.';
 
-create or replace function pgqueue._remove_messages(q pgqueue.queues, dropping boolean)
+create or replace function pgqueue._remove_all_messages(q pgqueue.queues)
 returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -499,9 +507,6 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    -- Only drop_queue reads the rows that were removed long ago. It must leave nothing, also if ids were set by hand.
-    first_id constant bigint := case when dropping then -9223372036854775808 else coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1) end;
     message_ids bigint[];
     n bigint;
     removed bigint;
@@ -510,31 +515,92 @@ begin
     -- deleted by ctid. By key, a plan could use another index and read the whole queue through it for each.
     delete from pgqueue.scheduled_messages s
     where s.ctid = any (array(
-        select c.ctid from pgqueue.scheduled_messages c
-        where c.queue_name = q.name and c.id >= first_id order by c.id for update));
+        select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
-    if q.dedicated and (dropping or not pgqueue._has_fixed_snapshot()) then
-        n := pgqueue._truncate_or_drop_partition(q, dropping);
+    if q.dedicated then
+        n := pgqueue._truncate_or_drop_partition(q, true);
     else
-        -- This branch also handles a dedicated table under a fixed snapshot: truncate would remove messages that the
-        -- snapshot does not show and the result does not count.
         message_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= first_id order by m.id for update);
+            select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, message_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
         get diagnostics n = row_count;
     end if;
-    removed := removed + n;
-    if dropping then
-        delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    delete from pgqueue.requeued_messages r where r.queue_name = q.name;
+    return removed + n;
+end;
+$$;
+comment on function pgqueue._remove_all_messages(pgqueue.queues) is
+'Removes the messages of a queue that is dropped, and its dedicated table. Returns the number of messages. It must leave
+nothing, so it reads also what was removed long ago, and ids that were set by hand.';
+
+create or replace function pgqueue._purge_messages(q pgqueue.queues)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    -- Under a fixed snapshot, truncate would remove messages that the snapshot does not show and the result does not
+    -- count.
+    truncates constant boolean := q.dedicated and not pgqueue._has_fixed_snapshot();
+    first_id constant bigint := coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1);
+    places tid[];
+    sizes bigint[];
+    message_ids bigint[];
+    message_sizes bigint[];
+    slice record;
+    n bigint;
+    removed bigint := 0;
+begin
+    select array_agg(s.ctid order by s.id), array_agg(pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers) order by s.id)
+    into places, sizes
+    from pgqueue.scheduled_messages s where s.queue_name = q.name and s.id >= first_id;
+    if not truncates then
+        select array_agg(m.id order by m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) order by m.id)
+        into message_ids, message_sizes
+        from pgqueue.messages m where m.queue_name = q.name and m.id >= first_id;
     end if;
+    -- Rows are locked in the order of a claim: first scheduled_messages, then messages, by id.
+    for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+        -- By ctid: by key, a plan could use another index and read the whole queue through it for each. Since the row
+        -- was read, another row can have been stored at its place.
+        delete from pgqueue.scheduled_messages s
+        where s.ctid = any (array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.ctid = any (places[slice.first_place : slice.last_place]) and c.queue_name = q.name
+            order by c.id for update));
+        get diagnostics n = row_count;
+        removed := removed + n;
+        if removed > 0 and not pgqueue._has_time() then
+            return removed;
+        end if;
+    end loop;
+    if truncates then
+        return removed + pgqueue._truncate_or_drop_partition(q, false);
+    end if;
+    for slice in select s.first_place, s.last_place from pgqueue._slices(message_sizes) s loop
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        order by m.id for update of m;
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, message_ids[slice.first_place : slice.last_place]) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        get diagnostics n = row_count;
+        removed := removed + n;
+        exit when removed > 0 and not pgqueue._has_time();
+    end loop;
     return removed;
 end;
 $$;
-comment on function pgqueue._remove_messages(pgqueue.queues, boolean) is
-'Removes the messages of a queue, and its dedicated table if dropping is true. Returns the number of messages.';
+comment on function pgqueue._purge_messages(pgqueue.queues) is
+'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
+truncated.';
 
 create or replace function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
 returns bigint
@@ -578,7 +644,7 @@ set lock_timeout = '500 ms'
 set jit = off
 as $$
 begin
-    return pgqueue._remove_messages(pgqueue._get_locked_queue(queue_name), false);
+    return pgqueue._purge_messages(pgqueue._get_locked_queue(queue_name));
 exception when lock_not_available then
     -- lock_timeout is shorter than deadlock_timeout: in a deadlock the purge fails, not a consumer that acknowledges
     -- several messages.
@@ -587,9 +653,10 @@ exception when lock_not_available then
 end;
 $$;
 comment on function pgqueue.purge_queue(pgqueue.queue_of_admin) is
-'Removes the ready, in-flight and scheduled messages of a queue and returns their number. Dead letters stay. Streams
-stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004 if a longer transaction holds
-messages or a dedicated table, or if a dump is running and the queue is dedicated.';
+'Removes the ready, in-flight and scheduled messages of a queue and returns their number. The call ends when half of
+statement_timeout has passed, and has then removed some: repeat it until it returns 0. A dedicated table is truncated at
+once. Dead letters stay. Streams stay, too, but lose the messages that were reserved for them. Raises PQ001, and PQ004
+if a longer transaction holds messages or a dedicated table, or if a dump is running and the queue is dedicated.';
 
 create or replace function pgqueue.get_queue(queue_name pgqueue.queue_of_any_access)
 returns pgqueue.queue

@@ -20,10 +20,56 @@ comment on function pgqueue._from_micros(bigint) is
 create or replace function pgqueue._clamp_due_at(due_at timestamptz)
 returns timestamptz
 language sql volatile
-as $$ select greatest(due_at, pgqueue._now() - interval '1 s') $$;
+as $$ select greatest(due_at, pgqueue._now() - interval '100 ms') $$;
 comment on function pgqueue._clamp_due_at(timestamptz) is
-'A due time for an insert into scheduled_messages: at most one second before the clock of the inserting statement.
+'A due time for an insert into scheduled_messages: at most 100 ms before the clock of the inserting statement.
 sweep_state.first_due_at relies on this. The caller may have read the clock before it waited for a lock.';
+
+create or replace function pgqueue._take_number(queue_name text)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    number bigint;
+    leftover regclass;
+begin
+    -- Keeps _drop_leftovers away.
+    lock table only pgqueue.queues in row exclusive mode;
+    select substring(c.relname, '[0-9]+')::bigint into number
+    from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'pgqueue.messages'::regclass
+        and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES IN (%L)', queue_name);
+    if found then
+        -- No later queue gets this number.
+        loop
+            exit when nextval('pgqueue.queue_id') >= number;
+        end loop;
+    else
+        loop
+            number := nextval('pgqueue.queue_id');
+            exit when to_regclass(format('pgqueue.messages_%s', number)) is null;
+        end loop;
+    end if;
+    for leftover in
+        select c.oid from pg_class c
+        where c.relnamespace = 'pgqueue'::regnamespace and (
+            -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
+            c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
+            and c.relname <> format('queue_%s_seq', number)
+            or c.relname >= format('messages_%s_', number)::name and c.relname < format('messages_%s_~', number)::name
+            and c.relname ~ '_(group|group_attempted|level|attempted)$'
+        )
+    loop
+        execute format(
+            case when leftover::text ~ '^pgqueue.queue_' then 'drop sequence %s cascade' else 'drop index %s' end, leftover);
+    end loop;
+    return number;
+end;
+$$;
+comment on function pgqueue._take_number(text) is
+'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
+a table. Drops the registers and indexes that were left for this number, which the caller creates again.';
 
 create or replace function pgqueue._create_register(queue_id bigint, role text)
 returns regclass

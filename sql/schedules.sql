@@ -516,11 +516,11 @@ matches. The headers of the message also have pgqueue.schedule, the name, and pg
 tick in UTC. If no consumer claims while ticks pass, one message waits. It is the message of the first missed tick; if
 catch_up is false, the last. Without catch_up, a message expires at the next tick if it is not finished by then.
 priority (0 to 9, the highest; null is 0) is for a queue with priorities, and group_key (1 to 255 characters; null:
-none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule. With
-group_limit 1, the message of a tick waits until the message of the tick before is finished. While a transaction that
-received the message of a tick is open, the next ticks wait for it. A queue with a schedule that is not paused is never
-idle. If if_not_exists (false) and the queue has a schedule of this name, that stays unchanged, and the time of its next
-tick is returned. Raises 22023, PQ001, PQ003, PQ012.';
+none) for a queue with group_limit; they become the headers pgqueue.priority and pgqueue.group of the schedule, and do
+nothing in other queues. With group_limit 1, the message of a tick waits until the message of the tick before is
+finished. While a transaction that received the message of a tick is open, the next ticks wait for it. A queue with a
+schedule that is not paused is never idle. If if_not_exists (false) and the queue has a schedule of this name, that
+stays unchanged, and the time of its next tick is returned. Raises 22023, PQ001, PQ003, PQ012.';
 
 create or replace function pgqueue.alter_schedule(
     name text,

@@ -333,6 +333,27 @@ comment on function pgqueue._stats(pgqueue.queues, timestamptz) is
 'The statistics of one queue. Stable, so that all queries use one snapshot and no message is missed while it moves
 between two tables.';
 
+create or replace function pgqueue._stats_and_record(q pgqueue.queues, at timestamptz)
+returns pgqueue.queue_stats
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    pages_before constant bigint := pgqueue._pages_read(q);
+    s constant pgqueue.queue_stats := pgqueue._stats(q, at);
+begin
+    if pgqueue._are_many_pages(
+        pgqueue._pages_read(q) - pages_before,
+        s.ready_messages + s.inflight_messages + s.scheduled_messages + s.dead_messages)
+    then
+        perform pgqueue._record_if_old(q);
+    end if;
+    return s;
+end;
+$$;
+comment on function pgqueue._stats_and_record(pgqueue.queues, timestamptz) is
+'The statistics of one queue. If they took many pages of removed rows, the next call skips those.';
+
 create or replace function pgqueue._add_totals(s pgqueue.queue_stats)
 returns pgqueue.queue_stats
 language plpgsql volatile
@@ -360,6 +381,7 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
@@ -368,7 +390,7 @@ declare
     s pgqueue.queue_stats;
 begin
     if queue_name is not null then
-        return next pgqueue._add_totals(pgqueue._stats(pgqueue._get_locked_queue(queue_name), at));
+        return next pgqueue._add_totals(pgqueue._stats_and_record(pgqueue._get_locked_queue(queue_name), at));
         return;
     end if;
     perform pgqueue._require_untruncated_messages();
@@ -376,7 +398,7 @@ begin
         -- The snapshot can be older than a drop_queue. The catalog shows the current state.
         continue when pg_relation_filenode(q.fresh_from_id) is null
             or not pgqueue._may_use(caller, q.name, pgqueue._privileges_of('{producer,consumer,admin,raw,reader}'));
-        s := pgqueue._stats(q, at);
+        s := pgqueue._stats_and_record(q, at);
         begin
             s := pgqueue._add_totals(s);
             -- Only an error releases the locks of the counters before the transaction ends. Locks of thousands of
@@ -396,7 +418,8 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 'Returns the depth of one queue or, if queue_name is null, of every queue, by name: the numbers of ready, in-flight,
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
-others of their groups (group_limit) or because max_in_flight or rate_limit holds. A message without attempts left
+others of their groups (group_limit) or because max_in_flight or rate_limit holds. If group_limit is 1, the in-flight
+messages include those of a group that wait for their retry. A message without attempts left
 counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
 without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
 kind are counted. Higher figures are estimated from samples and named in estimates, so that the

@@ -207,7 +207,7 @@ $$;
 comment on function pgqueue._public_batch(pgqueue.streams, bigint[]) is
 'Returns the open batch of a stream in the form that the public functions return.';
 
-create or replace function pgqueue._extend_open_batch(s pgqueue.streams, until timestamptz)
+create or replace function pgqueue._extend_open_batch(q pgqueue.queues, s pgqueue.streams, until timestamptz)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -217,7 +217,7 @@ declare
 begin
     with extended as (
         update pgqueue.messages m
-        set visible_at = until
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         from pgqueue._lookup_keys(s.queue_name, s.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, s.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, s.claim_token)
@@ -230,7 +230,7 @@ begin
     return pgqueue._array_except(s.ids, s.left_out || kept);
 end;
 $$;
-comment on function pgqueue._extend_open_batch(pgqueue.streams, timestamptz) is
+comment on function pgqueue._extend_open_batch(pgqueue.queues, pgqueue.streams, timestamptz) is
 'Extends the claims of the open batch to the given time, including claims that ran out if no other session has claimed
 the message since. Returns the ids of the messages that are lost.';
 
@@ -495,7 +495,7 @@ begin
             -- The reader crashed before it stored the batch in its checkpoint, or the answer was lost. Return the open
             -- batch without the messages that other sessions have claimed since. Its attempt is already counted.
             s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-            lost := pgqueue._extend_open_batch(s, s.claimed_until);
+            lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
                 update pgqueue.streams t
@@ -591,7 +591,7 @@ begin
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
-        lost := pgqueue._extend_open_batch(s, s.claimed_until);
+        lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
             if fail_on_data_loss then
                 perform pgqueue._raise_stream_data_lost(s, lost);
@@ -750,7 +750,7 @@ begin
         return;
     end if;
     s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
-    lost := pgqueue._extend_open_batch(s, s.claimed_until);
+    lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
     update pgqueue.streams t
     set claimed_until = s.claimed_until
     where t.queue_name = q.name and t.stream_name = s.stream_name;

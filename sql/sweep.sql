@@ -16,6 +16,68 @@ $$;
 comment on function pgqueue._has_uncommitted_delays() is
 'Whether another running or prepared transaction has written to scheduled_messages.';
 
+create or replace function pgqueue._move_due_slice(
+    q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due cursor for
+        select c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
+        from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+        order by c.due_at, c.id limit wanted for update skip locked;
+    places tid[] := '{}'::tid[];
+    bytes bigint := 0;
+begin
+    if wanted = 1 then
+        -- For the usual claim a cursor costs a tenth of the call.
+        places := array(
+            select c.ctid from pgqueue.scheduled_messages c
+            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+            order by c.due_at, c.id limit 1 for update skip locked);
+    else
+        -- A loop over a bound cursor fetches, and locks, one row at a time.
+        for due_row in due loop
+            places := places || due_row.place;
+            bytes := bytes + due_row.bytes;
+            exit when bytes >= 131072;
+        end loop;
+    end if;
+    -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
+    with gone as (
+        delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning s.*
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), d.id from gone d
+    ),
+    arrived as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+            -- At its old place, below those that claims have passed, only a sweep would find the message.
+            case when q.priorities then nextval('pgqueue.message_id') end,
+            -- No consumer has it, also if it is moved before it is due.
+            nullif(d.attempt_count, 0)
+        from gone d
+        returning messages.id, messages.expires_at
+    )
+    -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
+    select count(*), coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved, ids
+    from arrived m;
+end;
+$$;
+comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
+many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
+id again.';
+
 create or replace function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
 returns bigint[]
 language plpgsql volatile
@@ -23,6 +85,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     moved_ids bigint[] := '{}'::bigint[];
+    moved int;
+    all_moved int := 0;
     next_due_at timestamptz;
     next_due bigint;
     announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
@@ -35,37 +99,12 @@ begin
     order by s.due_at limit 1;
     if next_due_at <= at then
         begin
-            -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
-            with due as (
-                delete from pgqueue.scheduled_messages s
-                where s.ctid = any (array(
-                    select c.ctid from pgqueue.scheduled_messages c
-                    where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-                    order by c.due_at, c.id limit wanted for update skip locked))
-                returning s.*
-            ),
-            recorded as (
-                insert into pgqueue.requeued_messages (queue_name, check_at, id)
-                select q.name, (select pgqueue._now()), d.id from due d
-            ),
-            moved as (
-                insert into pgqueue.messages (
-                    id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-                    payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
-                )
-                select
-                    d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
-                    d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
-                    -- At its old place, below those that claims have passed, only a sweep would find the message.
-                    case when q.priorities then nextval('pgqueue.message_id') end,
-                    -- No consumer has it, also if it is moved before it is due.
-                    nullif(d.attempt_count, 0)
-                from due d
-                returning messages.id, messages.expires_at
-            )
-            -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
-            select coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved_ids
-            from moved m;
+            for n in 1..8 loop
+                select r.moved, moved_ids || r.ids into moved, moved_ids
+                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
+                all_moved := all_moved + moved;
+                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
+            end loop;
         exception when disk_full then
             -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
             -- and frees some.
@@ -82,6 +121,8 @@ begin
                 q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
                 2 * cardinality(moved_ids)) r;
         end if;
+        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
+        perform pgqueue._record_if_old(q);
 
         select s.due_at into next_due_at
         from pgqueue.scheduled_messages s
@@ -115,50 +156,78 @@ begin
 end;
 $$;
 comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages and returns their ids. Records each id in
-requeued_messages, as the walk may never reach that id again, and removes rows of messages that are gone. Sets the
-register first_due_at so that a message whose transaction commits later is found, too.';
+'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
+ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
+first_due_at so that a message whose transaction commits later is found, too.';
 
-create or replace function pgqueue._remove_spent_messages(q pgqueue.queues, ids bigint[], at timestamptz)
-returns int
+create or replace function pgqueue._remove_spent_messages(
+    q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
+)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    spent_ids constant bigint[] := array(
-        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-        for update of m skip locked);
+    spent_ids bigint[];
+    sizes bigint[];
+    slice record;
+    slices_left int := max_slices;
+    locked_ids bigint[];
     died int;
+    all_died int := 0;
 begin
-    if spent_ids = '{}' then
-        return 0;
+    removed := 0;
+    has_more := false;
+    select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+    into spent_ids, sizes
+    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    if spent_ids is null then
+        return;
     end if;
     begin
-        with gone as (
-            delete from pgqueue.messages m
-            using pgqueue._lookup_keys(q.name, spent_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            returning m
-        )
-        insert into pgqueue.dead_messages
-        select (pgqueue._as_dead_letter(g.m, at, null)).* from gone g where pgqueue._keeps_dead_letter(q, g.m)
-        -- The same conflict as in _add_dead_letter.
-        on conflict on constraint dead_messages_pkey do update
-        set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
-            last_error = excluded.last_error, reason = excluded.reason;
-        get diagnostics died = row_count;
+        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+            -- The verbs that only remove messages give no number of slices, and remove at least one slice.
+            has_more := case
+                when max_slices is null then removed > 0 and not pgqueue._has_time()
+                else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
+            end;
+            exit when has_more;
+            slices_left := slices_left - 1;
+            locked_ids := array(
+                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, spent_ids[slice.first_place : slice.last_place]) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+                for update of m skip locked);
+            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            with gone as (
+                delete from pgqueue.messages m
+                using pgqueue._lookup_keys(q.name, locked_ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                returning m.*
+            )
+            insert into pgqueue.dead_messages
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+            where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+            -- The same conflict as in _add_dead_letter.
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
+            get diagnostics died = row_count;
+            all_died := all_died + died;
+            removed := removed + cardinality(locked_ids);
+        end loop;
     exception when disk_full then
         -- The messages stay for a later sweep and block no others.
-        return 0;
+        removed := 0;
+        has_more := false;
+        return;
     end;
-    perform pgqueue._count('dead', q.name, 1) from generate_series(1, died);
-    return cardinality(spent_ids);
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
 end;
 $$;
-comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz) is
-'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many. They
-become dead letters if the queue keeps them.';
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
+whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
+it ends after that many slices, or 50 ms after at, too.';
 
 create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
 returns bigint[]
@@ -332,6 +401,7 @@ declare
     seen_id bigint := -9223372036854775808;
     page int := least(greatest(20, wanted), 500);
     rows record;
+    visible_ids bigint[] := '{}'::bigint[];
 begin
     -- The rows are read in pages, as another transaction may lock any number of these messages for long. The first page
     -- is small, as each row costs several buffers and the first messages are often ready.
@@ -342,20 +412,23 @@ begin
         seen_id := rows.last_id;
         perform pgqueue._prune_requeued(q, rows.gone, seen_at);
         if rows.visible_ids is not null then
-            perform pgqueue._remove_spent_messages(q, rows.visible_ids, at);
+            visible_ids := visible_ids || rows.visible_ids;
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, rows.visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
         exit when rows.n < page or cardinality(candidate_ids) >= wanted or pgqueue._now() > at + interval '50 ms';
         page := least(2 * page, 500);
     end loop;
+    if visible_ids <> '{}' then
+        perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
+    end if;
     return candidate_ids;
 end;
 $$;
 comment on function pgqueue._sweep_requeued(pgqueue.queues, bigint[], timestamptz, int, timestamptz, boolean) is
-'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: removes those
-that have no attempts left or have expired, deletes the rows of those that are gone, and returns up to wanted ids of
-ready messages, locked.';
+'Checks the messages that requeued_messages lists with a check_at from since on, all or only held ones: deletes the rows
+of those that are gone, removes some of those that have no attempts left or have expired, and returns up to wanted ids
+of ready messages, locked.';
 
 create or replace function pgqueue._sweep_locked(
     q pgqueue.queues, taken bigint[], at timestamptz, wanted int, since timestamptz
@@ -399,9 +472,9 @@ begin
             ) w
             limit 1000);
         if visible_ids <> '{}' then
-            perform pgqueue._remove_spent_messages(q, visible_ids, at);
             candidate_ids := candidate_ids || pgqueue._lock_ready(
                 q, visible_ids, taken || candidate_ids, at, wanted - cardinality(candidate_ids));
+            perform pgqueue._remove_spent_messages(q, visible_ids, at, 8);
         end if;
     end if;
     return candidate_ids;
@@ -505,10 +578,14 @@ declare
     below_id bigint;
     found_ids bigint[];
     visible_ids bigint[];
+    page_spent_ids bigint[];
+    spent_ids bigint[] := '{}'::bigint[];
+    has_more boolean := false;
     passed_ids bigint[] := '{}'::bigint[];
     is_far_below_fresh boolean;
     is_full boolean := false;
-    was_fast boolean;
+    was_short boolean;
+    pages_before bigint;
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
@@ -523,14 +600,14 @@ begin
         end if;
     end if;
     -- If there are no new ids to record, the other tables can still hold many removed rows. Then next_id is not 1,
-    -- because the last full pass was not fast.
+    -- because the last full pass has read many pages.
     if pgqueue._is_hourly_reset_due(s, at)
         or (
             s.settled_id < fresh_from_id - 1
             or pgqueue._first_possible_id(s) < least(s.settled_id + 1, fresh_from_id) or next_id <> 1
         )
         and (
-            -- After a fast full pass there is little to skip, so ids are recorded less often. In a queue that shares
+            -- After a short full pass there is little to skip, so ids are recorded less often. In a queue that shares
             -- the server with many others almost every claim sweeps, and recording would be most of the cost.
             at - s.recorded_at
                 not between interval '0' and case next_id when 1 then interval '30 s' else interval '1 s' end
@@ -546,6 +623,7 @@ begin
     end if;
 
     started_at := pgqueue._now();
+    pages_before := pgqueue._pages_read(q);
     -- A sweep starts where the last one stopped, goes up to fresh_from_id, and then from the head to its start: a full
     -- pass. It stops early if it has found enough messages or the time is up.
     head_id := pgqueue._first_possible_id(s);
@@ -580,9 +658,12 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at) into found_ids, visible_ids
+                select
+                    array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at),
+                    array_agg(w.id) filter (where w.is_spent)
+                into found_ids, visible_ids, page_spent_ids
                 from (
-                    select m.id, m.visible_at from pgqueue.messages m
+                    select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
                     where m.queue_name = q.name and m.id >= next_id and m.id < below_id
                     order by m.id limit 1000
                 ) w;
@@ -593,7 +674,7 @@ begin
                 end if;
                 next_id := below_id;
                 if visible_ids is not null then
-                    perform pgqueue._remove_spent_messages(q, visible_ids, at);
+                    spent_ids := spent_ids || page_spent_ids;
                     candidate_ids := candidate_ids || pgqueue._lock_ready(
                         q, visible_ids, candidate_ids, at, wanted - cardinality(candidate_ids));
                     if cardinality(candidate_ids) >= wanted then
@@ -621,10 +702,14 @@ begin
             perform pgqueue._record_locked_messages(q, passed_ids, candidate_ids, at);
         end if;
     end if;
-    -- 1 if the full pass was fast: the next sweep starts at the head.
-    was_fast := cardinality(candidate_ids) < wanted and pgqueue._now() < started_at + interval '500 us';
-    perform setval(q.sweep_resume_id, case when was_fast then 1 else greatest(next_id, 1) end);
-    if cardinality(candidate_ids) >= wanted then
+    -- 1 if the full pass read few pages: the next sweep starts at the head, and needs no new record.
+    was_short := cardinality(candidate_ids) < wanted and not pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, 0);
+    perform setval(q.sweep_resume_id, case when was_short then 1 else greatest(next_id, 1) end);
+    -- Ready messages come first. What is left here is removed by later sweeps.
+    if spent_ids <> '{}' then
+        select r.has_more into has_more from pgqueue._remove_spent_messages(q, spent_ids, at, 8) r;
+    end if;
+    if has_more or cardinality(candidate_ids) >= wanted then
         -- There may be more messages: the next claim continues the sweep at once.
         perform setval(q.next_sweep_at, 1);
     else

@@ -152,8 +152,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Plain SQL may set a due time that lies a few seconds back.
-    settled_at constant timestamptz := s.settled_at - interval '5 s';
+    -- A due time can lie 100 ms back (_clamp_due_at), and the clock can be set back by less than the rest unnoticed.
+    settled_at constant timestamptz := s.settled_at - interval '1 s';
     old_rows tid[];
     span bigint := 4096;
     below_id bigint;
@@ -204,6 +204,17 @@ begin
         where c.queue_name = q.name and c.due_at >= s.first_due_at
         order by c.due_at limit 1)));
 
+    -- Rows whose messages are gone. Sweeps delete them, too, but there may be no claim.
+    delete from pgqueue.requeued_messages r
+    where r.ctid = any (array(
+        select c.ctid
+        from (
+            select l.ctid, l.id from pgqueue.requeued_messages l
+            where l.queue_name = q.name and l.check_at >= s.first_check_at
+            order by l.check_at limit 500 for update skip locked
+        ) c
+        -- `offset 0` keeps the planner from a join that reads the whole queue.
+        where not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = c.id offset 0)));
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -282,8 +293,9 @@ begin
     if not s.writers && writers then
         -- A check after bound_at found at least one of the writers still running.
         waited := s.recorded_at > s.bound_at;
-        s.settled_id := s.bound_id;
-        s.settled_at := least(s.bound_at, at);
+        -- If no transaction writes, the bound that was read just now is settled, too.
+        s.settled_id := case writers when '{}' then bound else s.bound_id end;
+        s.settled_at := case writers when '{}' then at else least(s.bound_at, at) end;
         s.bound_id := bound;
         s.writers := writers;
         s.bound_at := at;
@@ -334,3 +346,48 @@ $$;
 comment on function pgqueue._record_vacant_ids(pgqueue.queues, timestamptz, bigint) is
 'Records the ids below fresh_from_id at which no message can appear any more, and the first keys of the other tables, so
 that scans skip what was removed. Returns true if the record had to wait for a long write transaction.';
+
+create or replace function pgqueue._pages_read(q pgqueue.queues)
+returns bigint
+language sql volatile
+as $$
+    select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
+        + pg_stat_get_xact_blocks_fetched(case
+            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else 'pgqueue.messages_shared'::regclass
+        end)
+$$;
+comment on function pgqueue._pages_read(pgqueue.queues) is
+'How many pages of the tables of a queue this session has read. The difference of two values in one statement counts the
+pages in between; it is 0 if track_counts is off, and null if the queue is being dropped.';
+
+create or replace function pgqueue._are_many_pages(pages bigint, living bigint)
+returns boolean
+language sql immutable parallel safe
+-- A row takes at most two pages: those of a message and of its row in requeued_messages.
+as $$ select pages > 50 + 2 * living $$;
+comment on function pgqueue._are_many_pages(bigint, bigint) is
+'Whether a call that has read this number of pages for these living rows has met many removed rows. Inlined.';
+
+create or replace function pgqueue._record_if_old(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    if not current_setting('transaction_read_only')::boolean
+        and not exists (
+            select from pgqueue.sweep_state s
+            where s.queue_name = q.name and at - s.recorded_at between interval '0' and interval '1 s'
+        )
+        and pgqueue._try_lock_existing_queue(q)
+    then
+        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value(q.fresh_from_id), 1));
+    end if;
+end;
+$$;
+comment on function pgqueue._record_if_old(pgqueue.queues) is
+'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
+standby, records nothing.';

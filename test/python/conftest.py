@@ -29,6 +29,7 @@ import pgqueue
 from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
+    from consumers import Case, Form
     from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
@@ -288,8 +289,8 @@ class Client:
     def plain(self, target: Any) -> Any:
         return Plain(target, self._run)
 
-    def queue(self, name: str) -> Any:
-        return self.plain(pgqueue.AsyncQueue(self._connection, name))
+    def queue(self, name: str, **options: Any) -> Any:
+        return self.plain(pgqueue.AsyncQueue(self._connection, name, **options))
 
     @property
     def queues(self) -> Any:
@@ -324,6 +325,14 @@ def orders(connection: psycopg.Connection[Any], name: str) -> pgqueue.Queue:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     return queue
+
+
+@pytest.fixture
+def case(form: "Form", database: str, connection: psycopg.Connection[Any], name: str) -> "Case":
+    """A form of consumer, by which the test is parametrized, and a queue for it."""
+    from consumers import Case
+
+    return Case(form, database, connection, name)
 
 
 @pytest.fixture

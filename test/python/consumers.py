@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, update_wrapper
@@ -21,7 +21,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, connect, wait_for
+from clients import PATIENCE, connect, is_empty, wait_for
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
@@ -334,6 +334,43 @@ class Form:
             gc.collect()  # A connection that was lost is reported by the test that lost it.
 
 
+@dataclass(frozen=True)
+class Case:
+    """A form of consumer, and a queue for it."""
+
+    form: Form
+    database: str
+    connection: psycopg.Connection[Any]
+    name: str
+
+    def prepare(self, **settings: Any) -> pgqueue.Queue:
+        return prepare(self.connection, self.name, **settings)
+
+    def consuming(self, work: Work | None = None, **options: Any) -> AbstractContextManager[Run]:
+        return self.form.consuming(self.database, self.name, work, **options)
+
+    def execute(self, statement: str, values: Any = None) -> psycopg.Cursor[Any]:
+        return self.connection.execute(statement.encode(), values)
+
+    def rows(self, statement: str, *values: Any) -> list[Any]:
+        return rows(self.connection, statement, *values)
+
+    def attempts(self) -> list[int]:
+        return attempts(self.connection, self.name)
+
+    def dead_letters(self, number: int = 1) -> list[pgqueue.DeadMessage]:
+        """Wait until so many messages are dead, and no other is left."""
+        queue = pgqueue.Queue(self.connection, self.name)
+        wait_for(lambda: queue.stats().dead_messages >= number and self.is_empty())
+        return queue.browse_dead_messages()
+
+    def is_empty(self) -> bool:
+        return is_empty(self.connection, self.name)
+
+    def waits(self) -> bool:
+        return waits(self.connection, self.name)
+
+
 class Source:
     """A function that makes connections, until it is broken."""
 
@@ -371,7 +408,8 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
         def run(**fixtures: Any) -> None:
             def one(form: Form) -> None:
                 with connect(fixtures["database"]) as connection:
-                    given = {**fixtures, "form": form, "connection": connection, "name": f"{fixtures['name']}-{form}"}
+                    case = Case(form, fixtures["database"], connection, f"{fixtures['name']}-{form}")
+                    given = {**fixtures, "case": case, **vars(case)}
                     test(**{argument: given[argument] for argument in arguments})
 
             ends = [(form, beside(partial(one, form))) for form in forms]
@@ -385,7 +423,7 @@ def together(forms: list[Form]) -> Callable[[Callable[..., None]], Callable[...,
 
         update_wrapper(run, test)
         vars(run).pop("__wrapped__")  # pytest would look at its arguments
-        fixtures = sorted(arguments - {"form", "connection"} | {"database", "name"})
+        fixtures = sorted(arguments - {"case", "form", "connection"} | {"database", "name"})
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY) for fixture in fixtures]
         )

@@ -16,7 +16,7 @@ def is_late(error: PySparkException) -> bool:
 
 
 def completed(start: Callable[[], Any]) -> Any:
-    """Start a query and wait for its end; start it up to eleven times more if its Python process was late. Returns it."""
+    """Start a query and wait for its end; start it up to eleven times more if its Python was late. Returns it."""
     return _started(start, lambda query: query.awaitTermination())
 
 

@@ -135,6 +135,12 @@ class Server:
         ids: list[int] = task["result"]["message_ids"]
         return ids
 
+    def metric(self, name: str, **labels: str) -> float | None:
+        for line in self.get("/metrics").text.splitlines():
+            if line.startswith(f"{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                return float(line.rpartition(" ")[2])
+        return None
+
     def look(self, database: str, name: str) -> None:
         """Have the server look at a database now, which it does by itself only now and then."""
         place = {"service": SERVICE, "database": database, "name": name}

@@ -92,7 +92,7 @@ class Pasting:
             case "bash":  # the quick start, which runs as a whole with Spark, in test_spark_readme.py
                 assert "pyspark" in block.code
             case _:  # drawings, signatures, and commands that take hours
-                assert block.language in ("", "text")
+                assert block.language in ("", "text", "yaml")
 
     def python(self, code: str) -> None:
         """Run it on the database; a consumer stops after its first message."""

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(100);
+select plan(101);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -88,8 +88,8 @@ select results_eq($$ select c.table_name collate "C", c.outcome collate "C", c.r
     format($$ values (%L collate "C", 'compacted' collate "C", 60::bigint, true, true) $$, :'deep'), 'compact_queue returns what it has done, and the sizes before and after');
 
 -- What a sweep requests.
-create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
-as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, coalesce(nullif(current_setting('test.bytes', true), ''), '67108863')::bigint, 1::bigint where current_setting('test.overgrown', true) = 'yes' $$;
+create or replace function pgqueue._overgrown_tables() returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint) language sql volatile
+as $$ select 'pgqueue.dead_messages'::regclass, 'pgqueue.dead_messages'::regtype, coalesce(nullif(current_setting('test.bytes', true), ''), '67108863')::bigint, 1::bigint, coalesce(nullif(current_setting('test.dead', true), ''), '49999')::bigint where current_setting('test.overgrown', true) = 'yes' $$;
 create or replace function pgqueue._pinned_transactions() returns bigint language sql volatile as $$ select coalesce(nullif(current_setting('test.pinned', true), ''), '0')::bigint $$;
 create or replace function pgqueue._horizon_holders() returns table (pinned_for interval, holder text, repair text) language sql stable
 as $$ select nullif(current_setting('test.pinned_for', true), '')::interval, 'a test', '' $$;
@@ -110,6 +110,8 @@ select is(pg_temp.requests('yes', 49999, 'on'), 0::bigint, 'claims request no co
 select is(pg_temp.requests('yes', 0, 'on'), 1::bigint, 'claims request a compaction of a table of 64 MB if the horizon is pinned for more than five seconds')
 from set_config('test.bytes', '67108864', true) a, set_config('test.pinned_for', '6 s', true) b;
 select is(pg_temp.requests('yes', 0, 'on'), 0::bigint, 'claims request no compaction of a smaller table then') from set_config('test.bytes', '', true);
+select is(pg_temp.requests('yes', 0, 'on'), 1::bigint, 'claims request a compaction of a smaller table with 50,000 dead rows then') from set_config('test.dead', '50000', true);
+select set_config('test.dead', '', true) \g /dev/null
 select is(pg_temp.requests('yes', 0, 'on'), 0::bigint, 'claims request no compaction of a table of 64 MB if the horizon is pinned for less')
 from set_config('test.bytes', '67108864', true) a, set_config('test.pinned_for', '5 s', true) b;
 select is(pg_temp.requests('yes', n, 'on'), requested, format('claims make %s request for a table of 64 MB if the horizon is %s transactions old, and nobody knows for how long', requested, n))

@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(188);
+select plan(199);
 
 create function pg_temp.findings(queue text) returns text[] language sql
 as $$ select coalesce(array_agg(f.severity || ' ' || f.finding order by f.finding), '{}') from pgqueue.doctor() f where f.queue_name = queue $$;
@@ -99,6 +99,31 @@ begin
     execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue);
     return next is(pg_temp.findings(queue), '{}'::text[], queue || ': the repair of late_retries resolves the finding');
     return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{"\"released\"", "\"nacked\""}'::jsonb[], queue || ': claim returns these messages after the repair of late_retries');
+    perform pgqueue.purge_queue(queue);
+    -- The clock was ahead for less than backoff_max. Only a dead letter shows it.
+    perform pgqueue.enqueue(queue, n::text::jsonb) from generate_series(1, 4) n;
+    perform pgqueue.enqueue(queue, '"tomorrow"', '1 day');
+    select array_agg(c) into taken from pgqueue.claim(queue, 4) c;
+    perform pg_temp.pass('5 min');
+    perform pgqueue.release(queue, array[taken[1].id], taken[1].claim_token);
+    perform pgqueue.nack(queue, taken[2].id, taken[2].claim_token, '0');
+    perform pgqueue.reject(queue, taken[3].id, taken[3].claim_token);
+    perform pgqueue.reject(queue, taken[4].id, taken[4].claim_token);
+    perform pgqueue.redrive(queue, ids => array[taken[3].id]);
+    perform pg_temp.pass('-5 min');
+    return next is(pg_temp.findings(queue), array['info dead_messages', 'info late_retries'], queue || ': doctor reports messages that wait because the clock was ahead for a moment');
+    execute (select f.repair from pgqueue.doctor() f where f.queue_name = queue and f.finding = 'late_retries');
+    return next is(pg_temp.findings(queue), array['info dead_messages'], queue || ': the repair resolves this finding, too');
+    return next is((select array_agg(c.payload order by c.id) from pgqueue.claim(queue, 10) c), '{1,2,3}'::jsonb[], queue || ': claim returns all these messages, and none that its sender has delayed for longer');
+    perform pgqueue.purge_dead_messages(queue);
+    perform pgqueue.purge_queue(queue);
+
+    -- What has no effect in this queue.
+    perform pgqueue.enqueue(queue, '1', group_key => 'customer-17');
+    return next is(pg_temp.findings(queue), array['info unused_group_keys'], queue || ': doctor reports a group_key in a queue without group_limit');
+    perform pgqueue.purge_queue(queue);
+    perform pgqueue.enqueue(queue, '1', '1 h', priority => 9);
+    return next is(pg_temp.findings(queue), array['info unused_priorities'], queue || ': doctor reports a priority in a queue without priorities');
     perform pgqueue.purge_queue(queue);
     perform pgqueue.enqueue(queue, '"raw"');
     update pgqueue.messages w set attempt_count = 1, visible_at = pgqueue._now() + interval '1 day 30 s' where w.queue_name = queue;
@@ -379,6 +404,10 @@ select is((select count(*) from pgqueue.doctor() f where f.severity not in ('err
     'every finding has a known severity, a name, a detail and a repair');
 select matches(pgqueue.version(), '^\d+\.\d+\.\d+$', 'version returns a version of three numbers');
 select is(pgqueue.version(), coalesce((select e.extversion from pg_extension e where e.extname = 'pgqueue'), pgqueue.version()), 'version returns the version of the extension, if pgqueue is installed as an extension');
+
+select pgqueue.create_queue('grouped', group_limit => 1), pgqueue.create_queue('ranked', priorities => true) \g /dev/null
+select pgqueue.enqueue('grouped', '1', group_key => 'a'), pgqueue.enqueue('ranked', '1', priority => 9) \g /dev/null
+select is(pg_temp.findings('grouped') || pg_temp.findings('ranked'), '{}', 'doctor does not report keys in a queue that observes them');
 
 select * from finish();
 rollback;

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(307);
+select plan(311);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -31,7 +31,7 @@ insert into verbs values
 ('alter_queue', ''), ('drop_queue', ''), ('get_queue', ''), ('pause_queue', ''), ('resume_queue', ''), ('purge_queue', ''),
 ('enqueue', ', ''1'''), ('enqueue_batch', ', ''{1}'''), ('claim', ''), ('ack', ', 1, gen_random_uuid()'), ('ack_batch', ', ''{1}'', gen_random_uuid()'),
 ('exchange', ', null, null'), ('nack', ', 1, gen_random_uuid()'), ('reject', ', 1, gen_random_uuid()'), ('extend', ', 1, gen_random_uuid()'),
-('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'),
+('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'), ('reschedule', ', 1'),
 ('receive', ''), ('sink_stage', ', gen_random_uuid(), 0, 0'), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('browse_archived_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
 ('stream_open', ', ''s'''), ('stream_claim', ', ''s'', 1, 0, null'), ('stream_begin', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_read', ', ''s'', 1, 1, gen_random_uuid()'),
 ('stream_extend', ', ''s'', 1'), ('stream_ack', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_skip', ', ''s'', 1'), ('list_streams', ''), ('list_subscriptions', ''), ('list_schedules', ''), ('cancel', ', 1'), ('cancel_by_key', ', ''k'''), ('expose_transport', ''), ('unexpose_transport', ''), ('advance_transport', ''), ('drop_stream', ', ''s'''),
@@ -145,7 +145,7 @@ declare
 begin
     execute statement;
     return null;
-exception when invalid_parameter_value or sqlstate 'PQ002' then
+exception when invalid_parameter_value or sqlstate 'PQ002' or sqlstate 'PQ006' then
     get stacked diagnostics hint = pg_exception_hint;
     return hint;
 end;
@@ -158,7 +158,10 @@ from unnest(array[
     $$ select pgqueue.nack('errors', 1, gen_random_uuid(), '3653 days') $$, $$ select pgqueue.sweep_staged('3653 days') $$,
     $$ select pgqueue.sweep_staged(forget_after => '3653 days') $$
 ]) as c (statement);
-select matches(pg_temp.hint($$ select (pgqueue.create_queue('errors_columns')).* $$), 'once for each column', 'the hint says that PostgreSQL calls a function in (f()).* once for each column');
+select matches(pg_temp.hint(c.statement), 'once for each column', format('the hint of %s says that PostgreSQL calls a function in (f()).* once for each column', c.code))
+from (values
+    ('PQ002', $$ select (pgqueue.create_queue('errors_columns')).* $$), ('PQ006', $$ select pgqueue._raise_stream_fenced(null, 1) $$)
+) as c (code, statement);
 select pg_temp.refuses('select pgqueue.peek(''errors'', 0)', '22023', 'max_records', '0');
 select pg_temp.refuses('select pgqueue.browse(''errors'', ''asleep'')', '22023', 'state', '''asleep''');
 select pg_temp.refuses('select pgqueue.redrive(''errors'', 0)', '22023', 'max_messages', '0');

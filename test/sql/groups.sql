@@ -217,8 +217,8 @@ $$;
 select pgqueue.create_queue('crowd', group_limit => 1, on_dead => 'hold') \g /dev/null
 insert into pgqueue.dead_messages (id, queue_name, enqueued_at, attempt_count, max_attempts, payload, headers, reason)
 select nextval('pgqueue.message_id'), 'crowd', '2030-01-01', 1, 1, '1', jsonb_build_object('pgqueue.group', 'g' || n), 'rejected'
-from generate_series(1, 300) as n;
-select pgqueue.enqueue_batch('crowd', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(1, 300) as n \g /dev/null
+from generate_series(1, 600) as n;
+select pgqueue.enqueue_batch('crowd', array_agg('1'::jsonb), group_keys => array_agg('g' || n)) from generate_series(1, 600) as n \g /dev/null
 select pgqueue.enqueue('crowd', '"free"', group_key => pg_temp.last_group()) \g /dev/null
 select is(pg_temp.claim('crowd'), 'free', 'a claim passes any number of groups that wait for their dead letters');
 select pgqueue.create_queue('crowd2', group_limit => 2) \g /dev/null

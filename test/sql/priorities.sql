@@ -149,6 +149,9 @@ select pgqueue.enqueue_batch('expired', array_fill('"low"'::jsonb, array[100])),
 select setval(q.next_sweep_at, 1), setseed(0.5) from pgqueue.queues q where q.name = 'expired' \g /dev/null
 select is(pg_temp.claim('expired', 1), 'low', 'a claim passes messages that are not ready');
 select cmp_ok(pg_temp.buffers('expired'), '<', 150, 'the next claim does not read them again');
+-- Each of these claims sweeps, and removes some of them.
+select setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = 'expired' \g /dev/null
+select pgqueue.claim('expired') from generate_series(1, 20) \g /dev/null
 select is((select count(*) from pgqueue.messages m where m.queue_name = 'expired' and m.payload = '"late"'), 0::bigint, 'sweeps remove those that have expired');
 select pg_temp.send('expired', '9y 5x'), setseed(0.5) \g /dev/null
 select is(pg_temp.claim('expired', 2), '9y 5x', 'messages of these priorities that are sent later are claimed first');

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(222);
+select plan(224);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -226,6 +226,16 @@ select is((pg_temp.take('transport')).body, '"delayed"'::bytea, 'the relation sh
 select pgqueue.enqueue('transport', '"far"', delay => '1 h') as sent \gset
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
 select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport'), 1::bigint, 'a message that is due in an hour stays in scheduled_messages');
+
+-- Large messages are moved in slices. Until all are moved, each read does a part.
+select pgqueue.create_queue('transport-large') is not null, pgqueue.expose_transport('transport-large') is not null \g /dev/null
+select pgqueue.enqueue_batch('transport-large', delays => array_fill(interval '12 s', array[100]), bodies => array_fill(b.body, array[100]))
+from (select string_agg(sha256(n::text::bytea), '') as body from generate_series(1, 1920) as n) b \g /dev/null
+select count(*) from public."transport-large" \g /dev/null
+select cmp_ok((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport-large'), '>', 0::bigint, 'reading a relation does not move 6 MB of due messages at once');
+do $$ begin for i in 1..12 loop perform count(*) from public."transport-large"; end loop; end $$;
+select is((select count(*) from pgqueue.scheduled_messages s where s.queue_name = 'transport-large'), 0::bigint, 'the next reads of the relation move the others');
+select pgqueue.drop_queue('transport-large') \g /dev/null
 select pgqueue.pause_queue('transport') as paused, pg_temp.send('transport', '{}', 'x'), pg_temp.hurry('transport') \g /dev/null
 select is(pg_temp.estimate('transport'), 0, 'the relation of a paused queue shows no message');
 select pgqueue.resume_queue('transport') as resumed \g /dev/null

@@ -133,10 +133,10 @@ def dump(server: Server, database: str, *options: str) -> str:
     return re.sub(r"^\\(un)?restrict .*\n", "", done.stdout, flags=re.MULTILINE)
 
 
-def restore(server: Server, script: str, database: str) -> None:
-    """Run a dump with psql, which stops at the first error."""
+def restore(server: Server, script: str, database: str, on_error_stop: int = 1) -> None:
+    """Run a dump with psql, which stops at the first error, if it is to do so."""
     done = subprocess.run(
-        [TOOLS / "psql", "--quiet", "--no-psqlrc", "--set", "ON_ERROR_STOP=1"],
+        [TOOLS / "psql", "--quiet", "--no-psqlrc", "--set", f"ON_ERROR_STOP={on_error_stop}"],
         env=server.environment(database),
         input=script,
         capture_output=True,

@@ -285,6 +285,67 @@ def test_a_restored_database_equals_the_dumped_one(server: Server, database: str
         run_every_verb(connection)
 
 
+@pytest.mark.parametrize(
+    ("door", "option"), [(prepare_fresh, "--schema-only"), (prepare_plain, "--exclude-table-data=pgqueue.*")]
+)
+def test_a_database_restored_without_rows_can_be_used(
+    server: Server, database: str, target: str, door: Any, option: str
+) -> None:
+    settings = "name, dedicated, group_limit, priorities, archive_for"
+    door(server, database)
+    with server.connect(database) as connection:
+        fill(connection)
+        queues = connection.execute(f"select {settings} from pgqueue.list_queues() order by random()").fetchall()
+    restore(server, dump(server, database, option), target)
+    with server.connect(target) as connection:
+        left = connection.execute("select queue_name from pgqueue.doctor() where finding = 'leftovers'").fetchall()
+        assert {name for (name,) in left} == {None, *(name for name, dedicated, *_ in queues if dedicated)}
+        for name, dedicated, group_limit, priorities, archive_for in queues:
+            connection.execute(
+                "select pgqueue.create_queue(%s, dedicated => %s, group_limit => %s, priorities => %s,"
+                " archive_for => %s, if_not_exists => true)",
+                # expose_transport has made this queue dedicated.
+                (name, dedicated and name != "exposed", group_limit, priorities, archive_for),
+            )
+        again = connection.execute(f"select {settings} from pgqueue.list_queues()").fetchall()
+        assert sorted(again) == sorted(queues)
+        for name, *_ in queues:
+            connection.execute("select pgqueue.enqueue(%s, '1')", (name,))
+            if name == "exposed":
+                assert value(connection, 'select count(*) from "A ""table"""') == 1
+            acked = connection.execute(
+                "select pgqueue.ack(c.queue_name, c.id, c.claim_token) from pgqueue.claim(%s) c", (name,)
+            )
+            assert acked.fetchall() == [(True,)]
+        ((finding, repair),) = connection.execute(
+            "select finding, repair from pgqueue.doctor() where severity <> 'info'"
+        ).fetchall()
+        assert finding == "leftovers"
+        connection.execute(str(repair).encode())
+        assert connection.execute("select * from pgqueue.doctor() where severity <> 'info'").fetchall() == []
+
+
+def test_a_dump_that_is_restored_twice_doubles_nothing_that_doctor_does_not_report(
+    server: Server, database: str, target: str
+) -> None:
+    prepare_fresh(server, database)
+    with server.connect(database) as connection:
+        fill(connection)
+    script = dump(server, database)
+    restore(server, script, target)
+    restore(server, script, target, on_error_stop=0)
+    with server.connect(target) as connection:
+        assert value(connection, 'select count(*) from "A ""table"""') == 2
+        repair = value(connection, "select repair from pgqueue.doctor() where finding = 'doubled_archive'")
+        connection.execute(repair.encode())
+        assert connection.execute("select * from pgqueue.doctor() where finding = 'doubled_archive'").fetchall() == []
+    once, twice = ({name: len(rows) for name, rows in data(server, each).items()} for each in (database, target))
+    # Nobody counts the rows of the first two. Those of the third become rows of the archive.
+    for name in ("requeued_messages", "archive_promises", "unfiled_messages"):
+        del once[name], twice[name]
+    assert twice == once
+
+
 def claim_through_views(connection: psycopg.Connection[Any]) -> None:
     """Claim a message as role raw through the views of a contract."""
     connection.execute("set role raw")

@@ -93,16 +93,24 @@ def _declared(arguments: str) -> dict[str, str]:
     return {name: kind for name, _, kind in split}
 
 
-def as_jsonb(value: Any) -> Jsonb:
-    """The value as a parameter of type jsonb. A value in a `Jsonb` or `Json` keeps the wrapper's `dumps`.
+def as_jsonb(name: str, value: Any) -> Jsonb:
+    """The value of the argument `name` as a parameter of type jsonb. A `Jsonb` or `Json` keeps its `dumps`.
 
     Raises `TypeError` for bytes, which are no JSON.
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
-        raise TypeError(f"invalid JSON value: {type(value).__name__}; send raw bytes as the body of a message")
+        raise TypeError(f"invalid {name}: {type(value).__name__}; send raw bytes as the body of a message")
     if isinstance(value, Jsonb):
         return value
     return Jsonb(value.obj, value.dumps) if isinstance(value, Json) else Jsonb(value)
+
+
+def as_bytes(name: str, value: Any) -> Any:
+    """Check the value of the argument `name`. Raises `TypeError` unless it is bytes."""
+    # PostgreSQL would read a text in its own way.
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"invalid {name}: {value!r:.200}; must be bytes")
+    return value
 
 
 def as_duration(name: str, value: Any) -> timedelta:
@@ -121,7 +129,7 @@ def as_moment(name: str, value: Any) -> datetime:
     return value
 
 
-def as_integer(name: str, bits: int, value: Any) -> Any:
+def as_integer(name: str, value: Any, bits: int) -> Any:
     """Check the value of the argument `name`.
 
     Raises `TypeError` if it is no integer, and `InvalidArgument` if it does not fit into `bits` bits.
@@ -149,21 +157,29 @@ def many(name: str, values: T) -> T:
 
 def _adapter(name: str, kind: str) -> Callable[[Any], Any] | None:
     """The function that converts values of the argument of this name and SQL type; None if no conversion is needed."""
-    adapters: dict[str, Callable[[Any], Any]] = {
+    adapters: dict[str, Callable[[str, Any], Any]] = {
         "jsonb": as_jsonb,
-        "interval": partial(as_duration, name),
-        "timestamptz": partial(as_moment, name),
-        "int": partial(as_integer, name, 32),
-        "bigint": partial(as_integer, name, 64),
+        "bytea": as_bytes,
+        "interval": as_duration,
+        "timestamptz": as_moment,
+        "int": partial(as_integer, bits=32),
+        "bigint": partial(as_integer, bits=64),
     }
     adapter = adapters.get(kind.removesuffix("[]"))
     if not kind.endswith("[]"):
-        return adapter
+        return None if adapter is None else partial(adapter, name)
 
     def elements(values: Any) -> list[Any]:
+        listed = list(many(name, values))
         if adapter is None:
-            return list(many(name, values))
-        return [None if value is None else adapter(value) for value in many(name, values)]
+            return listed
+        try:
+            return [None if value is None else adapter(name, value) for value in listed]
+        except (TypeError, InvalidArgument):
+            for place, value in enumerate(listed):  # again, because each name would cost time
+                if value is not None:
+                    adapter(f"{name}[{place}]", value)
+            raise
 
     return elements
 
@@ -210,7 +226,7 @@ enqueue_batch = Call(
     "queue_name text",
     "payloads jsonb[], delay interval, headers jsonb[], expires_in interval, message_ids uuid[],"
     " bodies bytea[], delays interval[], dedup_keys text[], on_duplicate text, group_keys text[],"
-    " priorities integer[]",
+    " priorities int[]",
 )
 claim = Call(Message, "claim", "queue_name text", "max_messages int, visibility_timeout interval, claimed_by text")
 claim_any = Call(

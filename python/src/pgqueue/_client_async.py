@@ -5,12 +5,14 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from psycopg import AsyncConnection, AsyncCursor
+from psycopg import AsyncConnection, DataError
 
 from . import _calls
+from ._adapters import AsyncOwnCursor, JsonDumps, JsonLoads, client_adapters
 from ._client_rows import AsyncRows, each_row_async, read_leniently
 from ._connections import check_connection, correction_statement
-from ._copy import CopyRows, copy_messages, server_moment
+from ._copy import CopyRows, add_row, copy_messages, server_moment
+from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
 from .message import (
     Access,
@@ -33,22 +35,37 @@ T = TypeVar("T")
 
 
 class _Calls:
-    """Runs bound calls on the caller's connection."""
+    """Runs bound calls on the caller's connection.
 
-    __slots__ = ("connection",)
+    `json_loads` reads payloads and headers, from bytes; `json_dumps` writes them, as text or bytes. The defaults are
+    those of the module `json`. The adapters of the connection are not used.
+    """
 
-    def __init__(self, connection: AsyncConnection[Any]) -> None:
+    __slots__ = ("_adapters", "connection")
+
+    def __init__(
+        self,
+        connection: AsyncConnection[Any],
+        *,
+        json_loads: JsonLoads | None = None,
+        json_dumps: JsonDumps | None = None,
+    ) -> None:
         check_connection(connection, AsyncConnection)
         self.connection = connection
+        self._adapters = client_adapters(json_loads, json_dumps)
 
     async def _all(self, call: _calls.Bound[T]) -> list[T]:
-        cursor = AsyncCursor(self.connection, row_factory=call.row)
+        cursor = AsyncOwnCursor(self.connection, self._adapters, call.row)
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
         try:
             await cursor.execute(call.text, call.values, binary=bool(correction_statement(self.connection)))
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
+        except Exception as error:
+            if name := name_of_refused(error, call, self._adapters):
+                add_name(error, name)
+            raise
         try:
             return await cursor.fetchall()
         except Exception as error:
@@ -298,8 +315,15 @@ class AsyncQueue(_Calls):
 
     __slots__ = ("name",)
 
-    def __init__(self, connection: AsyncConnection[Any], name: str) -> None:
-        super().__init__(connection)
+    def __init__(
+        self,
+        connection: AsyncConnection[Any],
+        name: str,
+        *,
+        json_loads: JsonLoads | None = None,
+        json_dumps: JsonDumps | None = None,
+    ) -> None:
+        super().__init__(connection, json_loads=json_loads, json_dumps=json_dumps)
         # None would select all queues in some calls.
         if not isinstance(name, str):
             raise TypeError(f"invalid name: {name!r}; must be a string")
@@ -694,13 +718,17 @@ class AsyncQueue(_Calls):
             # Begins the caller's transaction, so that the transaction below is a savepoint in it.
             await self.get_queue()
         async with self.connection.transaction():
-            lines = CopyRows(self.connection, await self.get_queue(), await self._one(server_moment))
-            cursor = AsyncCursor(self.connection)
-            async with cursor.copy(copy_messages) as copy:
-                async for row in each_row_async(rows):
-                    if block := lines.add(row):
-                        await copy.write(block)
-                await copy.write(lines.end())
+            lines = CopyRows(self.connection, self._adapters, await self.get_queue(), await self._one(server_moment))
+            cursor = AsyncOwnCursor(self.connection, self._adapters)
+            try:
+                async with cursor.copy(copy_messages) as copy:
+                    async for row in each_row_async(rows):
+                        if block := lines.add(row):
+                            await copy.write(block)
+                    await copy.write(lines.end())
+            except DataError as error:
+                add_row(error)
+                raise
             if cursor.rowcount:
                 await self.wake()
             return cursor.rowcount

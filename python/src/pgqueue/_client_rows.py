@@ -4,7 +4,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 from . import _calls
-from ._decoding import lenient_decoder
+from ._adapters import lenient_decoder
 
 T = TypeVar("T")
 

@@ -6,12 +6,14 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
 
-from psycopg import Connection, Cursor
+from psycopg import Connection, DataError
 
 from . import _calls
+from ._adapters import JsonDumps, JsonLoads, OwnCursor, client_adapters
 from ._client_rows import Rows, each_row, read_leniently
 from ._connections import check_connection, correction_statement
-from ._copy import CopyRows, copy_messages, server_moment
+from ._copy import CopyRows, add_row, copy_messages, server_moment
+from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
 from .message import (
     Access,
@@ -34,22 +36,37 @@ T = TypeVar("T")
 
 
 class _Calls:
-    """Runs bound calls on the caller's connection."""
+    """Runs bound calls on the caller's connection.
 
-    __slots__ = ("connection",)
+    `json_loads` reads payloads and headers, from bytes; `json_dumps` writes them, as text or bytes. The defaults are
+    those of the module `json`. The adapters of the connection are not used.
+    """
 
-    def __init__(self, connection: Connection[Any]) -> None:
+    __slots__ = ("_adapters", "connection")
+
+    def __init__(
+        self,
+        connection: Connection[Any],
+        *,
+        json_loads: JsonLoads | None = None,
+        json_dumps: JsonDumps | None = None,
+    ) -> None:
         check_connection(connection, Connection)
         self.connection = connection
+        self._adapters = client_adapters(json_loads, json_dumps)
 
     def _all(self, call: _calls.Bound[T]) -> list[T]:
-        cursor = Cursor(self.connection, row_factory=call.row)
+        cursor = OwnCursor(self.connection, self._adapters, call.row)
         # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
         # raise.
         try:
             cursor.execute(call.text, call.values, binary=bool(correction_statement(self.connection)))
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
+        except Exception as error:
+            if name := name_of_refused(error, call, self._adapters):
+                add_name(error, name)
+            raise
         try:
             return cursor.fetchall()
         except Exception as error:
@@ -299,8 +316,15 @@ class Queue(_Calls):
 
     __slots__ = ("name",)
 
-    def __init__(self, connection: Connection[Any], name: str) -> None:
-        super().__init__(connection)
+    def __init__(
+        self,
+        connection: Connection[Any],
+        name: str,
+        *,
+        json_loads: JsonLoads | None = None,
+        json_dumps: JsonDumps | None = None,
+    ) -> None:
+        super().__init__(connection, json_loads=json_loads, json_dumps=json_dumps)
         # None would select all queues in some calls.
         if not isinstance(name, str):
             raise TypeError(f"invalid name: {name!r}; must be a string")
@@ -695,13 +719,17 @@ class Queue(_Calls):
             # Begins the caller's transaction, so that the transaction below is a savepoint in it.
             self.get_queue()
         with self.connection.transaction():
-            lines = CopyRows(self.connection, self.get_queue(), self._one(server_moment))
-            cursor = Cursor(self.connection)
-            with cursor.copy(copy_messages) as copy:
-                for row in each_row(rows):
-                    if block := lines.add(row):
-                        copy.write(block)
-                copy.write(lines.end())
+            lines = CopyRows(self.connection, self._adapters, self.get_queue(), self._one(server_moment))
+            cursor = OwnCursor(self.connection, self._adapters)
+            try:
+                with cursor.copy(copy_messages) as copy:
+                    for row in each_row(rows):
+                        if block := lines.add(row):
+                            copy.write(block)
+                    copy.write(lines.end())
+            except DataError as error:
+                add_row(error)
+                raise
             if cursor.rowcount:
                 self.wake()
             return cursor.rowcount

@@ -8,16 +8,18 @@ from json import dumps, loads
 from typing import Any
 from uuid import UUID
 
-from psycopg import AsyncConnection, Connection
+from psycopg import AsyncConnection, Connection, DataError
 from psycopg.adapt import PyFormat
 from psycopg.rows import scalar_row
 from psycopg.types.json import Jsonb
 
+from ._adapters import Adapters
 from ._calls import Bound, as_jsonb
+from ._elements import add_name
 from .errors import InvalidArgument, PayloadTooLarge
 from .message import NewMessage, QueueInfo
 
-__all__ = ["BEGIN", "END", "CopyRows", "copy_messages", "server_moment"]
+__all__ = ["BEGIN", "END", "CopyRows", "add_row", "copy_messages", "server_moment"]
 
 # Both timestamps are given: if the defaults read the clock for each row, PostgreSQL would not insert rows in batches.
 copy_messages = (
@@ -46,9 +48,11 @@ class CopyRows:
     the block was started, by the server's clock.
     """
 
-    def __init__(self, connection: Connection[Any] | AsyncConnection[Any], queue: QueueInfo, at: int) -> None:
+    def __init__(
+        self, connection: Connection[Any] | AsyncConnection[Any], adapters: Adapters, queue: QueueInfo, at: int
+    ) -> None:
         self._queue = queue
-        self._json = connection.adapters.get_dumper(Jsonb, PyFormat.TEXT)(Jsonb, connection)
+        self._json = adapters.get_dumper(Jsonb, PyFormat.TEXT)(Jsonb, adapters)
         # Text in a binary COPY is in the client encoding. JSON can escape the characters that the encoding lacks.
         self._escapes = connection.info.encoding != "utf-8"
         # of the monotonic clock of this process, in microseconds
@@ -64,7 +68,7 @@ class CopyRows:
         try:
             line = self._line(row)
         except Exception as error:
-            error.add_note(f"in row {self._row} of enqueue_copy")
+            add_name(error, f"row {self._row}")
             raise
         self._lines.append(line)
         self._bytes += len(line)
@@ -124,7 +128,7 @@ class CopyRows:
             raise self._invalid("message_id", repr(message_id), "a UUID") from None
 
     def _document(self, argument: str, value: Any, limit: int) -> bytes:
-        text = bytes(self._json.dump(as_jsonb(value)) or b"")
+        text = bytes(self._json.dump(as_jsonb(argument, value)) or b"")
         if len(text) > limit:
             # An escape such as \u00e9 counts as the character that it stands for.
             size = len(dumps(loads(text), ensure_ascii=False).encode("utf8", "surrogatepass"))
@@ -134,7 +138,9 @@ class CopyRows:
             text = re.sub(r"[^\x00-\x7f]+", _escaped, text.decode()).encode()
         return _length_of_json(len(text) + 1, 1) + text  # jsonb's binary format starts with its version, which is 1
 
-    def _body(self, body: bytes | bytearray | memoryview) -> bytes:
+    def _body(self, body: Any) -> bytes:
+        if not isinstance(body, (bytes, bytearray, memoryview)):
+            raise self._invalid("body", repr(body), "bytes")
         size = memoryview(body).nbytes
         if size > self._queue.max_payload_bytes:
             raise self._too_large("body", size, self._queue.max_payload_bytes)
@@ -142,12 +148,17 @@ class CopyRows:
 
     def _too_large(self, argument: str, size: int, limit: int) -> PayloadTooLarge:
         return PayloadTooLarge(
-            f"row {self._row}: {argument} of {size} bytes is over the limit of {limit} bytes"
-            f" of queue '{self._queue.name}'"
+            f"{argument} of {size} bytes is over the limit of {limit} bytes of queue '{self._queue.name}'"
         )
 
     def _invalid(self, argument: str, given: str, expected: str) -> InvalidArgument:
-        return InvalidArgument(f"row {self._row}: invalid {argument}: {given[:200]}; must be {expected}")
+        return InvalidArgument(f"invalid {argument}: {given[:200]}; must be {expected}")
+
+
+def add_row(error: DataError) -> None:
+    """Put the number of the row before the text of an error of the server, if the error is about a row."""
+    if found := re.search(r"messages, \D+(\d+)", error.diag.context or ""):
+        add_name(error, f"row {found[1]}")
 
 
 def _field(value: bytes) -> bytes:

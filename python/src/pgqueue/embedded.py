@@ -583,7 +583,7 @@ def _start_keeper(home: Path, lock: int, tcp: bool) -> str:
     raise EmbeddedServerError(output.rstrip() or "the embedded server did not start")
 
 
-def _run_keeper(home: Path, tcp: bool) -> None:
+def _run_keeper(home: Path, tcp: bool = False) -> None:
     """Run the server of `shared_server` while it has users. `python -m pgqueue.embedded HOME [--tcp]` calls this."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     os.umask(0o077)  # independent of the umask of the caller

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -530,6 +531,24 @@ def test_dead_letters_are_redriven_all_or_by_id(cli: Cli, orders: pgqueue.Queue)
     assert orders.peek() == 5
 
 
+def test_a_dead_letter_is_sent_again_with_another_payload(cli: Cli, orders: pgqueue.Queue) -> None:
+    headers = {"event": "created", "price": 1.50, "pgqueue.priority": 3, "pgqueue.failures": [], "pgqueue.attempts": 1}
+    kill_letters(orders, 1)  # a letter before it stays
+    number = orders.enqueue({"n": "1"}, headers=headers, message_id=UUID(int=7))
+    orders.reject(number, orders.claim()[0].claim_token)
+    assert cli("dead", "edit", orders.name, str(number), "{").status == 2
+    for other in (number + 1, 2**63 - 1):
+        missed = cli("dead", "edit", orders.name, str(other), "1")
+        assert (missed.status, missed.out) == (3, "")
+    assert len(orders.browse_dead_messages()) == 2
+    (done,) = cli("dead", "edit", orders.name, str(number), '{"n": 1}', "--json").records
+    (sent,) = orders.claim(2)
+    assert done == {"id": sent.id, "replaced_id": number}
+    assert (sent.payload, sent.message_id, sent.attempt_count) == ({"n": 1}, UUID(int=7), 1)
+    assert sent.headers == {"event": "created", "price": 1.5, "pgqueue.priority": 3}
+    assert [letter.id < number for letter in orders.browse_dead_messages()] == [True]
+
+
 def test_dead_letters_are_purged_all_or_by_id(cli: Cli, orders: pgqueue.Queue) -> None:
     ids = kill_letters(orders, 3)
     assert cli("dead", "purge", orders.name, str(ids[0]), "--json").records == [{"purged": 1}]
@@ -736,10 +755,13 @@ def test_closed_streams_that_a_command_does_not_need_are_no_error(database: str,
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option", ["", "--json"])
-def test_a_full_disk_is_reported_with_what_has_happened(database: str, orders: pgqueue.Queue, option: str) -> None:
+@pytest.mark.parametrize(("option", "unbuffered"), [("", "1"), ("--json", "1"), ("--json", "")])
+def test_a_full_disk_is_reported_with_what_has_happened(
+    database: str, orders: pgqueue.Queue, option: str, unbuffered: str
+) -> None:
     program = f"'{sys.executable}' -m pgqueue"
-    done = shell(f"{program} send {orders.name} 1 {option} >/dev/full", PGQUEUE_DSN=database)
+    send = f"{program} send {orders.name} 1 {option} >/dev/full"
+    done = shell(send, PGQUEUE_DSN=database, PYTHONUNBUFFERED=unbuffered)
     message, hint = done.stderr.splitlines()
     assert (done.returncode, message) == (1, "pgqueue: the output could not be written: No space left on device")
     assert hint.startswith("hint: The command had made its changes before.")
@@ -773,13 +795,6 @@ def test_an_interrupt_before_a_command_starts_has_status_130(monkeypatch: pytest
     assert pgqueue.cli.main(["list"]) == 130
 
 
-def test_commands_ignore_pgclientencoding(database: str, orders: pgqueue.Queue) -> None:
-    for encoding in ("SQL_ASCII", "LATIN1"):
-        assert in_process(database, "send", orders.name, '"Zoë €"', PGCLIENTENCODING=encoding).status == 0
-        (message,) = in_process(database, "claim", orders.name, "--json", PGCLIENTENCODING=encoding).records
-        assert (message["queue_name"], message["payload"]) == (orders.name, "Zoë €")
-
-
 def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqueue.Queue) -> None:
     orders.enqueue(1)
     styles = {"PGDATESTYLE": "german", "PGOPTIONS": "-c intervalstyle=iso_8601", "PGTZ": "Asia/Kathmandu"}
@@ -791,6 +806,10 @@ def test_commands_ignore_the_styles_of_other_clients(database: str, orders: pgqu
     assert (done.status, done.err) == (0, "")
     (message,) = in_process(database, "browse", orders.name, "--json", **styles).records
     assert datetime.fromisoformat(message["enqueued_at"]) == orders.browse()[0].enqueued_at
+    for encoding in ("SQL_ASCII", "LATIN1"):
+        assert in_process(database, "send", orders.name, '"Zoë €"', PGCLIENTENCODING=encoding).status == 0
+        done = in_process(database, "claim", orders.name, "--max", "2", "--json", PGCLIENTENCODING=encoding)
+        assert done.records[-1]["payload"] == "Zoë €"
 
 
 def test_characters_beyond_the_terminal_encoding_are_escaped(database: str, orders: pgqueue.Queue) -> None:

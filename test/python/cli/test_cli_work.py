@@ -285,7 +285,18 @@ def test_work_passes_every_option(work: Cli, orders: pgqueue.Queue, monkeypatch:
         *("--mode", "lease", "--concurrency", "3", "--prefetch", "5", "--visibility-timeout", "1m", "--no-listen"),
         *("--grace-period", "5s", "--handler-timeout", "1m", "--claimed-by", "me"),
         *("--peek-delay", "100ms", "--peek-batch-size", "7"),
-        *("--circuit-breaker-after", "10s", "--immediate-retries", "1", "--delayed-retries", "1"),
+        *(
+            "--circuit-breaker-after",
+            "10s",
+            "--give-up-after",
+            "5m",
+            "--liveness-file",
+            "alive",
+            "--immediate-retries",
+            "1",
+            "--delayed-retries",
+            "1",
+        ),
         *("--retry-delay", "1s", "--retry-delay", "2s", "--log-level", "error", "--quiet"),
     )
     assert work("note", *options) == (0, "got 1\n", "")
@@ -302,18 +313,10 @@ def test_work_passes_every_option(work: Cli, orders: pgqueue.Queue, monkeypatch:
         "peek_batch_size": 7,
         "listen": False,
         "circuit_breaker_after": timedelta(seconds=10),
+        "give_up_after": timedelta(minutes=5),
+        "liveness_file": Path("alive"),
         "retries": pgqueue.Retries(immediate=1, delayed=1, delays=[timedelta(seconds=1), timedelta(seconds=2)]),
     }
-
-
-def test_work_uses_the_given_retries(cli: Cli, work: Cli, orders: pgqueue.Queue) -> None:
-    orders.enqueue(1)
-    assert work("fail", "--immediate-retries", "1", "--delayed-retries", "0").status == 0
-    (letter,) = orders.browse_dead_messages()
-    assert (letter.attempt_count, letter.reason) == (2, "attempts_exhausted")
-    shown = cli("dead", "show", orders.name, str(letter.id)).out
-    assert re.search(r"\n    1\. .* ValueError: attempt 1 \(by .*\)\n    2\. .* ValueError: attempt 2 \(by ", shown)
-    assert "last error\n" in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--log-json"]])
@@ -543,10 +546,11 @@ def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Pa
     assert "stopped by force" not in done.err
 
 
-def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path) -> None:
+@pytest.mark.parametrize("handler", ["never", "never_async"])
+def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path, handler: str) -> None:
     orders.enqueue(1)
     options = ("--grace-period", "200ms", "--visibility-timeout", "1h")
-    with working(orders, "never", *options, shop=shop) as command:
+    with working(orders, handler, *options, shop=shop) as command:
         command.signal(signal.SIGTERM)
         assert command.end().status == 0
     (message,) = wait_for(orders.claim)
@@ -562,6 +566,19 @@ def test_a_signal_before_the_first_message_stops_work(orders: pgqueue.Queue, sho
         done = command.end()
     assert done.status == 0
     assert "0 messages done" in done.err
+
+
+def test_work_waits_for_its_database_or_gives_up(orders: pgqueue.Queue, shop: Path) -> None:
+    words = ("work", orders.name, "orders.tasks:note")
+    with running(*words, directory=shop.parent, cwd=shop, PGQUEUE_DSN="host=/nowhere") as command:
+        command.wait_for(lambda: "the next attempt follows" in command.err)
+        command.signal(signal.SIGTERM)
+        assert command.end().status == 0
+    done = in_process("host=/nowhere", *words, "--give-up-after", "0s")
+    assert done.status == 1
+    assert "/nowhere" in done.err
+    misread = in_process("postgresql://me:my@pass@nowhere.invalid/shop", *words)
+    assert (misread.status, "pass@" in misread.err) == (1, False)
 
 
 # On a terminal

@@ -1,18 +1,26 @@
 """Every verb through the async client: arguments arrive, results have the right types, nothing is committed."""
 
+import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
+import msgspec
 import psycopg
 import pytest
 from commands import NewDatabase
 from conftest import Client
 from psycopg import sql
-from psycopg.types.json import Jsonb, set_json_loads
+from psycopg.rows import dict_row
+from psycopg.types.datetime import TimestamptzLoader
+from psycopg.types.json import Jsonb, JsonbBinaryDumper, JsonbDumper, set_json_dumps, set_json_loads
+from psycopg.types.string import ByteaBinaryLoader, StrDumper, TextLoader
 
 import pgqueue
 from pgqueue import _calls
@@ -97,12 +105,87 @@ def test_json_that_python_cannot_read_does_not_lose_a_claim(client: Client, queu
     assert (received.id, received.payload.text) == (sent, large.text)
 
 
-def test_a_failing_json_loader_does_not_lose_a_claim(client: Client, queue: Any) -> None:
-    queue.enqueue({"a": 1})
-    known: dict[str | bytes, Any] = {b"{}": {}}
-    set_json_loads(known.__getitem__, client.connection)
-    (message,) = queue.claim()
-    assert (message.payload.text, type(message.payload.error)) == ('{"a": 1}', KeyError)
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
+def test_a_failing_json_loads_does_not_lose_a_claim(client: Client, queue: Any, style: str) -> None:
+    client.connection.execute(f"set datestyle = '{style}'")
+    queue.enqueue({"a": 1}, headers={})
+    (message,) = client.queue(queue.name, json_loads={b"{}": "known"}.__getitem__).claim()
+    assert (message.payload.text, type(message.payload.error), message.headers) == ('{"a": 1}', KeyError, "known")
+
+
+# The adapters of the connection
+
+
+class NaiveLoader(TimestamptzLoader):
+    """As Django registers it with USE_TZ = False."""
+
+    def load(self, data: Any) -> Any:
+        return super().load(data).replace(tzinfo=None)
+
+
+class HexDumper(StrDumper):
+    def dump(self, obj: str) -> Any:
+        return obj.encode().hex().encode()
+
+
+@pytest.mark.parametrize("style", ["ISO", "German"])  # as text, and in binary
+def test_the_client_uses_neither_adapters_nor_row_factory_of_the_connection(
+    client: Client, orders: pgqueue.Queue, style: str
+) -> None:
+    orders.create_schedule(orders.name, "0 0 1 1 *", payload={"n": 1.5}, headers={"a": "b"})
+    orders.enqueue_batch([{"n": 1.5}] * 3, headers=[{"a": "b"}] * 3, message_ids=[NOWHERE] * 3)
+    dead = orders.claim()[0]
+    orders.reject(dead.id, dead.claim_token)
+    client.connection.execute(f"set datestyle = '{style}'")
+    foreign_rows: Any = client._connection
+    foreign_rows.row_factory = dict_row
+    set_json_loads(lambda text: text, client.connection)
+    set_json_dumps(lambda _: "0", client.connection)
+    adapters = client.connection.adapters
+    for kind in ("jsonb", "numeric", "uuid", "int8", "float8", "interval", "text"):
+        adapters.register_loader(kind, TextLoader)  # for jsonb Django does so
+        adapters.register_loader(kind, ByteaBinaryLoader)
+    adapters.register_loader("timestamptz", NaiveLoader)
+    for dumper in (JsonbDumper, JsonbBinaryDumper):
+        adapters.register_dumper(list, dumper)
+    adapters.register_dumper(str, HexDumper)
+    foreign = client.queue(orders.name)
+    for verb in ("get_queue", "browse", "browse_dead_messages", "next_due_at", "list_schedules"):
+        assert getattr(foreign, verb)() == getattr(orders, verb)(), verb
+    found, expected = foreign.stats(), orders.stats()
+    assert isinstance(found.oldest_age_seconds, float)
+    assert replace(found, oldest_age_seconds=None) == replace(expected, oldest_age_seconds=None)
+    assert found.estimates == []
+    first, second = foreign.claim(2)
+    assert (first.payload, first.headers, first.message_id) == ({"n": 1.5}, {"a": "b"}, NOWHERE)
+    assert foreign.ack_batch([first.id, second.id], first.claim_token) == 2
+    foreign.enqueue({"n": 2}, dedup_key="two")
+    foreign.enqueue_batch([{"n": 3}], group_keys=[None], headers=[{"a": "c"}])
+    foreign.enqueue_copy([{"n": 4}])
+    assert [message.payload for message in orders.receive(3)] == [{"n": 2}, {"n": 3}, {"n": 4}]
+
+
+def test_json_is_read_and_written_by_functions_of_the_user(client: Client, orders: pgqueue.Queue) -> None:
+    exact = client.queue(
+        orders.name, json_loads=partial(json.loads, parse_float=Decimal), json_dumps=partial(json.dumps, default=str)
+    )
+    exact.enqueue({"at": NOWHERE}, headers={"id": NOWHERE})
+    exact.enqueue_batch([NOWHERE])
+    exact.enqueue_copy([NOWHERE, pgqueue.NewMessage({"at": NOWHERE})])
+    exact.enqueue(Jsonb("1.10", dumps=str))
+    assert [message.payload for message in exact.browse()] == [
+        *({"at": str(NOWHERE)}, str(NOWHERE), str(NOWHERE), {"at": str(NOWHERE)}),
+        Decimal("1.10"),
+    ]
+    assert orders.browse()[0].headers == {"id": str(NOWHERE)}
+    for module in (msgspec.json.decode, msgspec.json.encode), (json.loads, lambda value: json.dumps(value).encode()):
+        other = client.queue(orders.name, json_loads=module[0], json_dumps=module[1])
+        other.enqueue({"é": [1, None]})
+        assert other.browse(after_id=other.enqueue("x") - 2)[0].payload == {"é": [1, None]}
+    wrong: Any
+    for wrong in ({"json_loads": 5}, {"json_dumps": 5}):
+        with pytest.raises(TypeError, match=f"invalid {next(iter(wrong))}: 5; must be callable"):
+            pgqueue.Queue(orders.connection, "orders", **wrong)
 
 
 # Messages
@@ -240,7 +323,7 @@ def test_an_integer_out_of_range_names_its_argument(queue: Any) -> None:
     for number in (2**63, -(2**63) - 1):
         with pytest.raises(pgqueue.InvalidArgument, match=f"invalid id: {number}; must be an integer from"):
             queue.ack(number, NOWHERE)
-        with pytest.raises(pgqueue.InvalidArgument, match=f"invalid ids: {number}; must be an integer from"):
+        with pytest.raises(pgqueue.InvalidArgument, match=rf"invalid ids\[1\]: {number}; must be an integer from"):
             queue.ack_batch([1, number], NOWHERE)
     with pytest.raises(pgqueue.InvalidArgument, match="invalid max_records: an integer of 20001 bits"):
         queue.peek(1 << 20000)
@@ -374,8 +457,64 @@ def test_a_fraction_a_naive_time_or_bytes_for_json_are_refused_by_name(queue: An
     for naive in (datetime(2026, 1, 31), "2026-01-31T12:00:00Z"):
         with pytest.raises(TypeError, match=r"^invalid due_at: .*; must be a datetime with a time zone$"):
             queue.reschedule(1, naive)
-    with pytest.raises(TypeError, match=r"^invalid JSON value: bytes; send raw bytes as the body of a message$"):
+    with pytest.raises(TypeError, match=r"^invalid payload: bytes; send raw bytes as the body of a message$"):
         queue.enqueue(b"x")
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "text"),
+    [
+        ({"payloads": [1, NOWHERE]}, TypeError, "payloads[1]: Object of type UUID is not JSON serializable"),
+        ({"payloads": [1, b"x"]}, TypeError, "invalid payloads[1]: bytes; send raw bytes as"),
+        ({"payloads": ["\\u0000", ["a\0"]]}, psycopg.errors.UntranslatableCharacter, "payloads[1]: unsupported"),
+        ({"payloads": ["😀", "\ud800"]}, psycopg.DataError, "payloads[1]: invalid input syntax for type json"),
+        ({"payloads": [1, math.nan]}, psycopg.DataError, "payloads[1]: invalid input syntax for type json"),
+        ({"payloads": [1, Jsonb("{", dumps=str)]}, psycopg.DataError, "payloads[1]: invalid input syntax"),
+        ({"payloads": ["é", "é" * 501]}, pgqueue.PayloadTooLarge, "payloads[1]: payload of 1004 bytes is over"),
+        ({"payloads": [1, None]}, pgqueue.InvalidArgument, "payloads[1]: invalid payload: null\nHINT:"),
+        ({"payloads": [5, 5], "bodies": [None, b"x"]}, pgqueue.InvalidArgument, "payloads[1]: invalid payload: '5'"),
+        ({"bodies": [b"x", b"x" * 1001]}, pgqueue.PayloadTooLarge, "bodies[1]: body of 1001 bytes is over"),
+        ({"bodies": [b"x", "x"]}, TypeError, "invalid bodies[1]: 'x'; must be bytes"),
+        ({"payloads": [1, 2], "headers": [None, {"a": "\0"}]}, psycopg.DataError, "headers[1]: unsupported"),
+        ({"payloads": [1, 2], "headers": [{}, 5]}, pgqueue.InvalidArgument, "headers[1]: invalid headers: '5'"),
+        ({"payloads": [1, 2], "headers": [{}, {"a": "x" * 70000}]}, pgqueue.PayloadTooLarge, "headers[1]: headers of"),
+        ({"payloads": [1, 2], "message_ids": [None, "x"]}, psycopg.DataError, "message_ids[1]: invalid input"),
+        ({"payloads": [1, 2], "message_ids": [None, 5]}, psycopg.Error, "message_ids[1]: cannot cast"),
+        ({"payloads": [1, 2], "delays": [None, 5]}, TypeError, "invalid delays[1]: 5; must be a datetime.timedelta"),
+        ({"payloads": [1, 2], "delays": [SECOND, -SECOND]}, pgqueue.InvalidArgument, "delays[1]: invalid delay: '-"),
+        ({"payloads": [1, 2], "dedup_keys": ["a", "\0"]}, psycopg.DataError, "dedup_keys[1]: PostgreSQL text"),
+        ({"payloads": [1, 2], "dedup_keys": ["a", "\ud800"]}, UnicodeEncodeError, "in dedup_keys[1]"),
+        ({"payloads": [1, 2], "dedup_keys": ["a", "b'" * 200]}, pgqueue.InvalidArgument, "dedup_keys[1]: invalid"),
+        (
+            {"payloads": [1, 2], "group_keys": ["a", ""]},
+            pgqueue.InvalidArgument,
+            "group_keys[1]: invalid group_key: ''",
+        ),
+        ({"payloads": [1, 2], "priorities": [None, 10]}, pgqueue.InvalidArgument, "priorities[1]: invalid priority"),
+        ({"payloads": [1, 2], "priorities": [None, 1.5]}, TypeError, "invalid priorities[1]: 1.5; must be an integer"),
+    ],
+)
+def test_an_error_in_a_batch_names_the_element(queue: Any, lists: Any, error: type[Exception], text: str) -> None:
+    queue.alter_queue(max_payload_bytes=1000)
+    with pytest.raises(error) as refused:
+        queue.enqueue_batch(**lists)
+    assert text in str(refused.value)
+    assert queue.peek() == 0
+
+
+def test_an_error_names_its_argument(client: Client, queue: Any) -> None:
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: queue.enqueue({"a": "\0"}), psycopg.errors.UntranslatableCharacter, "payload: unsupported Unicode"),
+        (lambda: queue.enqueue(1, headers={"a": NOWHERE}), TypeError, "headers: Object of type UUID"),
+        (lambda: queue.enqueue(1, dedup_key="\0"), psycopg.DataError, "dedup_key: PostgreSQL text"),
+        (lambda: queue.enqueue(body="x"), TypeError, "invalid body: 'x'; must be bytes"),
+        (lambda: client.queues.claim_any([queue.name, "\0"]), psycopg.DataError, "queue_names[1]: PostgreSQL text"),
+        (lambda: client.queues.publish("t", 1, base_topics=["a", "\0"]), psycopg.DataError, "base_topics[1]: Post"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error) as refused:
+            call()
+        assert str(refused.value).startswith(text)
 
 
 def test_the_text_of_an_error_is_message_and_hint(client: Client) -> None:

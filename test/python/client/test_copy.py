@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +16,7 @@ from clients import PATIENCE
 from conftest import Client
 from hypothesis import given
 from hypothesis import strategies as st
-from psycopg.types.json import Json, Jsonb, set_json_dumps
+from psycopg.types.json import Json, Jsonb
 
 import pgqueue
 from pgqueue import NewMessage
@@ -109,20 +110,13 @@ def test_enqueue_copy_takes_json_that_is_already_text(queue: Any) -> None:
     assert [message.payload for message in queue.claim(3)] == [json.loads(pretty)] * 2 + [None]
 
 
-def test_enqueue_copy_uses_the_json_dumps_of_the_connection(queue: Any, client: Client) -> None:
-    set_json_dumps(lambda value: json.dumps(value, default=str), client.connection)
-    moment = datetime(2030, 1, 2, tzinfo=UTC)
-    queue.enqueue_copy([{"at": moment}])
-    queue.enqueue({"at": moment})
-    assert [message.payload for message in queue.claim(2)] == [{"at": str(moment)}] * 2
-
-
 @pytest.mark.parametrize("encoding", ["utf8", "latin1", "euc_jp"])
 def test_enqueue_copy_works_with_any_client_encoding(queue: Any, client: Client, encoding: str) -> None:
-    set_json_dumps(lambda value: json.dumps(value, ensure_ascii=False), client.connection)
     client.connection.execute(f"set client_encoding to {encoding}")
     sent = {"é": ["€", "😀", "\\", "\u2028", "plain"]}
-    queue.enqueue_copy([sent, NewMessage(1, headers=sent), NewMessage(body="é".encode())])
+    client.queue(queue.name, json_dumps=partial(json.dumps, ensure_ascii=False)).enqueue_copy(
+        [sent, NewMessage(1, headers=sent), NewMessage(body="é".encode())]
+    )
     client.connection.execute("set client_encoding to utf8")
     first, second, third = queue.claim(3)
     assert (first.payload, second.headers, third.body) == (sent, sent, "é".encode())
@@ -167,19 +161,19 @@ def test_enqueue_copy_uses_the_server_clock_and_time_advances(queue: Any, connec
         (NewMessage(1, expires_at=datetime(2030, 1, 1)), pgqueue.InvalidArgument, "row 3: invalid expires_at"),
         (WRONG(1, expires_at=timedelta(1)), pgqueue.InvalidArgument, "row 3: invalid expires_at: 1 day, 0:00:00;"),
         (WRONG(1, message_id=7), pgqueue.InvalidArgument, "row 3: invalid message_id: 7; must be a UUID"),
+        (WRONG(body="7"), pgqueue.InvalidArgument, "row 3: invalid body: '7'; must be bytes"),
         (WRONG(1, message_id="7"), pgqueue.InvalidArgument, "row 3: invalid message_id: '7'; must be a UUID"),
-        ({"a": "nul \0"}, psycopg.errors.UntranslatableCharacter, "u0000"),
-        ("\ud800", psycopg.DataError, "surrogate"),
-        (math.nan, psycopg.DataError, "NaN"),
-        ({1, 2}, TypeError, "set"),
+        ({"a": "nul \0"}, psycopg.errors.UntranslatableCharacter, "row 3: unsupported Unicode escape"),
+        ("\ud800", psycopg.DataError, "row 3: invalid input syntax for type json"),
+        (math.nan, psycopg.DataError, "row 3: invalid input syntax for type json"),
+        ({1, 2}, TypeError, "row 3: Object of type set"),
     ],
 )
 def test_one_invalid_row_sends_nothing(queue: Any, row: Any, error: type[Exception], message: str) -> None:
     queue.alter_queue(max_payload_bytes=1000)
     with pytest.raises(error) as caught:
         queue.enqueue_copy(["good", "good", row, "good"])
-    assert message in str(caught.value)
-    assert "row 3" in " ".join(getattr(caught.value, "__notes__", [])) or "line 3" in str(caught.value)
+    assert str(caught.value).startswith(message)
     assert queue.peek() == 0
     assert queue.enqueue_copy(["good"]) == 1
 

@@ -88,7 +88,7 @@ def test_methods_have_the_arguments_of_the_functions(client: type, functions: li
 
 
 def test_calls_declare_the_types_of_the_functions(functions: list[Function]) -> None:
-    short = {"integer": "int", "timestamp with time zone": "timestamptz"}
+    short = {"integer": "int", "integer[]": "int[]", "timestamp with time zone": "timestamptz"}
     for function in functions:
         call = getattr(_calls, function.name)
         declared = {name: short.get(kind, kind) for name, kind in function.arguments.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from consumers import LONG, MODES, THREADS, Form, attempts, beside, prepare
+from consumers import LONG, MODES, THREADS, Case, attempts, beside, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
@@ -228,12 +228,12 @@ async def ignore(_: Any) -> None:
 # The first connection finds the queue; then one is opened to listen, one to settle, one for the handler.
 @pytest.mark.parametrize(("form", "freely"), list(zip(THREADS, range(3), strict=True)), ids=str)
 def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
-    form: Form, freely: int, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, freely: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "release", 0.5)  # There is no connection for it.
-    prepare(connection, name).enqueue(1)
-    gate = Gate(database, freely)
-    consumer = form.consumer(gate, name, ignore)
+    case.prepare().enqueue(1)
+    gate = Gate(case.database, freely)
+    consumer = case.form.consumer(gate, case.name, ignore)
     starting = beside(consumer.start)
     assert gate.reached.wait(PATIENCE)
     # A stop that waited for the connecting thread would wait for this one.
@@ -242,7 +242,7 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     assert gate.reached.is_set()
     gate.opened.set()
     wait_for(lambda: not opening_threads())
-    wait_for(lambda: not [thread for thread in threading.enumerate() if name in thread.name])
+    wait_for(lambda: not [thread for thread in threading.enumerate() if case.name in thread.name])
     assert gate.all_closed()
 
 

@@ -1,13 +1,12 @@
 """What handlers, their functions and their payloads may do to a consumer: it costs the message, and nothing else."""
 
 import asyncio
-import logging
 import secrets
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,16 +22,15 @@ from consumers import (
     PLAIN,
     SECOND,
     THREADS,
+    Case,
     Form,
     Source,
     Step,
-    attempts,
     beside,
     each_of,
     extend_often,
     failing,
     prepare,
-    rows,
     together,
     until,
     waits_for_handlers,
@@ -61,17 +59,15 @@ async def asynchronous_generator(_: Any) -> Any:
 
 
 @together(PLAIN)
-def test_a_handler_that_returns_an_awaitable_fails_its_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_handler_that_returns_an_awaitable_fails_its_message(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     functions: list[Callable[[Any], Any]] = [coroutine, generator, asynchronous_generator]
     queue.enqueue_batch([0, 1, 2])
 
     async def work(step: Step) -> Any:
         return functions[step.message.payload](None)
 
-    with form.consuming(database, name, work) as run:
+    with case.consuming(work) as run:
         dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 3 and found)
     assert all("which was not run" in (letter.last_error or "") for letter in dead)
     assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (0, 3)
@@ -95,9 +91,9 @@ async def leave_open(step: Step, *, pipeline: bool = False) -> Any:
 @pytest.mark.parametrize("pipeline", [False, True], ids=["stream", "pipeline"])
 @each_of(CROSSED[1:])
 def test_a_handler_that_leaves_a_statement_open_fails_its_message_and_delays_no_other(
-    form: Form, pipeline: bool, database: str, connection: Connection, name: str
+    case: Case, pipeline: bool
 ) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["left", "raises", "good"])
     kept: list[Any] = []
 
@@ -107,8 +103,8 @@ def test_a_handler_that_leaves_a_statement_open_fails_its_message_and_delays_no_
         if step.message.payload == "raises":
             raise ValueError("in the middle")
 
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=1) as run:
+        wait_for(case.is_empty)
     dead = {letter.payload: letter for letter in queue.browse_dead_messages()}
     for payload, said in (
         ("left", "RuntimeError: the handler has left a statement running"),
@@ -121,10 +117,8 @@ def test_a_handler_that_leaves_a_statement_open_fails_its_message_and_delays_no_
 
 
 @each_of(MIXED[1:])
-def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch(["bad", "good"])
     kept: list[Any] = []
 
@@ -137,62 +131,58 @@ def test_a_policy_that_leaves_a_result_stream_open_delays_no_message(
             return
         kept.append(await leave_open(step))
 
-    with form.consuming(database, name, work, policy=leave, concurrency=1) as run:
+    with case.consuming(work, policy=leave, concurrency=1) as run:
         wait_for(queue.browse_dead_messages)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.returned == ["good"]
 
 
 @each_of(CROSSED[1:])
-def test_a_connection_that_was_set_read_only_is_not_used_again(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_connection_that_was_set_read_only_is_not_used_again(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch([0, 1, 2])
 
     async def work(step: Step) -> None:
         await step.execute("set default_transaction_read_only = on")
 
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=1) as run:
+        wait_for(case.is_empty)
     assert run.returned == [0, 1, 2]
     assert (run.consumer.stats.succeeded, run.circuits) == (3, [])
 
 
 @each_of(MIXED[1:2])
-def test_a_slow_commit_does_not_cost_other_messages_their_claims(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_commit_does_not_cost_other_messages_their_claims(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     extend_often(monkeypatch)
-    queue = prepare(connection, name)
-    connection.execute(f'create table "{name}" (n int)')
-    connection.execute(
-        f'create function "{name}"() returns trigger language plpgsql as $$'
-        f" begin perform pg_advisory_xact_lock(hashtext('{name}')); return null; end $$"
+    queue = case.prepare()
+    case.execute(f'create table "{case.name}" (n int)')
+    case.execute(
+        f'create function "{case.name}"() returns trigger language plpgsql as $$'
+        f" begin perform pg_advisory_xact_lock(hashtext('{case.name}')); return null; end $$"
     )
-    connection.execute(
-        f'create constraint trigger slow after insert on "{name}" deferrable initially deferred'
-        f' for each row execute function "{name}"()'
+    case.execute(
+        f'create constraint trigger slow after insert on "{case.name}" deferrable initially deferred'
+        f' for each row execute function "{case.name}"()'
     )
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
         if step.message.payload == "slow":
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         else:
             await step.until(go_on.is_set)
 
     waiting = "select from pg_stat_activity where application_name = %s and wait_event = 'advisory'"
-    with connect(database) as holder, form.consuming(database, name, work, concurrency=3) as run:
-        holder.execute("select pg_advisory_lock(hashtext(%s))", [name])
+    with connect(case.database) as holder, case.consuming(work, concurrency=3) as run:
+        holder.execute("select pg_advisory_lock(hashtext(%s))", [case.name])
         queue.enqueue_batch(["slow", "beside"])
-        wait_for(lambda: rows(connection, waiting, name))
+        wait_for(lambda: case.rows(waiting, case.name))
         extended = run.consumer.stats.extended
         wait_for(lambda: run.consumer.stats.extended > extended + 2)
         holder.execute("select pg_advisory_unlock_all()")
         wait_for(lambda: run.consumer.stats.succeeded)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.attempts == [1, 1]
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost) == (2, 0)
 
@@ -224,15 +214,15 @@ def test_a_task_that_its_handler_cancels_fails_alone(
 
 @each_of(PLAIN[1:])
 def test_a_handler_that_blocks_the_event_loop_for_longer_than_its_claim_is_reported(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+    case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prepare(connection, name, visibility_timeout=SECOND).enqueue(1)
+    case.prepare(visibility_timeout=SECOND).enqueue(1)
 
     async def work(_: Step) -> None:
         time.sleep(2)  # noqa: ASYNC251 - what the test is about
 
-    with form.consuming(database, name, work, concurrency=1):
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=1):
+        wait_for(case.is_empty)
     assert "the event loop was blocked for" in caplog.text
 
 
@@ -240,18 +230,16 @@ def test_a_handler_that_blocks_the_event_loop_for_longer_than_its_claim_is_repor
 
 
 @each_of(CROSSED[1:])
-def test_a_failure_to_connect_costs_no_message_an_attempt(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
-    source = Source(database, KeyError)
-    with form.consuming(source, name, concurrency=1, listen=False) as run:
+def test_a_failure_to_connect_costs_no_message_an_attempt(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
+    source = Source(case.database, KeyError)
+    with case.form.consuming(source, case.name, concurrency=1, listen=False) as run:
         # What it looks with is open by now: only handlers will miss theirs.
         source.is_broken = True
         queue.enqueue_batch([1, 2])
         wait_for(lambda: source.refused > 3)
         source.is_broken = False
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.returned) == [1, 2]
     assert set(run.attempts) == {1}
     assert run.criticals == []
@@ -270,14 +258,12 @@ def test_an_error_of_the_connection_function_at_the_start_is_raised_unchanged(
 
 
 @together(PLAIN)
-def test_a_stop_while_connecting_fails_waits_for_handlers(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, visibility_timeout=LONG).enqueue(1)
-    source = Source(database, KeyError)
+def test_a_stop_while_connecting_fails_waits_for_handlers(case: Case) -> None:
+    case.prepare(visibility_timeout=LONG).enqueue(1)
+    source = Source(case.database, KeyError)
     go_on = threading.Event()
 
-    with form.consuming(source, name, until(go_on.is_set), listen=False) as run:
+    with case.form.consuming(source, case.name, until(go_on.is_set), listen=False) as run:
         wait_for(lambda: run.running)
         source.is_broken = True
         stop = run.stopping()
@@ -288,7 +274,7 @@ def test_a_stop_while_connecting_fails_waits_for_handlers(
         source.is_broken = False
         stop.result(PATIENCE)
     assert run.returned == [1]
-    assert is_empty(connection, name)
+    assert case.is_empty()
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], bool]) -> list[str]:
@@ -308,24 +294,24 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[str], boo
 
 @each_of(PLAIN[:1])
 def test_existing_threads_do_the_work_if_no_further_thread_can_be_started(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = prepare(connection, name, max_attempts=1)
-    own = f"pgqueue-{name}-"
+    queue = case.prepare(max_attempts=1)
+    own = f"pgqueue-{case.name}-"
     refused = refuse_threads(monkeypatch, lambda thread: thread.startswith(own) and thread != f"{own}1")
     go_on = threading.Event()
 
-    with form.consuming(database, name, until(go_on.is_set), concurrency=3) as run:
+    with case.consuming(until(go_on.is_set), concurrency=3) as run:
         queue.enqueue_batch([1, 2, 3])
         wait_for(lambda: len(refused) == 2)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
         # The one that is idle now is idle for one only.
         go_on.clear()
         queue.enqueue_batch([4, 5])
         wait_for(lambda: len(refused) == 3)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.returned) == [1, 2, 3, 4, 5]
     assert run.most == 1
     assert run.criticals == []
@@ -392,88 +378,20 @@ def test_a_consumer_runs_only_in_the_process_that_started_it(database: str, conn
 
 
 @each_of(OTHER_PAIR)
-def test_an_exception_given_as_a_reason_is_recorded(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_an_exception_given_as_a_reason_is_recorded(case: Case) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["reject", "retry"])
 
     async def work(step: Step) -> None:
         fault: Any = ValueError("no such customer")
         raise pgqueue.Reject(fault) if step.message.payload == "reject" else pgqueue.Retry(timedelta(0), fault)
 
-    with form.consuming(database, name, work) as run:
+    with case.consuming(work) as run:
         dead = wait_for(lambda: len(found := queue.browse_dead_messages()) == 2 and found)
     assert {(one.payload, one.reason, one.attempt_count, one.last_error) for one in dead} == {
         ("reject", "rejected", 1, "no such customer"),
         ("retry", "attempts_exhausted", 2, "no such customer"),
     }
-    assert run.criticals == []
-
-
-class Throttled(pgqueue.Retry):
-    def __init__(self, seconds: int) -> None:
-        self.seconds = seconds
-
-
-class Refused(pgqueue.Reject):
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
-class Quits(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(3)
-
-
-class Secretive(Exception):
-    @property
-    def __cause__(self) -> BaseException | None:  # type: ignore[override]
-        raise ValueError("not told")
-
-
-class Curious(logging.Handler):
-    """Asks exceptions for their text, as formatters do that make JSON of them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.format(record)
-        if record.exc_info:
-            str(record.exc_info[1])
-
-
-@pytest.fixture
-def curious() -> Iterator[None]:
-    handler = Curious()
-    logging.getLogger("pgqueue.consumer").addHandler(handler)
-    yield
-    logging.getLogger("pgqueue.consumer").removeHandler(handler)
-
-
-@each_of(MIXED)
-@pytest.mark.usefixtures("curious")
-def test_badly_written_exceptions_cost_only_their_message_an_attempt(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    raised: dict[str, Exception] = {
-        "throttled": Throttled(5),
-        "refused": Refused(7),
-        "quits": Quits(),
-        "secret": Secretive(),
-    }
-    queue.enqueue_batch([*raised, "good"])
-
-    async def work(step: Step) -> None:
-        if error := raised.get(step.message.payload):
-            raise error
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
-        assert run.consumer._busy
-    assert run.returned == ["good"]
-    dead = {letter.payload: (letter.reason, letter.attempt_count) for letter in queue.browse_dead_messages()}
-    spent = ("attempts_exhausted", 2)
-    assert dead == {"throttled": spent, "refused": ("rejected", 1), "quits": spent, "secret": spent}
     assert run.criticals == []
 
 
@@ -498,14 +416,14 @@ def test_an_error_keeps_the_characters_that_the_encoding_of_the_database_has(
 
 @pytest.mark.parametrize(("form", "size"), [*zip(MIXED, [None, 2, None], strict=True)], ids=str)
 def test_a_deep_payload_is_delivered_and_one_that_cannot_be_read_is_rejected_without_a_call(
-    form: Form, size: int | None, database: str, connection: Connection, name: str
+    case: Case, size: int | None
 ) -> None:
-    queue = prepare(connection, name)
+    queue = case.prepare()
     deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
     for payload, headers in ((deep, "{}"), ("1", deep), ("[" * 600 + "]" * 600, "{}")):
-        connection.execute("select pgqueue.enqueue(%s, %s::jsonb, headers => %s::jsonb)", (name, payload, headers))
-    with form.consuming(database, name, batch_size=size) as run:
-        wait_for(lambda: is_empty(connection, name))
+        case.execute("select pgqueue.enqueue(%s, %s::jsonb, headers => %s::jsonb)", (case.name, payload, headers))
+    with case.consuming(batch_size=size) as run:
+        wait_for(case.is_empty)
     dead = queue.browse_dead_messages()
     assert [(one.reason, (one.last_error or "")[:14]) for one in dead] == [("rejected", "RecursionError")] * 2
     assert (len(run.calls), run.consumer.stats.succeeded) == (1, 1)
@@ -513,10 +431,10 @@ def test_a_deep_payload_is_delivered_and_one_that_cannot_be_read_is_rejected_wit
 
 @each_of(CROSSED[:2])
 def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extend_often(monkeypatch)
-    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue = case.prepare(visibility_timeout=LONG)
     queue.enqueue_batch(["bad", "runs"])
     go_on = threading.Event()
 
@@ -538,17 +456,17 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
         wait_for(lambda: queue.browse("inflight")[1].visible_at > runs.visible_at)
         return bad
 
-    with form.consuming(database, name, work, concurrency=2) as run:
+    with case.consuming(work, concurrency=2) as run:
         wait_for(lambda: run.criticals)
         # An extension of both can have begun before the mistake. Those that begin after it extend only the second.
         before_next_extension()
         bad = before_next_extension()
         assert queue.browse("inflight")[0].visible_at == bad.visible_at
         # Its time is over.
-        connection.execute("update pgqueue.messages set visible_at = now() where id = %s", (bad.id,))
+        case.execute("update pgqueue.messages set visible_at = now() where id = %s", (bad.id,))
         wait_for(lambda: len(queue.browse("inflight")) == 1 and queue.peek() == 0)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert [call.attempt for call in run.calls if call.message.payload == "bad"] == [1, 2, 3]
     [(error, text)] = run.criticals
     assert (str(error), "left to be delivered again" in text) == ("a mistake of ours", True)
@@ -558,31 +476,29 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
 
 
 @together(PLAIN)
-def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name).enqueue_batch(list(range(7)))
+def test_prefetched_messages_are_handled_as_soon_as_the_limit_allows(case: Case) -> None:
+    case.prepare().enqueue_batch(list(range(7)))
     go_on = threading.Event()
 
-    with form.consuming(database, name, until(go_on.is_set), concurrency=1, prefetch=6, peek_delay=LONG) as run:
+    with case.consuming(until(go_on.is_set), concurrency=1, prefetch=6, peek_delay=LONG) as run:
         wait_for(lambda: run.consumer.stats.prefetched == 6)
         run.consumer.concurrency = 4
         wait_for(lambda: run.running == 4 and run.consumer.stats.prefetched == 3)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.most == 4
 
 
 @each_of(PLAIN[1:])
 def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended_in_time(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "settings_read", 0.0)
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+    queue = case.prepare(visibility_timeout=timedelta(hours=1))
     queue.enqueue("long")
     go_on = threading.Event()
 
-    with form.consuming(database, name, until(go_on.is_set), concurrency=2) as run:
+    with case.consuming(until(go_on.is_set), concurrency=2) as run:
         wait_for(lambda: run.running == 1)
         # A third of it passes before each extension. The rest is for the delays of a busy machine.
         queue.alter_queue(visibility_timeout=15 * SECOND)
@@ -593,16 +509,16 @@ def test_claims_with_a_shorter_visibility_timeout_than_earlier_ones_are_extended
         wait_for(lambda: run.running == 2)
         wait_for(lambda: run.consumer.stats.extended or run.consumer.stats.lost)
         go_on.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.returned) == ["long", "short"]
     assert run.consumer.stats.lost == 0
 
 
 @each_of(MIXED)
-def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name).enqueue(1)
+def test_a_later_stop_may_shorten_the_grace(case: Case) -> None:
+    case.prepare().enqueue(1)
 
-    with form.consuming(database, name, until(lambda: False), concurrency=1, grace_period=LONG) as run:
+    with case.consuming(until(lambda: False), concurrency=1, grace_period=LONG) as run:
         wait_for(lambda: run.running)
         run.ask("request_stop")
         first = run.stopping()
@@ -610,8 +526,8 @@ def test_a_later_stop_may_shorten_the_grace(form: Form, database: str, connectio
         assert not first.done()
         run.stop(timeout=timedelta(0))
         first.result(PATIENCE)
-    assert run.consumer.stats.released == (1 if form.mode != "receive" else 0)
-    assert attempts(connection, name) == [0]
+    assert run.consumer.stats.released == (1 if case.form.mode != "receive" else 0)
+    assert case.attempts() == [0]
 
 
 def test_a_callback_may_stop_its_consumer(database: str, connection: Connection, name: str) -> None:

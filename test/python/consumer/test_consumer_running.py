@@ -2,15 +2,22 @@
 
 import asyncio
 import logging
+import os
+import subprocess
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Form, beside, each_of, prepare, waits
+from consumers import LONG, OTHER_PAIR, PAIR, SECOND, Case, Source, beside, cut, each_of, prepare
+from psycopg.conninfo import make_conninfo
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from pgqueue import AsyncConsumer, Consumer, _calls
 from pgqueue._tasks import end_tasks, within
@@ -21,24 +28,141 @@ from pgqueue.consumer.timings import timings
 Connection = psycopg.Connection[Any]
 
 
+# A database that cannot be reached
+
+
+def made(kind: Any, *arguments: Any, **settings: Any) -> tuple[Any, Callable[[], None]]:
+    """A consumer of either kind whose handler does nothing, and what runs it until it ends."""
+
+    async def handle(_: Any) -> None: ...
+
+    is_async = kind is AsyncConsumer
+    consumer = kind(*arguments, handle if is_async else lambda _: None, **settings)
+    return consumer, (lambda: asyncio.run(consumer.run())) if is_async else consumer.run
+
+
+@pytest.mark.parametrize("kind", [Consumer, AsyncConsumer])
+def test_a_consumer_waits_for_its_database_at_the_start_and_shows_that_it_lives(
+    kind: Any, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timings, "liveness", 0.01)
+    prepare(connection, name).enqueue(1)
+    line = Source(database, psycopg.OperationalError)
+    line.is_broken = True
+    alive = tmp_path / "alive"
+    consumer, run = made(kind, line, name, liveness_file=alive)
+    running = beside(run)
+    wait_for(lambda: line.refused > 1)
+    os.utime(alive, (0, 0))
+    wait_for(lambda: alive.stat().st_mtime)
+    probe = ["sh", "-c", f'test -n "$(find {alive} -mmin -1)"']  # of the README
+    assert subprocess.run(probe).returncode == 0
+    line.is_broken = False
+    wait_for(lambda: is_empty(connection, name))
+    wait_for(lambda: consumer.stats.circuit == "closed")
+    consumer.stop() if kind is Consumer else consumer.request_stop()
+    running.result(PATIENCE)
+    os.utime(alive, (0, time.time() - 60))
+    assert subprocess.run(probe).returncode == 1
+
+
+@pytest.mark.parametrize("kind", [Consumer, AsyncConsumer])
+def test_a_stop_ends_the_wait_for_a_database(kind: Any) -> None:
+    line = Source("", psycopg.OperationalError)
+    line.is_broken = True
+    consumer, run = made(kind, line, "orders")
+    running = beside(run)
+    wait_for(lambda: line.refused)
+    consumer.request_stop()
+    running.result(PATIENCE)
+
+
+@pytest.mark.parametrize("kind", [Consumer, AsyncConsumer])
+def test_a_consumer_gives_up_a_database_that_stays_unreachable(
+    kind: Any, database: str, connection: Connection, name: str
+) -> None:
+    queue = prepare(connection, name)
+    line = Source(make_conninfo(database, application_name=name), psycopg.OperationalError)
+    line.is_broken = True
+    _, run = made(kind, line, name, give_up_after=timedelta(0))
+    with pytest.raises(psycopg.OperationalError, match="no connection"):
+        run()
+    assert line.refused == 1
+    line.is_broken = False
+    consumer, run = made(kind, line, name, give_up_after=SECOND / 5)
+    running = beside(run)
+    queue.enqueue(1)
+    wait_for(lambda: is_empty(connection, name))
+    line.is_broken = True
+    cut(connection, name)
+    with pytest.raises(psycopg.OperationalError, match="no connection"):
+        running.result(PATIENCE)
+    assert consumer.stats.succeeded == 1
+    with pytest.raises(ValueError, match="invalid give_up_after: -1 day"):
+        made(kind, line, name, give_up_after=timedelta(days=-1))
+
+
+@pytest.mark.parametrize("kind", [Consumer, AsyncConsumer])
+def test_connections_of_a_pool_are_refused_and_returned(
+    kind: Any, database: str, connection: Connection, name: str
+) -> None:
+    prepare(connection, name)
+
+    async def refused_by_async() -> None:
+        async with AsyncConnectionPool(database, min_size=1, max_size=2, name="mine") as pool:
+            await AsyncConsumer(pool.getconn, name, asyncio.sleep).run()
+
+    remedy = r"pool 'mine' with max_size 2, .* keeps its connections: three, and .*\. Give it the conninfo of the pool"
+    with ConnectionPool(database, min_size=1, max_size=2, name="mine") as pool:
+        with pytest.raises(TypeError, match=remedy):
+            made(kind, pool.getconn, name)[1]()
+        wait_for(lambda: pool.get_stats()["pool_available"] == pool.get_stats()["pool_size"])
+    with pytest.raises(TypeError, match=remedy):
+        asyncio.run(refused_by_async())
+
+
+def test_the_liveness_file_is_not_touched_while_the_event_loop_is_blocked(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timings, "liveness", 0.01)
+    queue = prepare(connection, name)
+    alive = tmp_path / "alive"
+    seen: list[float] = []
+
+    async def block(_: Any) -> None:
+        os.utime(alive, (0, 0))
+        queue.connection.execute("select pg_sleep(0.3)")
+        seen.append(alive.stat().st_mtime)
+
+    consumer = AsyncConsumer(database, name, block, liveness_file=str(alive))
+    running = beside(lambda: asyncio.run(consumer.run()))
+    queue.enqueue(1)
+    wait_for(lambda: seen and alive.stat().st_mtime)
+    consumer.request_stop()
+    running.result(PATIENCE)
+    assert seen == [0]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        made(Consumer, database, name, liveness_file=tmp_path / "nowhere/alive")[1]()
+    with pytest.raises(TypeError, match="invalid liveness_file: 5; must be a path"):
+        made(Consumer, database, name, liveness_file=5)
+
+
 # Waiting
 
 
 @each_of(PAIR[:1])
-def test_the_loss_of_the_listener_is_noticed_at_once(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_the_loss_of_the_listener_is_noticed_at_once(case: Case) -> None:
+    queue = case.prepare()
     listening = "application_name = %s and query ilike 'unlisten%%'"  # the last that it says before it waits
 
     def listeners() -> set[int]:
-        found = connection.execute(f"select pid from pg_stat_activity where {listening}", (name,))
+        found = case.execute(f"select pid from pg_stat_activity where {listening}", (case.name,))
         return {pid for (pid,) in found}
 
-    with form.consuming(database, name, peek_delay=600 * SECOND) as run:
+    with case.consuming(peek_delay=600 * SECOND) as run:
         (lost,) = wait_for(listeners)
-        wait_for(lambda: waits(connection, name))
-        connection.execute("select pg_terminate_backend(%s)", (lost,))
+        wait_for(case.waits)
+        case.execute("select pg_terminate_backend(%s)", (lost,))
         wait_for(lambda: listeners() - {lost})
         queue.enqueue(1)
         wait_for(lambda: run.returned == [1])
@@ -46,12 +170,7 @@ def test_the_loss_of_the_listener_is_noticed_at_once(
 
 @each_of(OTHER_PAIR[:1])
 def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
-    form: Form,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    database: str,
-    connection: Connection,
-    name: str,
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As behind a pooler that the consumer does not recognize."""
     asked: list[Any] = []
@@ -63,26 +182,24 @@ def test_a_consumer_polls_where_listen_brings_no_notifications_and_logs_it_once(
     monkeypatch.setattr(_calls, "listen", listen)
     monkeypatch.setattr(timings, "probe", 0.1)
     monkeypatch.setattr(timings, "longest_listen_pause", 0.1)
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=SECOND) as run:
+    queue = case.prepare()
+    with case.consuming(peek_delay=SECOND) as run:
         wait_for(lambda: len(asked) > 4)  # two for each attempt to listen
         assert not run.consumer.stats.listening
         for number in range(3):
             queue.enqueue(number)
             wait_for(partial(lambda number: number in run.returned, number))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"{name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
+    expected = f"{case.name}: LISTEN brings no notifications, as through a pooler by transaction; polling instead"
     assert [text for text in warnings if "LISTEN" in text] == [expected]
 
 
 @each_of(OTHER_PAIR)
-def test_a_look_that_may_have_missed_messages_is_repeated(
-    form: Form, monkeypatch: pytest.MonkeyPatch, database: str, connection: Connection, name: str
-) -> None:
+def test_a_look_that_may_have_missed_messages_is_repeated(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("quiet", "trust"):
         monkeypatch.setattr(timings, pause, LONG.total_seconds())  # Only one notification ends it.
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_batch_size=1) as run:
+    queue = case.prepare()
+    with case.consuming(peek_batch_size=1) as run:
         wait_for(lambda: run.consumer.stats.waits and run.consumer.stats.listening)
         queue.enqueue_batch(list(range(60)))
         wait_for(lambda: len(run.returned) == 60)
@@ -92,9 +209,9 @@ def test_a_look_that_may_have_missed_messages_is_repeated(
 
 
 @each_of([PAIR[0], OTHER_PAIR[0]])
-def test_one_consumer_runs_once_at_a_time(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name)
-    with form.consuming(database, name) as run:
+def test_one_consumer_runs_once_at_a_time(case: Case) -> None:
+    case.prepare()
+    with case.consuming() as run:
         for begin in ("start", "run"):
             with pytest.raises(RuntimeError, match="is running already"):
                 run.ask(begin)

@@ -23,11 +23,11 @@ from consumers import (
     OTHER_PAIR,
     PAIR,
     SECOND,
+    Case,
     Form,
     Run,
     Step,
     are_idle,
-    attempts,
     cut,
     each_of,
     extend_often,
@@ -59,59 +59,53 @@ def kill(step: Step) -> None:
 
 
 @pytest.mark.parametrize(("form", "size"), [(SYNC_LEASE, None), (ASYNC_LEASE, 2)], ids=str)
-def test_a_lost_connection_costs_a_claimed_message_no_attempt(
-    form: Form, size: int | None, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+def test_a_lost_connection_costs_a_claimed_message_no_attempt(case: Case, size: int | None) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=1))
     queue.enqueue_batch([1, 2])
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     killed: list[int] = []
 
     async def work(step: Step) -> None:
         for delivery in step.deliveries:
-            await step.execute(f'insert into "{name}" values (%s)', (delivery.message.payload,))
+            await step.execute(f'insert into "{case.name}" values (%s)', (delivery.message.payload,))
         if not killed:
             killed.append(step.connection.info.backend_pid)
             kill(step)
 
-    with form.consuming(database, name, work, concurrency=1, batch_size=size) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=1, batch_size=size) as run:
+        wait_for(case.is_empty)
     assert killed
     assert set(run.attempts) == {1}
-    assert rows(connection, f'select n from "{name}" order by n') == [(1,), (2,)]
+    assert case.rows(f'select n from "{case.name}" order by n') == [(1,), (2,)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed, stats.lost) == (2, 0, 0)
 
 
 @each_of([ASYNC_LEASE, SYNC_RECEIVE])
-def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_connection_that_broke_while_idle_does_not_count_as_trouble(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
-    with form.consuming(database, name, concurrency=1, peek_delay=LONG) as run:
-        wait_for(lambda: waits(connection, name))
+    with case.consuming(concurrency=1, peek_delay=LONG) as run:
+        wait_for(case.waits)
         # It says so before the statement that does has ended.
-        wait_for(lambda: are_idle(connection, name))
-        assert cut(connection, name)
+        wait_for(lambda: are_idle(case.connection, case.name))
+        assert cut(case.connection, case.name)
         queue.enqueue(2)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.attempts == [1, 1]
     assert run.circuits == []
 
 
 @each_of([SYNC_LEASE])
-def test_a_message_that_kills_every_connection_spends_its_attempts(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_a_message_that_kills_every_connection_spends_its_attempts(case: Case) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue(1)
 
     async def work(step: Step) -> None:
         kill(step)
         await step.execute("select 1")
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         [dead] = wait_for(queue.browse_dead_messages)
     assert run.attempts == [1, 1, 2, 2]
     assert (dead.reason, dead.attempt_count) == ("attempts_exhausted", 2)
@@ -119,27 +113,25 @@ def test_a_message_that_kills_every_connection_spends_its_attempts(
 
 
 @each_of([ASYNC_LEASE])
-def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=1))
+def test_work_that_was_committed_before_the_connection_broke_is_not_repeated(case: Case) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=1))
     queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     done: list[Any] = []
 
     async def work(step: Step) -> None:
         # Somebody else finishes the work, and then the connection dies: the claim is gone.
         if not done:
             message = step.message
-            done.append(connection.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token)))
-            connection.execute(f'insert into "{name}" values (1)')
+            done.append(case.execute("select pgqueue.ack(%s, %s, %s)", (case.name, message.id, message.claim_token)))
+            case.execute(f'insert into "{case.name}" values (1)')
             kill(step)
-        await step.execute(f'insert into "{name}" values (1)')
+        await step.execute(f'insert into "{case.name}" values (1)')
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         wait_for(lambda: run.consumer.stats.lost == 1)
     assert run.attempts == [1]
-    assert rows(connection, f'select n from "{name}"') == [(1,)]
+    assert case.rows(f'select n from "{case.name}"') == [(1,)]
 
 
 # A crash of the server
@@ -217,18 +209,16 @@ def test_a_consumer_moves_from_a_read_only_server_to_one_that_writes(name: str, 
 
 
 @each_of([OTHER_PAIR[0]])
-def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(case: Case) -> None:
+    queue = case.prepare()
     # As where the disk is full: only what is deleted needs no room.
-    connection.execute(
-        f'create function "{name}"() returns trigger language plpgsql'
+    case.execute(
+        f'create function "{case.name}"() returns trigger language plpgsql'
         " as $$ begin raise exception 'no room' using errcode = '53100'; end $$"
     )
-    connection.execute(
-        f'create trigger "{name}" before insert on pgqueue.scheduled_messages for each row'
-        f" when (new.queue_name = '{name}') execute function \"{name}\"()"
+    case.execute(
+        f'create trigger "{case.name}" before insert on pgqueue.scheduled_messages for each row'
+        f" when (new.queue_name = '{case.name}') execute function \"{case.name}\"()"
     )
 
     async def work(step: Step) -> None:
@@ -236,14 +226,14 @@ def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
             raise ValueError("broken")
 
     try:
-        with form.consuming(database, name, work, concurrency=1) as run:
+        with case.consuming(work, concurrency=1) as run:
             queue.enqueue_batch(["bad", "good"])
             wait_for(lambda: run.consumer.stats.succeeded)
             assert [message.payload for message in queue.browse("inflight")] == ["bad"]
-            connection.execute(f'drop function "{name}" cascade')
+            case.execute(f'drop function "{case.name}" cascade')
             wait_for(lambda: run.consumer.stats.retried)
     finally:
-        connection.execute(f'drop function if exists "{name}" cascade')
+        case.execute(f'drop function if exists "{case.name}" cascade')
 
 
 # Prepared claims
@@ -255,14 +245,14 @@ def test_a_message_that_cannot_be_given_back_does_not_block_acknowledgements(
     ids=str,
 )
 def test_the_claim_is_prepared_once_where_that_is_allowed_and_may_be_deallocated(
-    form: Form, threshold: int | None, deallocates: bool, database: str, connection: Connection, name: str
+    case: Case, threshold: int | None, deallocates: bool
 ) -> None:
-    prepare(connection, name).enqueue_batch(list(range(5)))
+    case.prepare().enqueue_batch(list(range(5)))
     prepared: list[int] = []
     backends: set[int] = set()
 
     def connected() -> Any:
-        return psycopg.connect(database, prepare_threshold=threshold)
+        return psycopg.connect(case.database, prepare_threshold=threshold)
 
     async def work(step: Step) -> None:
         statement = "select count(*) from pg_prepared_statements where statement like '%%pgqueue.claim%%' and from_sql"
@@ -271,8 +261,8 @@ def test_the_claim_is_prepared_once_where_that_is_allowed_and_may_be_deallocated
         if deallocates:
             await step.execute("deallocate all")
 
-    with form.consuming(connected, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.form.consuming(connected, case.name, work, concurrency=1) as run:
+        wait_for(case.is_empty)
     assert prepared == [0 if threshold is None else 1] * 5
     assert run.attempts == [1] * 5
     assert (len(backends), run.circuits) == (1, [])
@@ -305,14 +295,9 @@ def extend_beside_a_lock(run: Run, caplog: pytest.LogCaptureFixture) -> None:
 )
 @pytest.mark.usefixtures("often")
 def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_released(
-    form: Form,
-    is_taken: bool,
-    database: str,
-    connection: Connection,
-    name: str,
-    caplog: pytest.LogCaptureFixture,
+    case: Case, is_taken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue = case.prepare(visibility_timeout=LONG)
     locked, _ = queue.enqueue_batch(["locked", "other"])
     go_on = threading.Event()
     lost: list[tuple[Any, bool]] = []
@@ -324,21 +309,21 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
         finally:
             lost.append((step.message.payload, step.delivery.lost))
 
-    with form.consuming(database, name, work, concurrency=2) as run, connect(database) as session:
+    with case.consuming(work, concurrency=2) as run, connect(case.database) as session:
         wait_for(lambda: run.running == 2)
         with session.transaction():
             lock(session, locked)
             ended = rows(session, claim_end, locked)
             extend_beside_a_lock(run, caplog)
-            assert rows(connection, claim_end, locked) == ended
+            assert case.rows(claim_end, locked) == ended
             assert run.consumer.stats.lost == 0
             if is_taken:
                 session.execute("update pgqueue.messages set visible_at = enqueued_at where id = %s", (locked,))
-                assert rows(session, "select id from pgqueue.claim(%s, 2, '1 h')", name) == [(locked,)]
+                assert rows(session, "select id from pgqueue.claim(%s, 2, '1 h')", case.name) == [(locked,)]
         if is_taken:
             wait_for(lambda: run.consumer.stats.lost == 1)
         else:
-            wait_for(lambda: rows(connection, claim_end, locked) > ended)
+            wait_for(lambda: case.rows(claim_end, locked) > ended)
         go_on.set()
         wait_for(lambda: run.consumer.stats.succeeded == (1 if is_taken else 2))
     assert sorted(lost) == [("locked", is_taken), ("other", False)]
@@ -347,10 +332,8 @@ def test_a_locked_message_is_neither_extended_nor_lost_before_the_lock_is_releas
 
 
 @pytest.mark.parametrize(("form", "end"), [(PAIR[0], "retried"), (OTHER_PAIR[0], "succeeded")], ids=str)
-def test_a_locked_message_keeps_no_other_from_being_settled(
-    form: Form, end: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=LONG)
+def test_a_locked_message_keeps_no_other_from_being_settled(case: Case, end: str) -> None:
+    queue = case.prepare(visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2, 3])
     go_on = threading.Event()
 
@@ -359,30 +342,28 @@ def test_a_locked_message_keeps_no_other_from_being_settled(
         if end == "retried" and step.attempt == 1:
             raise ValueError("once more")
 
-    with form.consuming(database, name, work, concurrency=4) as run, connect(database) as session:
+    with case.consuming(work, concurrency=4) as run, connect(case.database) as session:
         wait_for(lambda: run.running == 4)
         with session.transaction():
             lock(session, ids[1])
             go_on.set()
             wait_for(lambda: getattr(run.consumer.stats, end) == 3)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.attempts) == [1] * 4 + [2] * (4 if end == "retried" else 0)
     stats = run.consumer.stats
     assert (stats.succeeded, stats.lost, run.criticals, run.circuits) == (4, 0, [], [])
 
 
 @each_of([OTHER_PAIR[0]])
-def test_a_locked_message_keeps_no_other_from_being_given_back(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_message_keeps_no_other_from_being_given_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "lock_search", PATIENCE)  # a second can be too short to find it
-    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue = case.prepare(visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2, 3, 4])
     go_on = threading.Event()
 
     with (
-        form.consuming(database, name, until(go_on.is_set), concurrency=1, prefetch=4) as run,
-        connect(database) as session,
+        case.consuming(until(go_on.is_set), concurrency=1, prefetch=4) as run,
+        connect(case.database) as session,
     ):
         wait_for(lambda: run.consumer.stats.prefetched == 4)
         with session.transaction():
@@ -392,13 +373,11 @@ def test_a_locked_message_keeps_no_other_from_being_given_back(
             go_on.set()
             stop.result(PATIENCE)
     assert run.returned == [0]
-    assert attempts(connection, name) == [0, 1, 0, 0]
+    assert case.attempts() == [0, 1, 0, 0]
 
 
 @each_of([SYNC_LEASE])
-def test_a_forced_stop_gives_back_what_a_handler_has_locked(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_stop_gives_back_what_a_handler_has_locked(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     abort = HandlerCall.abort_connection
 
     def aborted(call: HandlerCall) -> None:
@@ -407,27 +386,27 @@ def test_a_forced_stop_gives_back_what_a_handler_has_locked(
 
     monkeypatch.setattr(HandlerCall, "abort_connection", aborted)
     monkeypatch.setattr(timings, "end_calls", PATIENCE)
-    queue = prepare(connection, name, visibility_timeout=12 * LONG)
+    queue = case.prepare(visibility_timeout=12 * LONG)
     queue.enqueue_batch(["own", "other"])
 
     async def work(step: Step) -> None:
         message = step.message
         if message.payload == "own":
-            await step.execute("select pgqueue.ack(%s, %s, %s)", (name, message.id, message.claim_token))
+            await step.execute("select pgqueue.ack(%s, %s, %s)", (case.name, message.id, message.claim_token))
         await step.execute("select pg_sleep(120)")
 
     def asleep() -> bool:
         found = rows(
-            connection,
+            case.connection,
             "select from pg_stat_activity where application_name = %s and query like '%%pg_sleep%%'",
-            name[:63],
+            case.name[:63],
         )
         return len(found) == 2
 
-    with form.consuming(database, name, work, concurrency=2) as run:
+    with case.consuming(work, concurrency=2) as run:
         wait_for(asleep)
         run.stop(force=True)
-    assert attempts(connection, name) == [0, 0]
+    assert case.attempts() == [0, 0]
     assert run.consumer.stats.released == 2
 
 
@@ -582,21 +561,19 @@ def test_a_message_sent_during_prepare_wait_is_not_missed(
 
 
 @each_of([SYNC_LEASE, ASYNC_RECEIVE])
-def test_a_handler_that_would_commit_part_of_its_work_is_refused(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, max_attempts=1).enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+def test_a_handler_that_would_commit_part_of_its_work_is_refused(case: Case) -> None:
+    case.prepare(max_attempts=1).enqueue(1)
+    case.execute(f'create table "{case.name}" (n int)')
     seen: list[int] = []
 
     async def work(step: Step) -> None:
-        await step.execute(f'insert into "{name}" values (1)')
+        await step.execute(f'insert into "{case.name}" values (1)')
         for end in (step.connection.commit, step.connection.rollback):
             with pytest.raises(psycopg.ProgrammingError, match="the consumer ends this transaction"):
                 await step._done(end())
-        seen.append(len(rows(connection, f'select n from "{name}"')))
+        seen.append(len(case.rows(f'select n from "{case.name}"')))
 
-    with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work) as run:
+        wait_for(case.is_empty)
     assert (seen, run.attempts, run.returned) == ([0], [1], [1])
-    assert rows(connection, f'select n from "{name}"') == [(1,)]
+    assert case.rows(f'select n from "{case.name}"') == [(1,)]

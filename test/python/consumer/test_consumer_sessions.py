@@ -1,17 +1,19 @@
 """What roles, databases and handlers set on a consumer's connections, and processes that a handler forks."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from clients import PATIENCE, connect, is_empty, wait_for
-from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Form, Step, beside, each_of, prepare, rows, waits
+from consumers import LONG, MIXED, OTHER_PAIR, PAIR, SECOND, Case, Form, Step, beside, each_of, prepare, waits
 from psycopg import sql
 from psycopg.types.json import JsonbDumper
 from psycopg.types.string import StrDumper, TextLoader
@@ -102,19 +104,17 @@ def role(connection: Connection, name: str, *verbs: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("form", "scope"), [(ASYNC_LEASE, ""), (SYNC_RECEIVE, "local ")], ids=str)
-def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(
-    form: Form, scope: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_a_role_that_may_not_acknowledge_costs_only_its_message_an_attempt(case: Case, scope: str) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["role", "good", "good"])
-    with role(connection, f"{name} nobody") as nobody:
+    with role(case.connection, f"{case.name} nobody") as nobody:
 
         async def work(step: Step) -> None:
             if step.message.payload == "role":
                 await step.execute(f'set {scope}role "{nobody}"')
 
-        with form.consuming(database, name, work, concurrency=1) as run:
-            wait_for(lambda: is_empty(connection, name))
+        with case.consuming(work, concurrency=1) as run:
+            wait_for(case.is_empty)
     [dead] = queue.browse_dead_messages()
     assert (dead.payload, dead.attempt_count, dead.reason) == ("role", 2, "attempts_exhausted")
     assert "InsufficientPrivilege: permission denied for " in (dead.last_error or "")
@@ -155,21 +155,21 @@ LOCK = 4711 << 32
     ids=str,
 )
 def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
-    form: Form, source: str, ending: str, database: str, connection: Connection, name: str
+    case: Case, source: str, ending: str
 ) -> None:
     # In receive mode the commit of a handler that escapes leaves a claim, which nobody extends.
-    queue = prepare(connection, name, max_attempts=1, visibility_timeout=SECOND if form.mode == "receive" else LONG)
+    queue = case.prepare(max_attempts=1, visibility_timeout=SECOND if case.form.mode == "receive" else LONG)
     queue.enqueue_batch(["first", "changes", "last"], headers=[EURO] * 3)
     states: list[Any] = []
 
     def connect_in_style() -> Connection:
-        made = psycopg.connect(database, autocommit=True, application_name=name[:63])
+        made = psycopg.connect(case.database, autocommit=True, application_name=case.name[:63])
         made.execute(
             f"set work_mem = '2MB'; set search_path = pg_catalog, pg_temp; select pg_advisory_lock_shared({LOCK})"
         )
         return made
 
-    with role(connection, f"{name} other", "ack_batch") as other:
+    with role(case.connection, f"{case.name} other", "ack_batch") as other:
 
         async def work(step: Step) -> None:
             if step.message.payload != "changes":
@@ -185,8 +185,10 @@ def test_what_a_handler_does_to_its_session_does_not_apply_to_later_messages(
                 raise ValueError
 
         from_function = source == "function"
-        with form.consuming(connect_in_style if from_function else database, name, work, concurrency=1) as run:
-            wait_for(lambda: is_empty(connection, name))
+        with case.form.consuming(
+            connect_in_style if from_function else case.database, case.name, work, concurrency=1
+        ) as run:
+            wait_for(case.is_empty)
     first, last = states
     assert first == last
     assert (first[1], first[6:9]) == ("2MB" if from_function else "4MB", ([], False, []))
@@ -208,10 +210,8 @@ class BrokenLoader(TextLoader):
 
 
 @pytest.mark.parametrize(("form", "what"), [(SYNC_LEASE, "dumper"), (ASYNC_RECEIVE, "loader")], ids=str)
-def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
-    form: Form, what: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(case: Case, what: str) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["works", "fails", "good"])
 
     async def work(step: Step) -> None:
@@ -225,8 +225,8 @@ def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
         if step.message.payload == "fails":
             raise ValueError("broken")
 
-    with form.consuming(database, name, work, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=1) as run:
+        wait_for(case.is_empty)
     [dead] = queue.browse_dead_messages()
     assert (dead.payload, dead.attempt_count) == ("fails", 2)
     assert (dead.last_error or "").startswith("ValueError: broken")
@@ -235,23 +235,24 @@ def test_adapters_that_a_handler_registers_do_not_affect_the_consumer(
 
 
 @each_of(OTHER_PAIR)
-def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_consumer_uses_adapters_of_its_own_on_connections_of_the_user(case: Case) -> None:
+    queue = case.prepare()
 
     def source() -> Connection:
-        made = psycopg.connect(database)
+        made = psycopg.connect(case.database)
         made.adapters.register_dumper(list, JsonbDumper)
+        made.adapters.register_loader("jsonb", BrokenLoader)
         return made
 
     async def work(step: Step) -> None:
+        assert isinstance(step.message.payload, Decimal)
         if step.message.payload == 1 and step.attempt == 1:
             raise ValueError("once")
 
-    with form.consuming(source, name, work, batch_size=3, visibility_timeout=LONG) as run:
+    exact = partial(json.loads, parse_int=Decimal)
+    with case.form.consuming(source, case.name, work, batch_size=3, visibility_timeout=LONG, json_loads=exact) as run:
         queue.enqueue_batch([0, 1, 2])
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert (run.consumer.stats.succeeded, run.consumer.stats.lost, run.criticals) == (3, 0, [])
 
 
@@ -259,21 +260,21 @@ def test_acknowledgements_work_with_a_connection_that_adapts_lists_as_json(
 
 
 @each_of([SYNC_LEASE, ASYNC_RECEIVE])
-def test_a_lower_limit_leaves_fewer_connections(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
+def test_a_lower_limit_leaves_fewer_connections(case: Case) -> None:
+    queue = case.prepare()
     backends = "select count(*) from pg_stat_activity where application_name = %s"
 
     async def work(step: Step) -> None:
         await step.until(lambda: run.most >= 5)
 
-    with form.consuming(database, name, work, concurrency=5) as run:
+    with case.consuming(work, concurrency=5) as run:
         queue.enqueue_batch([1, 2, 3, 4, 5])
-        wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
+        wait_for(lambda: case.is_empty() and not run.consumer.stats.running)
         run.consumer.concurrency = 1
         queue.enqueue(6)
         # One for the handler, and those of the consumer: to claim, to settle, to listen.
-        wait_for(lambda: rows(connection, backends, name)[0][0] <= 4)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(lambda: case.rows(backends, case.name)[0][0] <= 4)
+        wait_for(case.is_empty)
 
 
 # Processes
@@ -320,14 +321,23 @@ print(stats.succeeded, stats.failed, stats.circuit, flush=True)
     [(PAIR[0], "returns", 0), (SYNC_RECEIVE, "raises", 1), (ASYNC_LEASE, "exits", 7)],
     ids=str,
 )
-def test_a_process_that_a_handler_forks_settles_nothing(
-    form: Form, how: str, status: int, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_process_that_a_handler_forks_settles_nothing(case: Case, how: str, status: int) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
-    kind = "async" if form.is_async else "sync"
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, database, name, how, form.mode, kind]
+    kind = "async" if case.form.is_async else "sync"
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        FORKING,
+        case.database,
+        case.name,
+        how,
+        case.form.mode,
+        kind,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout.splitlines()) == (0, [f"1 {status}", "1 0 closed"]), done.stderr
     assert ("ValueError: the child's" in done.stderr) == (how == "raises")
-    assert is_empty(connection, name)
+    assert case.is_empty()

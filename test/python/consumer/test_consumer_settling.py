@@ -17,7 +17,6 @@ from psycopg.rows import scalar_row
 
 from pgqueue import Consumer, Message
 from pgqueue._calls import Bound, LostAck
-from pgqueue._tasks import end_tasks
 from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.connections import ConnectionFactory, SharedConnection
@@ -386,19 +385,6 @@ async def test_an_exchange_that_meets_a_lock_is_replaced_by_a_claim() -> None:
     await desk.claims.flush()
     assert desk.settled == [(1, "succeeded"), (2, "succeeded")]
     assert desk.asked == ["exchange", "claim", "ack_batch"]
-
-
-async def test_a_locked_message_is_retried_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timings, "settle_locked_again", 0.01)
-    desk = Desk(ack_batch=[LOCKED, LOCKED, [(TOKEN, 1)]], nack=[LOCKED, LOCKED, [True]])
-    held = desk.hold(1, 2)
-    desk.acknowledge(held[0])
-    desk.claims.send(asked(b"nack"), Result(held[1], State.RETRIED))
-    delivering = asyncio.create_task(desk.claims.send_settlements())
-    await turn_until(lambda: desk.claims.is_settled)
-    await end_tasks([delivering])
-    assert sorted(desk.settled) == [(1, "succeeded"), (2, "retried")]
-    assert (desk.asked.count("ack_batch"), desk.asked.count("nack")) == (3, 3)
 
 
 @pytest.mark.parametrize("proxied", [False, True])

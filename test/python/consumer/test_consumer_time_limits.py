@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, is_empty, wait_for
-from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Form, Step, each_of, prepare, rows, together, until
+from consumers import CROSSED, LONG, MIXED, PAIR, SECOND, Case, Step, each_of, prepare, together, until
 
 from pgqueue.consumer.handlers import HandlerCalls
 from pgqueue.consumer.timings import timings
@@ -51,57 +51,55 @@ async def ignore_cancellation(step: Step, go_on: threading.Event) -> None:
 
 @together(MIXED)
 def test_a_handler_that_exceeds_the_time_limit_is_cancelled_and_fails_its_message(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "cancel", PATIENCE)  # None of these handlers is given up.
-    queue = prepare(connection, name, max_attempts=2)
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["hangs", "good", "good"])
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         if step.message.payload == "hangs":
             await step.until(lambda: False)
 
     # Far more than a handler needs that does not hang, also on a busy machine.
-    with form.consuming(database, name, work, concurrency=1, handler_timeout=4 * SECOND) as run:
+    with case.consuming(work, concurrency=1, handler_timeout=4 * SECOND) as run:
         [dead] = wait_for(queue.browse_dead_messages)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
         wait_for(lambda: not run.consumer.stats.running)
     assert (dead.payload, dead.attempt_count, dead.reason) == ("hangs", 2, "attempts_exhausted")
     assert (dead.last_error or "").startswith("TimeoutError: the handler ran for longer than the handler_timeout")
-    assert ("in until" in (dead.last_error or "")) == (not form.is_async)  # where it was
+    assert ("in until" in (dead.last_error or "")) == (not case.form.is_async)  # where it was
     assert (run.returned, run.criticals, run.circuits) == (["good", "good"], [], [])
     stats = run.consumer.stats
     assert (stats.failed, stats.succeeded, stats.lost, stats.abandoned) == (stats.timed_out, 2, 0, 0)
     # In receive mode a server that ends the transaction late gives the message out again without counting the attempt.
-    assert stats.timed_out == 2 or (stats.timed_out > 2 and form.mode == "receive")
-    inserted = 2 if form.is_transactional else 0
-    assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
+    assert stats.timed_out == 2 or (stats.timed_out > 2 and case.form.mode == "receive")
+    inserted = 2 if case.form.is_transactional else 0
+    assert case.rows(f'select count(*) from "{case.name}"') == [(inserted,)]
 
 
 @together(CROSSED)
-def test_a_handler_that_ignores_its_cancellation_is_given_up(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_handler_that_ignores_its_cancellation_is_given_up(case: Case, hang: Hang) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch(["hangs", "good", "good"])
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         if step.message.payload == "hangs":
             hang(step)
             await ignore_cancellation(step, go_on)
             assert step.delivery.cancelled
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
-            wait_for(lambda: is_empty(connection, name) and not run.consumer.stats.running)
+            wait_for(lambda: case.is_empty() and not run.consumer.stats.running)
             wait_for(lambda: run.consumer.stats.failed)
             stats = run.consumer.stats
             assert (stats.timed_out, stats.failed, stats.abandoned, stats.running) == (1, 1, 1, 0)
@@ -115,15 +113,13 @@ def test_a_handler_that_ignores_its_cancellation_is_given_up(
     # What the handler returns after its time is over does not count.
     stats = run.consumer.stats
     assert (run.returned, stats.succeeded, stats.lost) == (["hangs", "good", "good"], 2, 0)
-    inserted = 2 if form.is_transactional else 0
-    assert rows(connection, f'select count(*) from "{name}"') == [(inserted,)]
+    inserted = 2 if case.form.is_transactional else 0
+    assert case.rows(f'select count(*) from "{case.name}"') == [(inserted,)]
 
 
 @each_of(MIXED[:2])
-def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(case: Case, hang: Hang) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch(["good", "hangs", "good"])
     go_on = threading.Event()
 
@@ -132,10 +128,10 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
             hang(step)
             await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=2, batch_size=3) as run:
+    with case.consuming(work, concurrency=2, batch_size=3) as run:
         try:
             [dead] = wait_for(queue.browse_dead_messages)
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
         finally:
             go_on.set()
         wait_for(lambda: not run.consumer.stats.abandoned and not run.consumer.stats.running)
@@ -145,10 +141,10 @@ def test_a_batch_that_exceeds_the_time_limit_is_handled_one_message_at_a_time(
 
 @pytest.mark.parametrize("form", [MIXED[2]], ids=str)
 def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_receive_mode(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang
+    case: Case, hang: Hang
 ) -> None:
     """The other message has failed by itself, and waits for the commit of the common transaction."""
-    queue = prepare(connection, name, max_attempts=1)
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch(["fails", "hangs"])
     go_on = threading.Event()
 
@@ -158,7 +154,7 @@ def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_
         hang(step)
         await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=1, batch_size=2) as run:
+    with case.consuming(work, concurrency=1, batch_size=2) as run:
         try:
             wait_for(lambda: len(queue.browse_dead_messages()) == 2)
             wait_for(lambda: not run.consumer.stats.running)
@@ -171,17 +167,15 @@ def test_a_handler_that_hangs_after_another_message_of_its_batch_is_given_up_in_
 
 
 @each_of(PAIR)
-def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang
-) -> None:
-    prepare(connection, name).enqueue_batch([1, 2])
+def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(case: Case, hang: Hang) -> None:
+    case.prepare().enqueue_batch([1, 2])
     go_on = threading.Event()
 
     async def work(step: Step) -> None:
         hang(step)
         await ignore_cancellation(step, go_on)
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         try:
             wait_for(lambda: not run.consumer._busy)
         finally:
@@ -193,10 +187,8 @@ def test_a_consumer_stops_with_an_error_if_more_handlers_hang_than_may_run(
 
 
 @pytest.mark.parametrize("form", [PAIR[0]], ids=str)
-def test_a_policy_that_exceeds_the_time_limit_does_not_decide(
-    form: Form, database: str, connection: Connection, name: str, hang: Hang
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_policy_that_exceeds_the_time_limit_does_not_decide(case: Case, hang: Hang) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue("bad")
 
     async def work(_: Step) -> None:
@@ -206,7 +198,7 @@ def test_a_policy_that_exceeds_the_time_limit_does_not_decide(
         hang(step)
         await step.until(lambda: False)
 
-    with form.consuming(database, name, work, policy=policy, concurrency=1) as run:
+    with case.consuming(work, policy=policy, concurrency=1) as run:
         [dead] = wait_for(queue.browse_dead_messages)
     assert (dead.last_error or "").startswith("TimeoutError: ")
     assert (run.consumer.stats.timed_out, run.consumer.stats.dead) == (1, 1)

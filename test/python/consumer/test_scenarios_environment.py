@@ -16,7 +16,7 @@ from consumers import (
     PAIR,
     SECOND,
     TRANSACTIONAL,
-    Form,
+    Case,
     Source,
     Step,
     beside,
@@ -26,7 +26,6 @@ from consumers import (
     prepare,
     rows,
     together,
-    waits,
 )
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -83,10 +82,8 @@ def test_the_circuit_is_armed_opens_and_closes_again(
 
 
 @each_of(CROSSED)
-def test_errors_of_handlers_do_not_arm_the_circuit(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_errors_of_handlers_do_not_arm_the_circuit(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue_batch([0, 1, 2, 3])
     errors = [
         psycopg.OperationalError("the handler's own connection is lost"),
@@ -98,7 +95,7 @@ def test_errors_of_handlers_do_not_arm_the_circuit(
     async def work(step: Step) -> None:
         raise errors[step.message.payload]
 
-    with form.consuming(database, name, work, circuit_breaker_after=NOW) as run:
+    with case.consuming(work, circuit_breaker_after=NOW) as run:
         wait_for(lambda: queue.stats().dead_messages == 4)
         queue.enqueue(3)
         wait_for(lambda: queue.stats().dead_messages == 5)
@@ -167,27 +164,25 @@ def test_concurrent_claims_of_due_messages_share_none_and_do_not_wait(
 
 
 @each_of(CROSSED[1:])
-def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_an_error_that_the_handler_swallows_does_not_lose_the_message(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
-        await step.execute(f'insert into "{name}" values (%s)', (step.attempt,))
+        await step.execute(f'insert into "{case.name}" values (%s)', (step.attempt,))
         with suppress(pgqueue.QueueNotFound):
             if step.attempt == 1:
-                await step.send(f"{name}-nowhere")
+                await step.send(f"{case.name}-nowhere")
             async with step.savepoint():
-                await step.send(f"{name}-nowhere")
+                await step.send(f"{case.name}-nowhere")
 
-    with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work) as run:
+        wait_for(case.is_empty)
     # The first attempt is reported, and tried again; an acknowledgement without the work would be worse. The second is
     # not harmed, because its error is within a savepoint.
     assert run.attempts == [1, 2]
-    assert rows(connection, f'select n from "{name}"') == [(2,)]
+    assert case.rows(f'select n from "{case.name}"') == [(2,)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed) == (1, 1)
 
@@ -195,29 +190,27 @@ def test_an_error_that_the_handler_swallows_does_not_lose_the_message(
 @pytest.mark.parametrize(
     ("form", "verb"), [*zip(TRANSACTIONAL, ["commit", "rollback", "rollback", "commit"], strict=True)], ids=str
 )
-def test_a_handler_that_ends_the_transaction_fails_its_message(
-    form: Form, verb: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_a_handler_that_ends_the_transaction_fails_its_message(case: Case, verb: str) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch([1, 2])
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
-        await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+        await step.execute(f'insert into "{case.name}" values (%s)', (step.message.payload,))
         if step.message.payload == 1:
             await step.execute(verb)
 
     def ended() -> bool:
         # A claim that is not given back runs out: at once here.
         expired = "update pgqueue.messages set visible_at = now() where queue_name = %s and payload = '1'"
-        connection.execute(expired, (name,))
-        return is_empty(connection, name)
+        case.execute(expired, (case.name,))
+        return case.is_empty()
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         wait_for(lambda: 2 in run.returned)
         wait_for(ended)
     # No message is gone without its work, and no other work is lost.
-    worked = [n for (n,) in rows(connection, f'select n from "{name}"')]
+    worked = [n for (n,) in case.rows(f'select n from "{case.name}"')]
     assert worked.count(2) == 1
     if verb == "rollback":
         assert 1 in [dead.payload for dead in queue.browse_dead_messages()]
@@ -231,17 +224,15 @@ one_at_a_time = threading.Lock()
 
 
 @together(MIXED)
-def test_a_consumer_works_with_consumer_access_only(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_consumer_works_with_consumer_access_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     extend_often(monkeypatch)
-    queue = prepare(connection, name, max_attempts=2)
-    role = sql.Identifier(f"{name} consumer")
-    connection.execute(sql.SQL("create role {}").format(role))
+    queue = case.prepare(max_attempts=2)
+    role = sql.Identifier(f"{case.name} consumer")
+    case.connection.execute(sql.SQL("create role {}").format(role))
     try:
         with one_at_a_time:  # PostgreSQL refuses two grants on one object at the same time
-            pgqueue.Queues(connection).grant_access(f"{name} consumer", "consumer")
-        connection.execute(sql.SQL("grant {} to current_user").format(role))
+            pgqueue.Queues(case.connection).grant_access(f"{case.name} consumer", "consumer")
+        case.connection.execute(sql.SQL("grant {} to current_user").format(role))
         gate = threading.Event()
 
         async def work(step: Step) -> None:
@@ -252,58 +243,56 @@ def test_a_consumer_works_with_consumer_access_only(
             if step.message.payload == "waits":
                 await step.until(gate.is_set)
 
-        dsn = make_conninfo(database, options=f"-c role={name}\\ consumer")
-        more: dict[str, Any] = {"prefetch": 5} if form.mode == "lease" else {}
-        with form.consuming(dsn, name, work, concurrency=3, **more) as run:
-            wait_for(lambda: waits(connection, name))
+        dsn = make_conninfo(case.database, options=f"-c role={case.name}\\ consumer")
+        more: dict[str, Any] = {"prefetch": 5} if case.form.mode == "lease" else {}
+        with case.form.consuming(dsn, case.name, work, concurrency=3, **more) as run:
+            wait_for(case.waits)
             queue.enqueue_batch(["works", "fails", "rejected"])
             wait_for(lambda: queue.stats().dead_messages == 2 and run.returned == ["works"])
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
             queue.enqueue("waits")
             wait_for(lambda: run.running == 1)
-            wait_for(lambda: run.consumer.stats.extended or form.mode == "receive")
+            wait_for(lambda: run.consumer.stats.extended or case.form.mode == "receive")
             gate.set()
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
         assert run.attempts.count(2) == 1
         assert (run.criticals, run.circuits) == ([], [])
-        assert rows(connection, "select count(*) from pgqueue.messages where queue_name = %s", name) == [(0,)]
+        assert case.rows("select count(*) from pgqueue.messages where queue_name = %s", case.name) == [(0,)]
     finally:
         with one_at_a_time:
-            pgqueue.Queues(connection).revoke_access(f"{name} consumer", "consumer")
-        connection.execute(sql.SQL("drop role {}").format(role))
+            pgqueue.Queues(case.connection).revoke_access(f"{case.name} consumer", "consumer")
+        case.connection.execute(sql.SQL("drop role {}").format(role))
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 @together(MIXED)
 def test_serialization_failures_are_tried_again_and_not_counted(
-    form: Form, level: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transactions, "_MOST_CONFLICTS", 1000)  # One call can lose many times where all are slow.
-    prepare(connection, name, max_attempts=1).enqueue_batch(list(range(16)))
-    connection.execute(f'create table "{name}" (n int); insert into "{name}" values (0)')
+    case.prepare(max_attempts=1).enqueue_batch(list(range(16)))
+    case.execute(f'create table "{case.name}" (n int); insert into "{case.name}" values (0)')
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'update "{name}" set n = n + 1')
+            await step.execute(f'update "{case.name}" set n = n + 1')
 
-    dsn = make_conninfo(database, options=f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}")
-    with form.consuming(dsn, name, work, concurrency=4) as run:
-        wait_for(lambda: is_empty(connection, name))
-    assert Queue(connection, name).stats().dead_messages == 0
+    dsn = make_conninfo(case.database, options=f"-c default_transaction_isolation={level.replace(' ', chr(92) + ' ')}")
+    with case.form.consuming(dsn, case.name, work, concurrency=4) as run:
+        wait_for(case.is_empty)
+    assert Queue(case.connection, case.name).stats().dead_messages == 0
     assert set(run.returned) == set(range(16))
     assert set(run.attempts) == {1}
     assert run.failures == []
     assert run.circuits == []
-    if form.is_transactional:
-        assert rows(connection, f'select n from "{name}"') == [(16,)]
+    if case.form.is_transactional:
+        assert case.rows(f'select n from "{case.name}"') == [(16,)]
 
 
 @together(CROSSED[1:])
-def test_a_deadlock_is_tried_again_and_not_counted(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, max_attempts=1).enqueue_batch([0, 1])
-    connection.execute(f'create table "{name}" (n int); insert into "{name}" values (0), (1)')
+def test_a_deadlock_is_tried_again_and_not_counted(case: Case) -> None:
+    case.prepare(max_attempts=1).enqueue_batch([0, 1])
+    case.execute(f'create table "{case.name}" (n int); insert into "{case.name}" values (0), (1)')
     locked = [threading.Event(), threading.Event()]
     survived = threading.Event()
 
@@ -314,14 +303,14 @@ def test_a_deadlock_is_tried_again_and_not_counted(
             # wakes up, and would cause another deadlock.
             await step.until(survived.is_set)
         await step.execute("set local deadlock_timeout = '20 ms'")
-        await step.execute(f'select from "{name}" where n = %s for update', (mine,))
+        await step.execute(f'select from "{case.name}" where n = %s for update', (mine,))
         locked[mine].set()
         await step.until(locked[1 - mine].is_set)
-        await step.execute(f'select from "{name}" where n = %s for update', (1 - mine,))
+        await step.execute(f'select from "{case.name}" where n = %s for update', (1 - mine,))
         survived.set()
 
-    with form.consuming(database, name, work, concurrency=2) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, concurrency=2) as run:
+        wait_for(case.is_empty)
     assert sorted(run.returned) == [0, 1]
     errors = [call.raised for call in run.calls if call.raised is not None]
     assert [type(error) for error in errors] == [psycopg.errors.DeadlockDetected]
@@ -332,19 +321,19 @@ def test_a_deadlock_is_tried_again_and_not_counted(
 
 @together(MIXED[1:])
 def test_a_handler_that_always_meets_a_serialization_failure_ends_in_the_dead_letters(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transactions, "_MOST_CONFLICTS", 3)
-    queue = prepare(connection, name, max_attempts=2)
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["poison", "good"])
 
     async def work(step: Step) -> None:
         if step.message.payload == "poison":
             await step.execute("do $$ begin raise exception 'never' using errcode = '40001'; end $$")
 
-    with form.consuming(database, name, work, concurrency=1) as run:
+    with case.consuming(work, concurrency=1) as run:
         wait_for(lambda: queue.stats().dead_messages == 1)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.returned == ["good"]
     assert run.circuits == []
 
@@ -396,22 +385,20 @@ def test_a_restart_of_the_server_loses_and_repeats_no_message(
 
 
 @together(MIXED)
-def test_killed_connections_lose_and_repeat_no_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, visibility_timeout=5 * SECOND, max_attempts=20).enqueue_batch(list(range(60)))
-    connection.execute(f'create table "{name}" (n int)')
+def test_killed_connections_lose_and_repeat_no_message(case: Case) -> None:
+    case.prepare(visibility_timeout=5 * SECOND, max_attempts=20).enqueue_batch(list(range(60)))
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+            await step.execute(f'insert into "{case.name}" values (%s)', (step.message.payload,))
 
-    with form.consuming(database, name, work, concurrency=4) as run:
+    with case.consuming(work, concurrency=4) as run:
         for number in (10, 40):
             wait_for(lambda: len(run.returned) > number)  # noqa: B023
-            assert cut(connection, name)
-        wait_for(lambda: is_empty(connection, name))
+            assert cut(case.connection, case.name)
+        wait_for(case.is_empty)
     assert set(run.returned) == set(range(60))
-    if form.is_transactional:
-        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(60)]
-    assert Queue(connection, name).stats().dead_messages == 0
+    if case.form.is_transactional:
+        assert case.rows(f'select n from "{case.name}" order by n') == [(n,) for n in range(60)]
+    assert Queue(case.connection, case.name).stats().dead_messages == 0

@@ -4,15 +4,14 @@ import asyncio
 import inspect
 import logging
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from threading import Event
 from typing import Any
 
 import psycopg
 import pytest
-from clients import PATIENCE, drop, is_empty, wait_for
+from clients import PATIENCE, drop, wait_for
 from consumers import (
     CROSSED,
     LONG,
@@ -22,11 +21,10 @@ from consumers import (
     PAIR,
     PLAIN,
     SECOND,
-    THREADS,
+    Case,
     Form,
     Interrupted,
     Step,
-    attempts,
     each_of,
     extend_often,
     failing,
@@ -35,11 +33,10 @@ from consumers import (
     steal,
     together,
     until,
-    waits,
 )
 
 import pgqueue
-from pgqueue import DeadMessage, Queue, Reject, Retries, Retry
+from pgqueue import Reject, Retry
 from pgqueue.telemetry import inject, instrument
 
 Connection = psycopg.Connection[Any]
@@ -56,67 +53,51 @@ OURS = {
 }
 
 
-def dead_letters(connection: Connection, name: str, number: int = 1) -> list[DeadMessage]:
-    """Wait until so many messages are dead, and none is left."""
-    queue = Queue(connection, name)
-    # Some have megabytes to say about their death, which takes a busy machine its time.
-    wait_for(lambda: queue.stats().dead_messages >= number and is_empty(connection, name))
-    return queue.browse_dead_messages()
-
-
 # Waking
 
 
 @together(PAIR)
-def test_an_idle_consumer_makes_a_dead_letter_of_a_message_whose_last_consumer_died(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_an_idle_consumer_makes_a_dead_letter_of_a_message_whose_last_consumer_died(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     queue.enqueue(1)
     (message,) = queue.claim(1, LONG, "dead")
-    with form.consuming(database, name) as run:
-        wait_for(lambda: waits(connection, name))
+    with case.consuming() as run:
+        wait_for(case.waits)
         assert queue.extend(message.id, message.claim_token, SECOND)  # after which the claim ends
         found = "select claimed_by, reason from pgqueue.dead_messages where queue_name = %s"
-        assert wait_for(lambda: rows(connection, found, name)) == [("dead", "attempts_exhausted")]
+        assert wait_for(lambda: case.rows(found, case.name)) == [("dead", "attempts_exhausted")]
     assert run.returned == []
 
 
 @together(OTHER_PAIR)
-def test_an_expired_claim_of_another_session_wakes_the_consumer(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_an_expired_claim_of_another_session_wakes_the_consumer(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
     assert queue.claim(visibility_timeout=SECOND)
-    with form.consuming(database, name, peek_delay=LONG) as run:
+    with case.consuming(peek_delay=LONG) as run:
         wait_for(lambda: run.returned == [1])
     assert run.attempts == [2]
 
 
 @together(PAIR)
-def test_a_message_committed_late_without_a_notification_is_found(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    connection.execute("begin")
+def test_a_message_committed_late_without_a_notification_is_found(case: Case) -> None:
+    queue = case.prepare()
+    case.execute("begin")
     queue.enqueue(1)  # Nobody waits yet: it will not notify.
-    with form.consuming(database, name, peek_delay=LONG) as run:
+    with case.consuming(peek_delay=LONG) as run:
         # One look before the wait, one with it, one when the second is over that it is told, and then ever later ones.
         wait_for(lambda: run.consumer.stats.peeks >= 6)
-        connection.execute("commit")
+        case.execute("commit")
         wait_for(lambda: run.returned == [1])
 
 
 @together(MIXED)
-def test_no_message_is_missed_while_the_consumer_waits(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=LONG, concurrency=1) as run:
+def test_no_message_is_missed_while_the_consumer_waits(case: Case) -> None:
+    queue = case.prepare()
+    with case.consuming(peek_delay=LONG, concurrency=1) as run:
         for number in range(40):
             if number < 3:  # The others are sent while the consumer is about to wait.
-                wait_for(lambda: waits(connection, name))
+                wait_for(case.waits)
             queue.enqueue(number)
             wait_for(lambda: len(run.returned) > number)  # noqa: B023
     assert run.returned == list(range(40))
@@ -124,12 +105,12 @@ def test_no_message_is_missed_while_the_consumer_waits(
 
 @each_of(PAIR)
 def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
+    case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=10 * SECOND) as run:
+    queue = case.prepare()
+    with case.consuming(peek_delay=10 * SECOND) as run:
         for number in range(3):
-            wait_for(lambda: waits(connection, name))
+            wait_for(case.waits)
             queue.enqueue(number, expires_in=9 * SECOND)
             wait_for(lambda: number in run.returned)  # noqa: B023
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -141,11 +122,9 @@ def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
 
 @pytest.mark.parametrize("seconds", [0, pytest.param(20, marks=pytest.mark.long(part="consumer"))])
 @together(MIXED[:2])
-def test_a_handler_may_take_longer_than_the_claim(
-    form: Form, seconds: float, database: str, connection: Connection, name: str
-) -> None:
+def test_a_handler_may_take_longer_than_the_claim(case: Case, seconds: float) -> None:
     # A third of the timeout passes before the claim is extended. The rest is for the delays of a busy machine.
-    queue = prepare(connection, name, visibility_timeout=15 * SECOND)
+    queue = case.prepare(visibility_timeout=15 * SECOND)
     queue.enqueue(1)
 
     async def work(step: Step) -> None:
@@ -156,55 +135,51 @@ def test_a_handler_may_take_longer_than_the_claim(
         assert queue.claim() == []
         assert not step.delivery.lost
 
-    with form.consuming(database, name, work) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work) as run:
+        wait_for(case.is_empty)
     assert (run.attempts, run.returned) == ([1], [1])
     assert "extended" in {event.kind for event in run.events}
 
 
 @together(CROSSED[:2])
-def test_a_claim_that_is_lost_cancels_the_handler(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_is_lost_cancels_the_handler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     extend_often(monkeypatch)
-    queue = prepare(connection, name)
+    queue = case.prepare()
     new_id = queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         await step.until(lambda: False)
 
-    with form.consuming(database, name, work) as run:
+    with case.consuming(work) as run:
         wait_for(lambda: run.running == 1)
-        assert steal(connection, name) == [(new_id,)]
+        assert steal(case.connection, case.name) == [(new_id,)]
         wait_for(lambda: run.running == 0)
     [call] = run.calls
-    assert isinstance(call.raised, asyncio.CancelledError if form.is_async else Interrupted)
+    assert isinstance(call.raised, asyncio.CancelledError if case.form.is_async else Interrupted)
     assert (call.step.delivery.lost, call.step.delivery.cancelled) == (True, True)
     assert (run.failures, run.criticals, run.circuits) == ([], [], [])
     stats = run.consumer.stats
     assert (stats.lost, stats.succeeded, stats.failed) == (1, 0, 0)
-    assert rows(connection, f'select * from "{name}"') == []
+    assert case.rows(f'select * from "{case.name}"') == []
     [kept] = queue.browse("inflight")
     assert (kept.id, kept.claimed_by, kept.last_error) == (new_id, "thief", None)
 
 
 @together(MIXED[:2])
-def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=LONG)
-    other = prepare(connection, f"{name}-errors")
+def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(case: Case) -> None:
+    queue = case.prepare(visibility_timeout=LONG)
+    other = prepare(case.connection, f"{case.name}-errors")
     outcomes = ["returns", "raises", "Retry", "Reject", "marks retry", "marks reject"]
     ids = queue.enqueue_batch(outcomes)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     gate = Event()
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         await step.until(gate.is_set)
         outcome = step.message.payload
         if outcome == "marks retry":
@@ -217,15 +192,15 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
     async def policy(step: Step) -> None:
         await step.send(other.name)
 
-    with form.consuming(database, name, work, policy=policy, concurrency=6) as run:
+    with case.consuming(work, policy=policy, concurrency=6) as run:
         wait_for(lambda: run.running == 6)
-        assert steal(connection, name) == [(new_id,) for new_id in ids]
+        assert steal(case.connection, case.name) == [(new_id,) for new_id in ids]
         gate.set()
         wait_for(lambda: run.consumer.stats.lost == 6)
     stats = run.consumer.stats
     assert (stats.lost, stats.succeeded, stats.failed) == (6, 0, 0)
     assert sorted(event.message_id for event in run.events if event.kind == "lost") == ids
-    assert rows(connection, f'select * from "{name}"') == []
+    assert case.rows(f'select * from "{case.name}"') == []
     assert (len(run.failures), other.peek()) == (1, 0)
     kept = queue.browse("inflight")
     assert [(one.claimed_by, one.last_error, one.attempt_count) for one in kept] == [("thief", None, 2)] * 6
@@ -234,41 +209,37 @@ def test_a_handler_whose_claim_was_lost_unnoticed_has_no_effect(
 
 
 @each_of(CROSSED[1:2])
-def test_nothing_of_a_batch_is_committed_if_one_of_its_claims_was_lost_unnoticed(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=LONG)
+def test_nothing_of_a_batch_is_committed_if_one_of_its_claims_was_lost_unnoticed(case: Case) -> None:
+    queue = case.prepare(visibility_timeout=LONG)
     ids = queue.enqueue_batch([0, 1, 2])
-    connection.execute(f'create table "{name}" (n int, batch int)')
+    case.execute(f'create table "{case.name}" (n int, batch int)')
     gate = Event()
 
     async def work(step: Step) -> None:
         for delivery in step.deliveries:
             values = (delivery.message.payload, len(step.deliveries))
-            await step.execute(f'insert into "{name}" values (%s, %s)', values)
+            await step.execute(f'insert into "{case.name}" values (%s, %s)', values)
         await step.until(gate.is_set)
 
-    with form.consuming(database, name, work, concurrency=1, batch_size=3) as run:
+    with case.consuming(work, concurrency=1, batch_size=3) as run:
         wait_for(lambda: run.running == 1)
-        connection.execute("update pgqueue.messages set visible_at = enqueued_at where id = %s", (ids[1],))
-        assert rows(connection, "select id from pgqueue.claim(%s, 3, '1 h', 'thief')", name) == [(ids[1],)]
+        case.execute("update pgqueue.messages set visible_at = enqueued_at where id = %s", (ids[1],))
+        assert case.rows("select id from pgqueue.claim(%s, 3, '1 h', 'thief')", case.name) == [(ids[1],)]
         gate.set()
         wait_for(lambda: run.consumer.stats.succeeded >= 2)
     # The others are handled once more, without it.
-    assert rows(connection, f'select n, batch from "{name}" order by n') == [(0, 2), (2, 2)]
+    assert case.rows(f'select n, batch from "{case.name}" order by n') == [(0, 2), (2, 2)]
     assert [kept.claimed_by for kept in queue.browse("inflight")] == ["thief"]
     assert run.consumer.stats.lost == 1
 
 
 @pytest.mark.parametrize(("form", "force"), [(PLAIN[0], False), (PLAIN[1], True)], ids=str)
-def test_a_stop_gives_prefetched_messages_back(
-    form: Form, force: bool, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+def test_a_stop_gives_prefetched_messages_back(case: Case, force: bool) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=12))
     queue.enqueue_batch(list(range(11)))
     gate = Event()
 
-    with form.consuming(database, name, until(gate.is_set), concurrency=1, prefetch=10) as run:
+    with case.consuming(until(gate.is_set), concurrency=1, prefetch=10) as run:
         wait_for(lambda: run.calls and queue.stats().inflight_messages == 11)
         stop = run.stopping(force=force)
         left = 11 if force else 10  # what a handler does after it was cancelled does not count
@@ -276,7 +247,7 @@ def test_a_stop_gives_prefetched_messages_back(
         gate.set()
         stop.result(PATIENCE)
     assert len(run.calls) == 1
-    assert attempts(connection, name) == [0] * left
+    assert case.attempts() == [0] * left
     assert queue.peek() == left
     assert [message.payload for message in queue.receive(100)] == list(range(11 - left, 11))
     assert sum(event.count for event in run.events if event.kind == "released") == left
@@ -284,391 +255,63 @@ def test_a_stop_gives_prefetched_messages_back(
 
 @together(PLAIN)
 def test_claims_of_prefetched_messages_are_extended_while_they_wait(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extend_often(monkeypatch)
-    queue = prepare(connection, name, visibility_timeout=LONG)
+    queue = case.prepare(visibility_timeout=LONG)
     queue.enqueue_batch(list(range(5)))
     gate = Event()
 
-    with form.consuming(database, name, until(gate.is_set), concurrency=1, prefetch=5) as run:
+    with case.consuming(until(gate.is_set), concurrency=1, prefetch=5) as run:
         claimed = wait_for(lambda: len(found := queue.browse("inflight")) == 5 and found)
         for before in claimed:
             wait_for(lambda: queue.browse("inflight")[before.payload].visible_at > before.visible_at)  # noqa: B023
         gate.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.returned == list(range(5))
     assert run.attempts == [1] * 5
-
-
-# Failures
-
-
-@together(MIXED)
-def test_a_message_that_dies_carries_its_history(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, max_attempts=3)
-    new_id = queue.enqueue({"n": 1}, headers={"mine": [1]}, body=None)
-    before = datetime.now(UTC)
-
-    async def work(step: Step) -> None:
-        try:
-            raise KeyError("inner")
-        except KeyError as cause:
-            raise LookupError(f"attempt {step.attempt}: ünïcödé 📬") from cause
-
-    with form.consuming(database, name, work, claimed_by="somebody") as run:
-        [dead] = dead_letters(connection, name)
-    causes = [f"attempt {n}: ünïcödé 📬" for n in (1, 2, 3)]
-    assert run.attempts == [1, 2, 3]
-    assert [call.headers for call in run.calls] == [{"mine": [1]}] * 3
-    assert (dead.id, dead.payload, dead.reason, dead.attempt_count) == (new_id, {"n": 1}, "attempts_exhausted", 3)
-    assert dead.headers is not None
-    assert set(dead.headers) == OURS | {"mine"}
-    assert dead.headers["mine"] == [1]
-    assert dead.headers["pgqueue.failed_queue"] == name
-    assert dead.headers["pgqueue.exception_type"].endswith("LookupError")
-    assert dead.headers["pgqueue.exception_message"] == causes[-1]
-    assert "KeyError: 'inner'" in dead.headers["pgqueue.stack_trace"]
-    assert "test_scenarios_promises.py" in dead.headers["pgqueue.stack_trace"]
-    assert dead.headers["pgqueue.attempts"] == 3
-    moments = [dead.headers["pgqueue.failed_at"]]
-    history = dead.headers["pgqueue.failures"]
-    assert [entry["attempt"] for entry in history] == [1, 2, 3]
-    assert [entry["exception_message"] for entry in history] == causes
-    assert all(entry["exception_type"].endswith("LookupError") for entry in history)
-    assert {entry["consumer"] for entry in history} == {"somebody"}
-    moments += [entry["failed_at"] for entry in history]
-    for moment in moments:
-        at = datetime.fromisoformat(moment)
-        assert at.tzinfo is not None
-        assert before - SECOND <= at <= datetime.now(UTC) + SECOND
-    assert dead.last_error is not None
-    assert dead.last_error.startswith(f"LookupError: {causes[-1]}\n\n")
-    assert "Traceback" in dead.last_error
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("not even this")
-
-
-class Endless(Exception):
-    pass
-
-
-def endless() -> Exception:
-    error = Endless("x" * 1_000_000)
-    other = Endless("y")
-    error.__cause__, other.__context__ = other, error
-    return error
-
-
-def deep() -> Exception:
-    error: BaseException = ValueError(0)
-    for number in range(3000):
-        new = ValueError(number)
-        new.__cause__ = error
-        error = new
-    return error  # type: ignore[return-value]
-
-
-NASTY: dict[str, Any] = {
-    "of NUL": lambda: ValueError("a\0b\0"),
-    "of lone surrogates": lambda: ValueError("\ud800 \udfff"),
-    "of bytes": lambda: ValueError(b"\xff\0"),
-    "that cannot be said": Unspeakable,
-    "without end": endless,
-    "with many causes": deep,
-    "of many": lambda: ExceptionGroup("many", [ValueError("\0"), KeyError(1)]),
-    "of everything": lambda: ValueError("".join(chr(n) for n in range(0x3000))),
-    "with notes": lambda: noted(ValueError("x"), "n" * 1_000_000 + "\0"),
-    "of recursion": lambda: RecursionError("too deep"),
-    "of assertion": AssertionError,
-    "of memory": MemoryError,
-}
-
-
-def noted(error: Exception, note: str) -> Exception:
-    error.add_note(note)
-    return error
-
-
-@each_of(PAIR[:1])
-def test_records_of_extreme_exceptions_stay_within_their_bounds(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue_batch(list(NASTY))
-
-    async def work(step: Step) -> None:
-        raise NASTY[step.message.payload]()
-
-    with form.consuming(database, name, work) as run:
-        dead = dead_letters(connection, name, len(NASTY))
-    assert sorted(run.attempts) == [1] * len(NASTY) + [2] * len(NASTY)
-    assert (run.criticals, run.circuits) == ([], [])
-    assert {call.headers for call in run.calls} == {None}
-    for letter in dead:
-        assert letter.last_error
-        assert len(letter.last_error) <= 65536
-        headers = letter.headers
-        assert headers is not None
-        assert set(headers) == OURS
-        assert headers["pgqueue.exception_type"]
-        assert len(headers["pgqueue.stack_trace"]) <= 16384
-        assert len(headers["pgqueue.exception_message"]) <= 4096
-        assert all(len(entry["exception_message"]) <= 500 for entry in headers["pgqueue.failures"])
-        assert len(headers["pgqueue.failures"]) == 2
-
-
-@together(OTHER_PAIR)
-def test_headers_that_leave_no_room_for_records_stay_unchanged(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    headers = {"h": "x" * 65_000}
-    prepare(connection, name, max_attempts=2).enqueue(1, headers=headers)
-    with form.consuming(database, name, failing(ValueError("e" * 4000))) as run:
-        [dead] = dead_letters(connection, name)
-    assert dead.headers is not None
-    assert dead.headers["h"] == headers["h"]
-    assert [call.headers for call in run.calls] == [headers] * 2
-    assert (dead.attempt_count, dead.reason) == (2, "attempts_exhausted")
-    assert dead.last_error is not None
-    assert dead.last_error.startswith("ValueError: eeee")
-
-
-@together(PAIR)
-def test_a_redriven_message_has_the_content_that_was_sent(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue(1, headers={"mine": 1})
-    works = Event()
-
-    async def work(_: Step) -> None:
-        if not works.is_set():
-            raise ValueError
-
-    with form.consuming(database, name, work) as run:
-        [first] = dead_letters(connection, name)
-        assert queue.redrive() == 1
-        [second] = dead_letters(connection, name)
-        assert second.died_at > first.died_at
-        works.set()
-        assert queue.redrive() == 1
-        wait_for(lambda: is_empty(connection, name))
-    assert run.attempts == [1, 2, 1, 2, 1]
-    assert [call.headers for call in run.calls] == [{"mine": 1}] * 5
-    assert second.headers is not None
-    assert second.headers["pgqueue.attempts"] == 2
-
-
-@pytest.mark.parametrize("how", ["raise", "mark"])
-@together(MIXED)
-def test_a_rejected_message_is_dead_at_once(
-    form: Form, how: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=5)
-    queue.enqueue("bad", headers={"mine": 1})
-    connection.execute(f'create table "{name}" (n int)')
-
-    async def work(step: Step) -> None:
-        if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
-        if how == "raise":
-            raise Reject("it is of no use")
-        step.delivery.reject("it is of no use")
-
-    with form.consuming(database, name, work) as run:
-        [dead] = dead_letters(connection, name)
-    assert run.attempts == [1]
-    assert (dead.reason, dead.attempt_count) == ("rejected", 1)
-    assert dead.last_error is not None
-    assert "it is of no use" in dead.last_error
-    assert dead.headers is not None
-    assert dead.headers["mine"] == 1
-    assert dead.headers["pgqueue.failed_queue"] == name
-    assert run.failures == []
-    assert [event.message_id for event in run.events if event.kind == "dead"] == [dead.id]
-    if how == "raise":
-        assert rows(connection, f'select * from "{name}"') == [], "the work of a handler that raised"
-
-
-@together(CROSSED)
-def test_a_retry_comes_after_its_delay(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, backoff_base=timedelta(hours=1))
-    moments: dict[str, list[float]] = {}
-
-    async def work(step: Step) -> None:
-        how = step.message.payload
-        moments.setdefault(how, []).append(time.monotonic())
-        if step.attempt == 1 and how == "mark":
-            step.delivery.retry(after=300 * MILLISECOND, error="busy")
-        elif step.attempt == 1:
-            raise Retry(after=NOW if how == "at once" else 300 * MILLISECOND, error="busy")
-
-    with form.consuming(database, name, work, concurrency=3, peek_delay=LONG) as run:
-        wait_for(lambda: waits(connection, name))
-        ids = queue.enqueue_batch(["raise", "mark", "at once"])
-        wait_for(lambda: is_empty(connection, name))
-    assert sorted((call.message.id, call.attempt) for call in run.calls) == [(sent, n) for sent in ids for n in (1, 2)]
-    assert all(moments[how][1] - moments[how][0] >= 0.29 for how in ("raise", "mark"))
-    assert all("busy" in (call.message.last_error or "") for call in run.calls if call.attempt == 2)
-    assert {"retried", "succeeded"} <= {event.kind for event in run.events}
-    assert (run.consumer.stats.succeeded, run.consumer.stats.failed) == (3, 3)
-
-
-@each_of(PAIR)
-def test_a_retry_without_a_delay_uses_the_backoff_of_the_queue(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, backoff_base=timedelta(hours=1), backoff_max=timedelta(hours=9), backoff_jitter=0)
-    queue.enqueue_batch(["Retry", "error"])
-
-    async def work(step: Step) -> None:
-        raise Retry() if step.message.payload == "Retry" else ValueError
-
-    with form.consuming(database, name, work):
-        wait_for(lambda: queue.stats().scheduled_messages == 2)
-    for message in queue.browse("scheduled"):
-        assert timedelta(hours=1) <= message.visible_at - message.enqueued_at < timedelta(hours=2)
-        assert message.attempt_count == 1
-
-
-@together(MIXED)
-def test_immediate_retries_come_before_delayed_retries(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=100, backoff_base=timedelta(hours=1))
-    queue.enqueue(1)
-    moments: list[float] = []
-
-    async def work(_: Step) -> None:
-        moments.append(time.monotonic())
-        raise ValueError
-
-    retries = Retries(immediate=2, delayed=2, delays=[SECOND / 2])
-    with form.consuming(database, name, work, retries=retries) as run:
-        [dead] = dead_letters(connection, name)
-    assert run.attempts == list(range(1, 10))
-    assert (dead.attempt_count, dead.reason) == (9, "attempts_exhausted")
-    assert (dead.last_error or "").startswith("all 9 attempts failed\n\nValueError")
-    pauses = [after - before for before, after in pairwise(moments)]
-    assert all(pauses[place] >= 0.49 for place in (2, 5))
-
-
-@each_of(THREADS[:1])
-def test_retries_end_when_the_attempts_of_the_message_are_exhausted(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = prepare(connection, name, max_attempts=2, backoff_base=timedelta(hours=1))
-    queue.enqueue(1)
-    with form.consuming(database, name, failing(), retries=Retries(immediate=5, delayed=0)) as run:
-        [dead] = dead_letters(connection, name)
-    assert any("attempts" in record.getMessage() for record in caplog.records)
-    assert run.attempts == [1, 2]
-    assert dead.reason == "attempts_exhausted"
-
-
-@together(CROSSED)
-def test_a_message_that_always_fails_does_not_delay_the_others(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=5)
-    queue.enqueue_batch(["poison"] * 4 + ["good"] * 20)
-
-    async def work(step: Step) -> None:
-        if step.message.payload == "poison":
-            raise ValueError
-
-    with form.consuming(database, name, work, concurrency=2) as run:
-        dead = dead_letters(connection, name, 4)
-    assert run.returned == ["good"] * 20
-    assert [letter.payload for letter in dead] == ["poison"] * 4
-    assert {letter.attempt_count for letter in dead} == {5}
-    stats = run.consumer.stats
-    assert (stats.received, stats.succeeded, stats.failed, stats.lost, stats.running) == (40, 20, 20, 0, 0)
-    assert {event.queue_name for event in run.events} == {name}
-    kinds = ["succeeded", "retried", "dead"] + ["claimed"] * (form.mode != "receive")
-    counts = [sum(event.count for event in run.events if event.kind == kind) for kind in kinds]
-    assert counts == [20, 16, 4, 40][: len(kinds)]
-
-
-FATAL: dict[str, Any] = {
-    "SystemExit": lambda: SystemExit(3),
-    "KeyboardInterrupt": KeyboardInterrupt,
-    "GeneratorExit": GeneratorExit,
-    "CancelledError": asyncio.CancelledError,
-    "StopIteration": StopIteration,
-    "StopAsyncIteration": StopAsyncIteration,
-    "TimeoutError": TimeoutError,
-}
-
-
-@together(CROSSED)
-def test_any_exception_of_a_handler_fails_its_message_and_not_the_consumer(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    queue.enqueue_batch([*FATAL, "good"])
-
-    async def work(step: Step) -> None:
-        if step.message.payload in FATAL:
-            raise FATAL[step.message.payload]()
-
-    with form.consuming(database, name, work, concurrency=1) as run:
-        dead = dead_letters(connection, name, len(FATAL))
-        queue.enqueue("good")
-        wait_for(lambda: is_empty(connection, name))
-    assert sorted(letter.payload for letter in dead) == sorted(FATAL)
-    assert {letter.attempt_count for letter in dead} == {2}
-    assert run.returned == ["good", "good"]
 
 
 # Batches
 
 
 @each_of(MIXED)
-def test_a_handler_gets_a_batch_in_one_call_and_one_transaction(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_handler_gets_a_batch_in_one_call_and_one_transaction(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue_batch(list(range(20)))
-    connection.execute(f'create table "{name}" (n int, x xid8 default pg_current_xact_id())')
+    case.execute(f'create table "{case.name}" (n int, x xid8 default pg_current_xact_id())')
 
     async def work(step: Step) -> None:
         if step.connection is not None:
             for delivery in step.deliveries:
-                await step.execute(f'insert into "{name}" (n) values (%s)', (delivery.message.payload,))
+                await step.execute(f'insert into "{case.name}" (n) values (%s)', (delivery.message.payload,))
 
-    with form.consuming(database, name, work, batch_size=5, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, batch_size=5, concurrency=1) as run:
+        wait_for(case.is_empty)
     assert sorted(run.returned) == list(range(20))
     assert max(len(call.step.deliveries) for call in run.calls) == 5
     assert len(run.calls) < 20
-    if form.is_transactional:
-        found = rows(connection, f'select array_agg(n order by n) from "{name}" group by x')
+    if case.form.is_transactional:
+        found = case.rows(f'select array_agg(n order by n) from "{case.name}" group by x')
         assert sorted(n for (batch,) in found for n in batch) == list(range(20))
         assert len(found) == len(run.calls)
 
 
 @each_of(CROSSED)
-def test_only_the_failing_message_of_a_batch_fails(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_only_the_failing_message_of_a_batch_fails(case: Case) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(list(range(12)))
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
 
     async def work(step: Step) -> None:
         for delivery in step.deliveries:
             if step.connection is not None:
-                await step.execute(f'insert into "{name}" (n) values (%s)', (delivery.message.payload,))
+                await step.execute(f'insert into "{case.name}" (n) values (%s)', (delivery.message.payload,))
             if delivery.message.payload == 7:
                 raise ValueError("poison")
 
-    with form.consuming(database, name, work, batch_size=6, concurrency=1) as run:
-        [dead] = dead_letters(connection, name)
+    with case.consuming(work, batch_size=6, concurrency=1) as run:
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.attempt_count) == (7, 2)
     assert dead.last_error is not None
     assert dead.last_error.startswith("ValueError: poison")
@@ -679,15 +322,13 @@ def test_only_the_failing_message_of_a_batch_fails(
     assert [call.attempt for call in alone] == [1, 2]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed) == (11, 2)
-    if form.is_transactional:
-        assert rows(connection, f'select n from "{name}" order by n') == [(n,) for n in range(12) if n != 7]
+    if case.form.is_transactional:
+        assert case.rows(f'select n from "{case.name}" order by n') == [(n,) for n in range(12) if n != 7]
 
 
 @pytest.mark.parametrize(("form", "how"), [*zip(MIXED, ["leaves", "reverses", "empties"], strict=True)], ids=str)
-def test_messages_of_a_batch_may_have_different_outcomes(
-    form: Form, how: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_messages_of_a_batch_may_have_different_outcomes(case: Case, how: str) -> None:
+    queue = case.prepare()
     queue.enqueue_batch(["good", "retry", "reject", "good"])
     calls: list[list[tuple[str, int]]] = []
 
@@ -704,8 +345,8 @@ def test_messages_of_a_batch_may_have_different_outcomes(
         elif how == "empties":
             step.deliveries.clear()
 
-    with form.consuming(database, name, work, batch_size=4, concurrency=1) as run:
-        [dead] = dead_letters(connection, name)
+    with case.consuming(work, batch_size=4, concurrency=1) as run:
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.reason, dead.attempt_count) == ("reject", "rejected", 1)
     assert calls == [[("good", 1), ("retry", 1), ("reject", 1), ("good", 1)], [("retry", 2)]]
     stats = run.consumer.stats
@@ -714,15 +355,15 @@ def test_messages_of_a_batch_may_have_different_outcomes(
 
 
 @each_of(MIXED)
-def test_a_forced_stop_gives_back_a_whole_batch(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+def test_a_forced_stop_gives_back_a_whole_batch(case: Case) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=12))
     queue.enqueue_batch(list(range(6)))
 
-    with form.consuming(database, name, until(lambda: False), batch_size=6, concurrency=1) as run:
+    with case.consuming(until(lambda: False), batch_size=6, concurrency=1) as run:
         wait_for(lambda: run.running == 1)
         run.stop(force=True)
         wait_for(lambda: queue.peek() == 6)
-    assert attempts(connection, name) == [0] * 6
+    assert case.attempts() == [0] * 6
     assert run.failures == []
 
 
@@ -731,21 +372,19 @@ def test_a_forced_stop_gives_back_a_whole_batch(form: Form, database: str, conne
 
 @pytest.mark.parametrize("verb", ["request_stop", "stop"])
 @each_of(MIXED)
-def test_a_handler_may_stop_its_consumer(
-    form: Form, verb: str, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name).enqueue_batch([1, 2, 3])
+def test_a_handler_may_stop_its_consumer(case: Case, verb: str) -> None:
+    case.prepare().enqueue_batch([1, 2, 3])
 
     async def work(_: Step) -> None:
         answer = getattr(run.consumer, verb)()
         if answer is not None:
             await answer
 
-    with form.consuming(database, name, work, concurrency=1, grace_period=LONG, start=False) as run:
+    with case.consuming(work, concurrency=1, grace_period=LONG, start=False) as run:
         run.ask("run")
     assert run.returned == [1]
     assert (run.consumer.stats.succeeded, run.consumer.stats.released) == (1, 0)
-    assert attempts(connection, name) == [0, 0]
+    assert case.attempts() == [0, 0]
 
 
 def test_a_consumer_in_receive_mode_refuses_a_queue_with_max_in_flight(
@@ -761,42 +400,38 @@ def test_a_consumer_in_receive_mode_refuses_a_queue_with_max_in_flight(
 
 
 @together(MIXED)
-def test_two_consumers_share_a_queue_and_log_no_warning(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    prepare(connection, name).enqueue_batch(list(range(30)))
-    with form.consuming(database, name) as one, form.consuming(database, name) as two:
-        wait_for(lambda: is_empty(connection, name))
+def test_two_consumers_share_a_queue_and_log_no_warning(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    case.prepare().enqueue_batch(list(range(30)))
+    with case.consuming() as one, case.consuming() as two:
+        wait_for(case.is_empty)
     assert sorted(one.returned + two.returned) == list(range(30))
     assert set(one.attempts + two.attempts) == {1}
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @each_of(CROSSED[:2])
-def test_claims_carry_the_name_of_the_consumer(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
+def test_claims_carry_the_name_of_the_consumer(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
     gate = Event()
 
     for claimed_by in (None, "räuber 📬"):
-        with form.consuming(database, name, until(gate.is_set), claimed_by=claimed_by):
+        with case.consuming(until(gate.is_set), claimed_by=claimed_by):
             [message] = wait_for(lambda: queue.browse("inflight"))
             if claimed_by is None:
-                assert name in (message.claimed_by or "")
+                assert case.name in (message.claimed_by or "")
                 assert len((message.claimed_by or "").split(":")) >= 3
             else:
                 assert message.claimed_by == claimed_by
             gate.set()
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
             gate.clear()
         queue.enqueue(2)
 
 
 @each_of([Form(True, "lease"), Form(True, "transactional")])
-def test_an_async_consumer_does_not_block_the_event_loop(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name).enqueue(1)
+def test_an_async_consumer_does_not_block_the_event_loop(case: Case) -> None:
+    case.prepare().enqueue(1)
     gate = Event()
 
     def turn_while_a_statement_waits() -> None:
@@ -808,41 +443,24 @@ def test_an_async_consumer_does_not_block_the_event_loop(
         holder.rollback()
 
     options: dict[str, Any] = {"concurrency": 1, "start": False}
-    with psycopg.connect(database) as holder, form.consuming(database, name, until(gate.is_set), **options) as run:
+    with psycopg.connect(case.database) as holder, case.consuming(until(gate.is_set), **options) as run:
         for begin in (run.start, gate.set):  # The claim waits, and then the acknowledgement.
             holder.execute("lock table pgqueue.messages in exclusive mode")
             begin()
             turn_while_a_statement_waits()
             wait_for(lambda: run.calls)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
 
 
 # Being seen
 
 
-@each_of(OTHER_PAIR)
-def test_log_records_name_queue_message_and_attempt(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "pgqueue.consumer")
-    queue = prepare(connection, name, max_attempts=2)
-    new_id = queue.enqueue(1)
-    with form.consuming(database, name, failing(ValueError("broken"))):
-        dead_letters(connection, name)
-    about = [record for record in caplog.records if getattr(record, "message", None) == new_id or of(record) == new_id]
-    loud = [record for record in about if record.levelno >= logging.WARNING]
-    assert {getattr(record, "attempt", None) for record in loud} >= {1, 2}
-    assert {getattr(record, "queue", None) for record in about} == {name}
-    assert all(record.name.startswith("pgqueue.consumer") for record in about)
-
-
 @pytest.mark.parametrize(("form", "level"), [*zip(PAIR, [logging.INFO, logging.DEBUG], strict=True)], ids=str)
 def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture, level: int
+    case: Case, caplog: pytest.LogCaptureFixture, level: int
 ) -> None:
     caplog.set_level(level, "pgqueue.consumer")
-    queue = prepare(connection, name, max_attempts=3)
-    queue.enqueue(1)
+    sent = case.prepare(max_attempts=3).enqueue(1)
     unreachable = psycopg.OperationalError("connection failed: Connection refused\n\tIs the server running?")
 
     async def work(step: Step) -> None:
@@ -850,9 +468,12 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
             raise pgqueue.Retry(timedelta(milliseconds=200)) from unreachable
         raise unreachable
 
-    with form.consuming(database, name, work):
-        dead_letters(connection, name)
-    said = [record for record in caplog.records if "failed on attempt" in record.getMessage()]
+    with case.consuming(work):
+        case.dead_letters()
+    about = [record for record in caplog.records if vars(record).get("message_id") == sent]
+    assert {(record.name, vars(record)["queue"]) for record in about} == {("pgqueue.consumer", case.name)}
+    said = [record for record in about if "failed on attempt" in record.getMessage()]
+    assert [vars(record)["attempt"] for record in said] == [1, 2, 3]
     reason = "OperationalError: connection failed: Connection refused Is the server running?"
     assert [record.getMessage().partition("failed on ")[2] for record in said] == [
         f"attempt 1: {reason}; the next attempt follows in 0.2 s",
@@ -863,14 +484,9 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
     assert [record.exc_info is not None for record in said] == [level == logging.DEBUG] * 3
 
 
-def of(record: logging.LogRecord) -> Any:
-    """The message's id: `message` is a name that logging keeps for itself."""
-    return getattr(record, "message_id", None)
-
-
 @together(MIXED)
-def test_hooks_that_raise_affect_no_message(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, max_attempts=2)
+def test_hooks_that_raise_affect_no_message(case: Case) -> None:
+    queue = case.prepare(max_attempts=2)
     queue.enqueue_batch(["good", "poison", "good"])
     called: set[str] = set()
 
@@ -886,20 +502,20 @@ def test_hooks_that_raise_affect_no_message(form: Form, database: str, connectio
         return call
 
     hooks: dict[str, Any] = {hook: raising(hook) for hook in ("observe", "on_critical", "on_circuit")}
-    with form.consuming(database, name, work, policy=failing(KeyError()), **hooks) as run:
-        dead_letters(connection, name)
+    with case.consuming(work, policy=failing(KeyError()), **hooks) as run:
+        case.dead_letters()
         assert called == {"observe", "on_critical"}
-        drop(connection, name)
+        drop(case.connection, case.name)
         wait_for(lambda: called == set(hooks))
-        prepare(connection, name).enqueue("good")
+        case.prepare().enqueue("good")
         wait_for(lambda: run.returned == ["good"] * 3)
 
 
 @each_of(PLAIN)
-def test_a_span_follows_the_message(form: Form, database: str, connection: Connection, name: str) -> None:
+def test_a_span_follows_the_message(case: Case) -> None:
     trace = pytest.importorskip("opentelemetry.trace")
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    queue = prepare(connection, name)
+    queue = case.prepare()
     with sdk.TracerProvider().get_tracer("test").start_as_current_span("send") as sent:
         queue.enqueue(1, headers=inject({"a": 1}))
     seen: list[Any] = []
@@ -907,9 +523,9 @@ def test_a_span_follows_the_message(form: Form, database: str, connection: Conne
     async def work(step: Step) -> None:
         seen.append((step.message.headers, trace.get_current_span().get_span_context()))
 
-    with form.consuming(database, name, work, start=False) as run:
+    with case.consuming(work, start=False) as run:
         assert instrument(run.consumer) is run.consumer
-        assert inspect.iscoroutinefunction(run.consumer.handler) is form.is_async
+        assert inspect.iscoroutinefunction(run.consumer.handler) is case.form.is_async
         run.start()
         wait_for(lambda: seen)
     [(headers, context)] = seen

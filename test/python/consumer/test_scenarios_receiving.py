@@ -19,6 +19,7 @@ from consumers import (
     PAIR,
     PLAIN,
     THREADS,
+    Case,
     Form,
     Interrupted,
     Step,
@@ -49,19 +50,17 @@ def count(connection: Connection, table: str) -> int:
 
 
 @each_of(CROSSED)
-def test_a_message_is_handled_once_with_the_content_that_was_sent(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_message_is_handled_once_with_the_content_that_was_sent(case: Case) -> None:
+    queue = case.prepare()
     bodies = [b"\1\2\3", bytes(range(256)), b""]
     ids = [queue.enqueue(headers={"key": "value", "n": [1, None]}, body=body) for body in bodies]
     ids.append(queue.enqueue({"json": [1, 2.5, None]}))
     insert = "insert into pgqueue.messages (queue_name, payload, headers) values (%s, %s, %s) returning id"
-    [(inserted,)] = rows(connection, insert, name, Jsonb(STRANGE), Jsonb(STRANGE))
+    [(inserted,)] = case.rows(insert, case.name, Jsonb(STRANGE), Jsonb(STRANGE))
     unusual = [inserted, queue.enqueue(STRANGE, headers=STRANGE)]
     ids += unusual
-    with form.consuming(database, name) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming() as run:
+        wait_for(case.is_empty)
     seen = {call.message.id: call for call in run.calls}
     assert sorted(seen) == ids
     assert len(run.calls) == len(ids)
@@ -70,7 +69,7 @@ def test_a_message_is_handled_once_with_the_content_that_was_sent(
     assert (seen[ids[3]].message.payload, seen[ids[3]].headers) == ({"json": [1, 2.5, None]}, None)
     assert [(seen[new_id].headers, seen[new_id].message.payload) for new_id in unusual] == [(STRANGE, STRANGE)] * 2
     assert {(call.attempt, call.message.attempt_count, call.step.delivery.queue_name) for call in run.calls} == {
-        (1, 1, name)
+        (1, 1, case.name)
     }
     stats = run.consumer.stats
     assert (stats.received, stats.succeeded, stats.failed, stats.lost, stats.running) == (6, 6, 0, 0, 0)
@@ -89,10 +88,8 @@ def test_changing_headers_after_the_call_does_not_change_the_message(queue: Any)
 
 
 @together(MIXED)
-def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    new_id = prepare(connection, name).enqueue({"n": 1}, headers={"h": "ü"})
+def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(case: Case) -> None:
+    new_id = case.prepare().enqueue({"n": 1}, headers={"h": "ü"})
     errors = [ValueError(f"attempt {number}") for number in (1, 2, 3)]
 
     async def work(step: Step) -> None:
@@ -103,23 +100,21 @@ def test_the_policy_sees_each_failed_attempt_until_it_settles_the_message(
         assert step.failure is not None
         return Retry(NOW) if step.failure.attempt < 3 else Handled()
 
-    with form.consuming(database, name, work, policy=policy) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, policy=policy) as run:
+        wait_for(case.is_empty)
     assert [failure.exception for failure in run.failures] == errors
     assert [failure.attempt for failure in run.failures] == run.attempts == [1, 2, 3]
     for failure in run.failures:
         message = failure.delivery.message
         assert (message.id, message.payload, message.headers) == (new_id, {"n": 1}, {"h": "ü"})
-        assert failure.delivery.queue_name == name
+        assert failure.delivery.queue_name == case.name
     assert (run.criticals, run.circuits) == ([], [])
-    assert Queue(connection, name).stats().dead_messages == 0
+    assert Queue(case.connection, case.name).stats().dead_messages == 0
 
 
 @together(CROSSED)
-def test_the_next_consumer_continues_the_count_of_attempts(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_the_next_consumer_continues_the_count_of_attempts(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue(1)
     seen: list[tuple[int, str | None]] = []
 
@@ -129,12 +124,12 @@ def test_the_next_consumer_continues_the_count_of_attempts(
 
     async def policy(step: Step) -> Any:
         assert step.failure is not None
-        with connect(database) as beside:
-            Queue(beside, name).pause_queue()
+        with connect(case.database) as beside:
+            Queue(beside, case.name).pause_queue()
         return Retry(NOW) if step.failure.attempt < 3 else Handled()
 
     for number in (1, 2, 3):
-        with form.consuming(database, name, work, policy=policy):
+        with case.consuming(work, policy=policy):
             wait_for(lambda: len(seen) == number and queue.get_queue().paused_at)  # noqa: B023
         queue.resume_queue()
     assert [attempt for attempt, _ in seen] == [1, 2, 3]
@@ -143,36 +138,32 @@ def test_the_next_consumer_continues_the_count_of_attempts(
         "ValueError: attempt 1",
         "ValueError: attempt 2",
     ]
-    assert is_empty(connection, name)
+    assert case.is_empty()
 
 
 @together(MIXED)
-def test_a_message_that_is_sent_again_begins_at_its_first_attempt(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_message_that_is_sent_again_begins_at_its_first_attempt(case: Case) -> None:
+    queue = case.prepare()
 
     work = failing()
 
     async def policy(step: Step) -> Any:
         if len(run.failures) == 1:
-            await step.send(name, '"again"', "100 ms")
+            await step.send(case.name, '"again"', "100 ms")
         return Handled()
 
-    with form.consuming(database, name, work, policy=policy) as run:
+    with case.consuming(work, policy=policy) as run:
         queue.enqueue('"first"')
-        wait_for(lambda: len(run.failures) == 2 and is_empty(connection, name))
+        wait_for(lambda: len(run.failures) == 2 and case.is_empty())
     assert [failure.attempt for failure in run.failures] == [1, 1]
     assert run.attempts == [1, 1]
     assert run.calls[0].message.id != run.calls[1].message.id
 
 
 @together(MIXED)
-def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled_back(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    other = prepare(connection, f"{name}-errors")
+def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled_back(case: Case) -> None:
+    queue = case.prepare()
+    other = prepare(case.connection, f"{case.name}-errors")
     error = ValueError("the handler's")
 
     async def policy(step: Step) -> Any:
@@ -182,9 +173,9 @@ def test_a_policy_that_raises_is_called_once_more_and_what_it_has_sent_is_rolled
             raise KeyError("the policy's")
         return Handled()
 
-    with form.consuming(database, name, failing(error), policy=policy) as run:
+    with case.consuming(failing(error), policy=policy) as run:
         queue.enqueue(1)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert [failure.exception for failure in run.failures] == [error, error]
     assert len(run.calls) == 1
     assert [type(critical) for critical, _ in run.criticals] == [KeyError]
@@ -255,11 +246,9 @@ def test_a_killed_consumer_leaves_no_work_behind_and_loses_no_message(
 
 
 @together(MIXED)
-def test_every_attempt_sees_the_headers_that_were_sent(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
+def test_every_attempt_sees_the_headers_that_were_sent(case: Case) -> None:
     sent = {"list": [1], "text": "a"}
-    queue = prepare(connection, name)
+    queue = case.prepare()
     queue.enqueue({"p": [1]}, headers=sent)
     shown = []
 
@@ -278,8 +267,8 @@ def test_every_attempt_sees_the_headers_that_were_sent(
         change(step.message)
         return Retry(NOW)
 
-    with form.consuming(database, name, work, policy=policy) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, policy=policy) as run:
+        wait_for(case.is_empty)
     assert [call.headers for call in run.calls] == [sent] * 3
     assert shown == [str(sent)] * 2
 
@@ -288,8 +277,8 @@ def test_every_attempt_sees_the_headers_that_were_sent(
 
 
 @together(MIXED)
-def test_the_limit_may_change_while_handlers_run(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
+def test_the_limit_may_change_while_handlers_run(case: Case) -> None:
+    queue = case.prepare()
     permits = Semaphore(0)
     starts: list[tuple[int, int]] = []
 
@@ -306,7 +295,7 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
         permits.release(number)
         wait_for(lambda: len(run.returned) == done + number)
 
-    with form.consuming(database, name, work, concurrency=10) as run:
+    with case.consuming(work, concurrency=10) as run:
         queue.enqueue_batch(list(range(40)))
         wait_for(lambda: runs(10) and run.consumer.stats.running == 10)
         for done in range(1, 4):  # As many are started as have ended.
@@ -326,7 +315,7 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
         wait_for(lambda: runs(1))
         assert run.consumer.concurrency == 1
         permits.release(100)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert all(running <= limit for running, limit in starts)
     assert [call.raised for call in run.calls if call.raised] == []
     assert run.most == 10
@@ -338,8 +327,8 @@ def test_the_limit_may_change_while_handlers_run(form: Form, database: str, conn
 
 
 @together(CROSSED)
-def test_a_stop_waits_for_running_handlers(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
+def test_a_stop_waits_for_running_handlers(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue_batch(["handler", "policy"])
     inside: set[Any] = set()
     gate = Event()
@@ -354,7 +343,7 @@ def test_a_stop_waits_for_running_handlers(form: Form, database: str, connection
             raise ValueError
         await pause(step)
 
-    with form.consuming(database, name, work, policy=pause, concurrency=2) as run:
+    with case.consuming(work, policy=pause, concurrency=2) as run:
         wait_for(lambda: len(inside) == 2)
         stop = run.stopping()
         wait_for(lambda: waits_for_handlers(run))
@@ -365,17 +354,15 @@ def test_a_stop_waits_for_running_handlers(form: Form, database: str, connection
     assert (run.returned, len(run.calls), len(run.failures)) == (["handler"], 2, 1)
     assert not any(call.step.delivery.cancelled for call in run.calls)
     assert [message.payload for message in queue.browse()] == [2]
-    assert attempts(connection, name) == [0]
+    assert case.attempts() == [0]
     assert run.criticals == []
 
 
 @pytest.mark.parametrize(
     ("form", "how"), [*zip(FORMS, ["forced", "asked for twice", "out of grace"] * 2, strict=True)], ids=str
 )
-def test_a_forced_stop_cancels_and_costs_no_attempt(
-    form: Form, how: str, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+def test_a_forced_stop_cancels_and_costs_no_attempt(case: Case, how: str) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=12))
     queue.enqueue_batch(["handler", "policy"])
     inside: set[Any] = set()
     interrupted: list[BaseException] = []
@@ -394,7 +381,7 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
         await pause(step)
 
     grace = timedelta(milliseconds=200) if how == "out of grace" else timedelta(hours=1)
-    with form.consuming(database, name, work, policy=pause, concurrency=2, grace_period=grace) as run:
+    with case.consuming(work, policy=pause, concurrency=2, grace_period=grace) as run:
         wait_for(lambda: len(inside) == 2)
         stop = run.stopping()
         if how != "out of grace":
@@ -408,8 +395,8 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
         stop.result(PATIENCE)
         # They are back at once, with the attempts that they had.
         wait_for(lambda: queue.peek() == 2)
-        assert attempts(connection, name) == [0, 0]
-    assert [type(error) for error in interrupted] == [asyncio.CancelledError if form.is_async else Interrupted] * 2
+        assert case.attempts() == [0, 0]
+    assert [type(error) for error in interrupted] == [asyncio.CancelledError if case.form.is_async else Interrupted] * 2
     assert len(run.failures) == 1
     assert (run.criticals, run.circuits) == ([], [])
     assert queue.stats().dead_messages == 0
@@ -419,53 +406,49 @@ def test_a_forced_stop_cancels_and_costs_no_attempt(
 
 
 @together(MIXED)
-def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+def test_a_handler_that_returns_after_its_cancellation_is_not_acknowledged(case: Case) -> None:
+    queue = case.prepare(visibility_timeout=timedelta(hours=12))
     queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     inside = Event()
 
     async def work(step: Step) -> None:
         if step.connection is not None:
-            await step.execute(f'insert into "{name}" values (1)')
+            await step.execute(f'insert into "{case.name}" values (1)')
         inside.set()
         # The other half of the work is left out, and nothing raised.
         with suppress(Interrupted, asyncio.CancelledError):
             await step.until(lambda: False)
 
-    with form.consuming(database, name, work) as run:
+    with case.consuming(work) as run:
         wait_for(inside.is_set)
         run.stop(force=True)
         wait_for(lambda: queue.peek() == 1)
     assert run.returned == [1]
-    assert attempts(connection, name) == [0]
-    assert count(connection, f'"{name}"') == 0
+    assert case.attempts() == [0]
+    assert count(case.connection, f'"{case.name}"') == 0
     assert (run.failures, run.criticals, run.consumer.stats.succeeded) == ([], [], 0)
 
 
 @together(THREADS)
-def test_a_thread_that_ignores_the_stop_does_not_block_it(
-    form: Form, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_ignores_the_stop_does_not_block_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "cancel", 0.0)
     monkeypatch.setattr(timings, "end_calls", 1.0)  # for the aborts of their connections to begin
-    queue = prepare(connection, name, visibility_timeout=timedelta(hours=12))
+    queue = case.prepare(visibility_timeout=timedelta(hours=12))
     queue.enqueue(1)
-    connection.execute(f'create table "{name}" (n int)')
+    case.execute(f'create table "{case.name}" (n int)')
     inside, gate, out = Event(), Event(), Event()
 
     async def work(step: Step) -> None:
         try:
             if step.connection is not None:
-                await step.execute(f'insert into "{name}" values (1)')
+                await step.execute(f'insert into "{case.name}" values (1)')
             inside.set()
             gate.wait(PATIENCE)
         finally:
             out.set()
 
-    with form.consuming(database, name, work) as run:
+    with case.consuming(work) as run:
         try:
             wait_for(inside.is_set)
             run.stop(force=True)
@@ -474,15 +457,15 @@ def test_a_thread_that_ignores_the_stop_does_not_block_it(
         finally:
             gate.set()
         wait_for(out.is_set)
-    assert attempts(connection, name) == [0]
-    assert count(connection, f'"{name}"') == 0
+    assert case.attempts() == [0]
+    assert count(case.connection, f'"{case.name}"') == 0
     assert run.failures == []
 
 
 @together(CROSSED)
-def test_a_consumer_can_be_started_again(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, start=False) as run:
+def test_a_consumer_can_be_started_again(case: Case) -> None:
+    queue = case.prepare()
+    with case.consuming(start=False) as run:
         run.stop()
         run.stop(force=True)
         queue.enqueue(0)
@@ -492,13 +475,13 @@ def test_a_consumer_can_be_started_again(form: Form, database: str, connection: 
         run.start()
         for number in (1, 2, 3):
             queue.enqueue(number)
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
             run.stop()
             run.stop()
             queue.enqueue(-number)
             assert queue.peek() == 1
             run.start()
-            wait_for(lambda: is_empty(connection, name))
+            wait_for(case.is_empty)
     assert sorted(run.returned) == [-3, -2, -1, 0, 1, 2, 3]
 
 
@@ -506,26 +489,26 @@ def test_a_consumer_can_be_started_again(form: Form, database: str, connection: 
 
 
 @each_of(MIXED[1:])
-def test_a_commit_that_fails_is_a_failed_attempt(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, max_attempts=3)
-    connection.execute(
-        f'create table "{name}" (text text unique deferrable initially deferred);'
-        f""" create function "{name}"() returns trigger language plpgsql as 'begin perform 1 / 0; end';"""
-        f' create constraint trigger late after insert on "{name}" deferrable initially deferred'
-        f""" for each row when (new.text = 'divides') execute function "{name}"()"""
+def test_a_commit_that_fails_is_a_failed_attempt(case: Case) -> None:
+    queue = case.prepare(max_attempts=3)
+    case.execute(
+        f'create table "{case.name}" (text text unique deferrable initially deferred);'
+        f""" create function "{case.name}"() returns trigger language plpgsql as 'begin perform 1 / 0; end';"""
+        f' create constraint trigger late after insert on "{case.name}" deferrable initially deferred'
+        f""" for each row when (new.text = 'divides') execute function "{case.name}"()"""
     )
     queue.enqueue_batch(["always", "divides", "once", "never"])
 
     async def work(step: Step) -> None:
         what = step.message.payload
-        await step.execute(f'insert into "{name}" values (%s)', (what,))
+        await step.execute(f'insert into "{case.name}" values (%s)', (what,))
         if what == "always" or (what == "once" and step.attempt == 1):
-            await step.execute(f'insert into "{name}" values (%s)', (what,))
+            await step.execute(f'insert into "{case.name}" values (%s)', (what,))
 
     async def policy(_: Step) -> None: ...
 
-    with form.consuming(database, name, work, policy=policy, concurrency=1) as run:
-        wait_for(lambda: is_empty(connection, name))
+    with case.consuming(work, policy=policy, concurrency=1) as run:
+        wait_for(case.is_empty)
     dead = queue.browse_dead_messages()
     assert {(one.payload, one.reason, one.attempt_count) for one in dead} == {
         ("always", "attempts_exhausted", 3),
@@ -536,16 +519,14 @@ def test_a_commit_that_fails_is_a_failed_attempt(form: Form, database: str, conn
     assert "division by zero" in errors["divides"]  # It is not taken for the loss of the claim.
     [again] = [call for call in run.calls if call.message.payload == "once" and call.attempt == 2]
     assert "UniqueViolation" in (again.message.last_error or "")
-    assert rows(connection, f'select * from "{name}" order by 1') == [("never",), ("once",)]
+    assert case.rows(f'select * from "{case.name}" order by 1') == [("never",), ("once",)]
     stats = run.consumer.stats
     assert (stats.succeeded, stats.failed, len(run.failures), run.circuits) == (2, 7, 7, [])
 
 
 @together(PLAIN)
-def test_a_blocked_handler_does_not_delay_other_messages(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_a_blocked_handler_does_not_delay_other_messages(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue_batch([0, *range(1, 30)])
     gate = Event()
 
@@ -553,22 +534,22 @@ def test_a_blocked_handler_does_not_delay_other_messages(
         if step.message.payload == 0:
             await step.until(gate.is_set)
 
-    with form.consuming(database, name, work, concurrency=2) as run:
+    with case.consuming(work, concurrency=2) as run:
         wait_for(lambda: len(run.returned) == 29)
         # They are acknowledged, although it still runs.
-        wait_for(lambda: attempts(connection, name) == [1])
+        wait_for(lambda: case.attempts() == [1])
         gate.set()
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert sorted(run.returned) == list(range(30))
 
 
 @together(PAIR)
-def test_concurrent_stops_have_the_effect_of_one(form: Form, database: str, connection: Connection, name: str) -> None:
-    prepare(connection, name).enqueue_batch(list(range(50)))
-    with form.consuming(database, name) as run, ThreadPoolExecutor(8) as pool:
+def test_concurrent_stops_have_the_effect_of_one(case: Case) -> None:
+    case.prepare().enqueue_batch(list(range(50)))
+    with case.consuming() as run, ThreadPoolExecutor(8) as pool:
         wait_for(lambda: run.calls)
         for stop in [pool.submit(run.stop) for _ in range(8)]:
             stop.result(PATIENCE)
     assert all(call.returned for call in run.calls)
-    assert len(attempts(connection, name)) == 50 - len(run.calls)
-    assert set(attempts(connection, name)) <= {0}
+    assert len(case.attempts()) == 50 - len(run.calls)
+    assert set(case.attempts()) <= {0}

@@ -17,6 +17,7 @@ from consumers import (
     OTHER_PAIR,
     PAIR,
     SECOND,
+    Case,
     Form,
     Step,
     each_of,
@@ -38,14 +39,6 @@ Connection = psycopg.Connection[Any]
 
 MILLISECOND = timedelta(milliseconds=1)
 INJECTION = "x\"'; drop table victims; --"
-
-
-def die(connection: Connection, name: str) -> pgqueue.DeadMessage:
-    """Wait for the one dead letter of a queue, and for nothing else to be left."""
-    queue = Queue(connection, name)
-    wait_for(lambda: queue.stats().dead_messages and is_empty(connection, name))
-    [dead] = queue.browse_dead_messages()
-    return dead
 
 
 # 34: a long receive
@@ -82,12 +75,10 @@ def test_other_calls_do_not_wait_for_a_long_receive(
 
 
 @together(MIXED)
-def test_a_delayed_message_is_delivered_when_its_delay_ends(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
-    with form.consuming(database, name, peek_delay=LONG) as run:
-        wait_for(lambda: waits(connection, name))
+def test_a_delayed_message_is_delivered_when_its_delay_ends(case: Case) -> None:
+    queue = case.prepare()
+    with case.consuming(peek_delay=LONG) as run:
+        wait_for(case.waits)
         queue.enqueue("in a day", delay=timedelta(days=1))
         sent_at = time.monotonic()
         queue.enqueue("soon", delay=500 * MILLISECOND)
@@ -133,18 +124,16 @@ EVIDENCE = """
 
 
 @together(CROSSED)
-def test_no_row_inserted_by_plain_sql_blocks_later_messages(
-    form: Form, database: str, connection: Connection, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = prepare(connection, name)
+def test_no_row_inserted_by_plain_sql_blocks_later_messages(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    queue = case.prepare()
     for column, value in RAW.values():
         payload = {} if column == "payload" else {"payload": '"raw"'}
-        values = {"queue_name": name, "max_attempts": 2, **payload, column: value}
-        connection.execute(
+        values = {"queue_name": case.name, "max_attempts": 2, **payload, column: value}
+        case.execute(
             f"insert into pgqueue.messages ({', '.join(values)}) values ({', '.join(['%s'] * len(values))})",
             list(values.values()),
         )
-    before = {row[0]: row for row in rows(connection, EVIDENCE.format("messages"), name)}
+    before = {row[0]: row for row in case.rows(EVIDENCE.format("messages"), case.name)}
     assert len(before) == len(RAW)
     queue.enqueue_batch(["good"] * 20)
 
@@ -155,31 +144,29 @@ def test_no_row_inserted_by_plain_sql_blocks_later_messages(
     async def policy(step: Step) -> Any:
         return pgqueue.Reject("given up") if step.attempt > 1 else None
 
-    with form.consuming(database, name, work, policy=policy, concurrency=2) as run:
+    with case.consuming(work, policy=policy, concurrency=2) as run:
         wait_for(lambda: run.returned == ["good"] * 20)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
         queue.enqueue("good")
         wait_for(lambda: run.returned == ["good"] * 21)
-    dead = {row[0]: row for row in rows(connection, EVIDENCE.format("dead_messages"), name)}
+    dead = {row[0]: row for row in case.rows(EVIDENCE.format("dead_messages"), case.name)}
     assert dead == before
     assert run.circuits == []
     assert all(record.levelno < logging.CRITICAL for record in caplog.records)
 
 
 @together(PAIR)
-def test_a_row_inserted_under_the_id_of_a_dead_letter_can_die(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_row_inserted_under_the_id_of_a_dead_letter_can_die(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     first = queue.enqueue("first")
-    with form.consuming(database, name, failing(), concurrency=1) as run:
+    with case.consuming(failing(), concurrency=1) as run:
         wait_for(queue.browse_dead_messages)
-        connection.execute(
+        case.execute(
             "insert into pgqueue.messages (id, queue_name, payload, max_attempts) values (%s, %s, '\"again\"', 1)",
-            (first, name),
+            (first, case.name),
         )
         queue.enqueue("last")
-        wait_for(lambda: len(run.calls) == 3 and is_empty(connection, name))
+        wait_for(lambda: len(run.calls) == 3 and case.is_empty())
     assert sorted(dead.payload for dead in queue.browse_dead_messages()) in (["first", "last"], ["again", "last"])
 
 
@@ -187,28 +174,26 @@ def test_a_row_inserted_under_the_id_of_a_dead_letter_can_die(
 
 
 @together(MIXED)
-def test_messages_sent_by_a_handler_arrive_all_or_none(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    one, two = prepare(connection, f"{name}-one"), prepare(connection, f"{name}-two")
-    prepare(connection, name, max_attempts=1).enqueue_batch(["two", "nowhere"])
+def test_messages_sent_by_a_handler_arrive_all_or_none(case: Case) -> None:
+    one, two = prepare(case.connection, f"{case.name}-one"), prepare(case.connection, f"{case.name}-two")
+    case.prepare(max_attempts=1).enqueue_batch(["two", "nowhere"])
 
     async def work(step: Step) -> None:
-        names = (one.name, f"{name}-{step.message.payload}")
+        names = (one.name, f"{case.name}-{step.message.payload}")
         if step.connection is not None:
             for queue in names:
                 await step.send(queue, f'"{step.message.payload}"')
             return
-        with psycopg.connect(database) as sender:
+        with psycopg.connect(case.database) as sender:
             for queue in names:
                 Queue(sender, queue).enqueue(step.message.payload)
 
-    with form.consuming(database, name, work):
-        dead = die(connection, name)
+    with case.consuming(work):
+        [dead] = case.dead_letters()
     assert (dead.payload, dead.reason) == ("nowhere", "attempts_exhausted")
     error = dead.last_error or ""
     assert error.startswith(("pgqueue.errors.QueueNotFound: ", "QueueNotFound: "))
-    assert f"{name}-nowhere" in error
+    assert f"{case.name}-nowhere" in error
     assert [message.payload for message in one.browse()] == ["two"]
     assert [message.payload for message in two.browse()] == ["two"]
 
@@ -217,11 +202,9 @@ def test_messages_sent_by_a_handler_arrive_all_or_none(
 
 
 @each_of(MIXED)
-def test_connections_come_from_the_function_that_the_user_passes(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name, max_attempts=2)
-    connection.execute(f'create table "{name}" (n int)')
+def test_connections_come_from_the_function_that_the_user_passes(case: Case) -> None:
+    queue = case.prepare(max_attempts=2)
+    case.execute(f'create table "{case.name}" (n int)')
     made: list[Any] = []
     backends = "select from pg_stat_activity where application_name = %s"
 
@@ -232,32 +215,32 @@ def test_connections_come_from_the_function_that_the_user_passes(
         pass
 
     def connected() -> Any:
-        made.append(Mine.connect(database, row_factory=dict_row, application_name=name))
+        made.append(Mine.connect(case.database, row_factory=dict_row, application_name=case.name))
         return made[-1]
 
     async def async_connected() -> Any:
-        made.append(await AsyncMine.connect(database, row_factory=dict_row, application_name=name))
+        made.append(await AsyncMine.connect(case.database, row_factory=dict_row, application_name=case.name))
         return made[-1]
 
     async def work(step: Step) -> None:
-        assert (step.connection is not None) == form.is_transactional
+        assert (step.connection is not None) == case.form.is_transactional
         if step.connection is not None:
             assert step.connection in made
-            await step.execute(f'insert into "{name}" values (%s)', (step.message.payload,))
+            await step.execute(f'insert into "{case.name}" values (%s)', (step.message.payload,))
         if step.attempt == 1:
             raise ValueError
 
-    with form.consuming(async_connected if form.is_async else connected, name, work) as run:
+    with case.form.consuming(async_connected if case.form.is_async else connected, case.name, work) as run:
         queue.enqueue_batch([1, 2, 3])
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
         # One that is being opened becomes known here after the server has it.
-        wait_for(lambda: 1 <= len(rows(connection, backends, name)) <= len(made))
+        wait_for(lambda: 1 <= len(case.rows(backends, case.name)) <= len(made))
     assert sorted(run.attempts) == [1, 1, 1, 2, 2, 2]
     # The work of an attempt that failed is rolled back.
-    found = rows(connection, f'select n from "{name}" order by n')
-    assert found == ([(1,), (2,), (3,)] if form.is_transactional else [])
+    found = case.rows(f'select n from "{case.name}" order by n')
+    assert found == ([(1,), (2,), (3,)] if case.form.is_transactional else [])
     assert all(own.closed for own in made)
-    wait_for(lambda: not rows(connection, backends, name))
+    wait_for(lambda: not case.rows(backends, case.name))
 
 
 # 35: empty receives
@@ -313,34 +296,34 @@ def test_an_estimate_that_is_too_high_costs_at_most_two_empty_receives(
 
 @each_of(OTHER_PAIR)
 def test_a_settled_message_makes_the_consumer_look_for_the_next_of_its_group(
-    form: Form, database: str, connection: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "shortest_wait", LONG.total_seconds())
-    queue = prepare(connection, name, group_limit=1)
+    queue = case.prepare(group_limit=1)
     queue.enqueue_batch(list(range(12)), group_keys=["a"] * 12)
-    with form.consuming(database, name, concurrency=4, peek_delay=LONG, listen=False) as run:
-        wait_for(lambda: is_empty(connection, name))
-        assert not waits(connection, name)
+    with case.consuming(concurrency=4, peek_delay=LONG, listen=False) as run:
+        wait_for(case.is_empty)
+        assert not case.waits()
     assert run.returned == list(range(12))
 
 
 @each_of(PAIR[1:])
 def test_a_receive_that_finds_nothing_ends_its_transaction_before_the_next_look(
-    form: Form, database: str, connection: psycopg.Connection[Any], name: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim can lock a group and find nothing. The next one would find nothing because of that lock."""
-    prepare(connection, name)
+    case.prepare()
     counts: list[int] = []
     received = HandlerCalls._received
 
     def spy(self: HandlerCalls, messages: int | None) -> None:
         activity = "select from pg_stat_activity where datname = current_database() and state ~ 'idle in transaction'"
-        counts.append(len(rows(connection, activity)))
+        counts.append(len(case.rows(activity)))
         received(self, messages)
 
     monkeypatch.setattr(HandlerCalls, "_received", spy)
     monkeypatch.setitem(_CLAIM_EVERY, "receive", 1)
-    with form.consuming(database, name, concurrency=1, peek_delay=100 * MILLISECOND, listen=False):
+    with case.consuming(concurrency=1, peek_delay=100 * MILLISECOND, listen=False):
         wait_for(lambda: len(counts) >= 20)
     assert set(counts) == {0}
 
@@ -371,18 +354,16 @@ def test_a_peek_counts_at_most_as_many_messages_as_configured(form: Form, spied:
 
 
 @together(CROSSED)
-def test_an_expired_message_is_not_handled_and_is_removed(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    queue = prepare(connection, name)
+def test_an_expired_message_is_not_handled_and_is_removed(case: Case) -> None:
+    queue = case.prepare()
     queue.enqueue("expires", expires_in=MILLISECOND)
     queue.enqueue("stays")
     expired = "select 1 from pgqueue.messages where queue_name = %s and expires_at < clock_timestamp()"
-    wait_for(lambda: rows(connection, expired, name))
-    with form.consuming(database, name) as run:
-        wait_for(lambda: is_empty(connection, name))
+    wait_for(lambda: case.rows(expired, case.name))
+    with case.consuming() as run:
+        wait_for(case.is_empty)
         queue.enqueue("expires", expires_in=NOW)
-        wait_for(lambda: is_empty(connection, name))
+        wait_for(case.is_empty)
     assert run.returned == ["stays"]
     assert queue.stats().dead_messages == 0
     assert run.failures == []
@@ -409,13 +390,13 @@ def test_purge_expired_leaves_unexpired_messages_and_does_not_wait(
 
 
 @together(PAIR)
-def test_a_dead_letter_does_not_expire(form: Form, database: str, connection: Connection, name: str) -> None:
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_dead_letter_does_not_expire(case: Case) -> None:
+    queue = case.prepare(max_attempts=1)
     new_id = queue.enqueue(1, expires_in=timedelta(hours=1))
-    with form.consuming(database, name, failing()):
-        die(connection, name)
+    with case.consuming(failing()):
+        case.dead_letters()
         # Its time passes.
-        connection.execute(
+        case.execute(
             "update pgqueue.dead_messages set expires_at = clock_timestamp() - interval '1 s' where id = %s", (new_id,)
         )
         queue.enqueue(2)
@@ -431,11 +412,9 @@ def test_a_dead_letter_does_not_expire(form: Form, database: str, connection: Co
 
 
 @each_of(MIXED)
-def test_a_hostile_reply_address_is_an_unknown_queue(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    connection.execute("create table if not exists victims (n int)")
-    queue = prepare(connection, name, max_attempts=1)
+def test_a_hostile_reply_address_is_an_unknown_queue(case: Case) -> None:
+    case.execute("create table if not exists victims (n int)")
+    queue = case.prepare(max_attempts=1)
     queue.enqueue(1, headers={"reply_to": INJECTION})
 
     async def work(step: Step) -> None:
@@ -443,14 +422,14 @@ def test_a_hostile_reply_address_is_an_unknown_queue(
         if step.connection is not None:
             await step.send(reply_to)
         else:
-            with connect(database) as sender:
+            with connect(case.database) as sender:
                 Queue(sender, reply_to).enqueue(1)
 
-    with form.consuming(database, name, work):
-        dead = die(connection, name)
+    with case.consuming(work):
+        [dead] = case.dead_letters()
     assert "QueueNotFound" in (dead.last_error or "")
     assert "drop table victims" in (dead.last_error or "")
-    assert rows(connection, "select count(*) from victims") == [(0,)]
+    assert case.rows("select count(*) from victims") == [(0,)]
 
 
 @each_of(PAIR)
@@ -483,28 +462,26 @@ def test_a_consumer_of_an_unusual_queue_name_is_notified(
 
 
 @together(MIXED)
-def test_only_messages_sent_on_another_connection_survive_a_final_failure(
-    form: Form, database: str, connection: Connection, name: str
-) -> None:
-    prepare(connection, name, max_attempts=2).enqueue(1)
-    joined, beside, taken_back = (prepare(connection, f"{name}-{letter}") for letter in "abc")
+def test_only_messages_sent_on_another_connection_survive_a_final_failure(case: Case) -> None:
+    case.prepare(max_attempts=2).enqueue(1)
+    joined, beside, taken_back = (prepare(case.connection, f"{case.name}-{letter}") for letter in "abc")
 
     async def work(step: Step) -> None:
         if step.connection is not None:
             await step.send(joined.name)
             await step.send(joined.name, delay="1 microsecond")
-        with psycopg.connect(database) as sender:
+        with psycopg.connect(case.database) as sender:
             Queue(sender, taken_back.name).enqueue(1)
             sender.rollback()
             Queue(sender, beside.name).enqueue(step.attempt)
         raise ValueError
 
-    with form.consuming(database, name, work) as run:
-        dead = die(connection, name)
+    with case.consuming(work) as run:
+        [dead] = case.dead_letters()
     assert run.attempts == [1, 2]
     assert (dead.reason, dead.attempt_count) == ("attempts_exhausted", 2)
-    assert is_empty(connection, joined.name)
-    assert is_empty(connection, taken_back.name)
+    assert is_empty(case.connection, joined.name)
+    assert is_empty(case.connection, taken_back.name)
     assert [message.payload for message in beside.browse()] == [1, 2]
 
 

@@ -1,44 +1,16 @@
-"""The archive through the clients, and that concurrent maintenance does not affect acknowledgements."""
+"""Maintenance of the archive does not affect acknowledgements beside it."""
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from threading import Event
 from typing import Any
 
 import psycopg
-import pytest
 from clients import PATIENCE, connect, is_empty
-from conftest import Client
 
 import pgqueue
 
 DAY = timedelta(days=1)
-
-
-def test_acknowledged_and_received_messages_are_archived(client: Client, name: str) -> None:
-    queue = client.queue(name)
-    assert queue.create_queue(archive_for=7 * DAY).archive_for == 7 * DAY
-    ids = queue.enqueue_batch([{"n": n} for n in range(4)])
-    (first,) = queue.claim(claimed_by="alice")
-    assert queue.ack(first.id, first.claim_token)
-    queue.receive()
-    (kept,) = queue.browse_archived_messages(before_id=ids[1])
-    assert isinstance(kept, pgqueue.ArchivedMessage)
-    assert (kept.id, kept.payload, kept.attempt_count, kept.claimed_by) == (ids[0], {"n": 0}, 1, "alice")
-    assert kept.enqueued_at == first.enqueued_at
-    assert kept.claimed_at is not None
-    assert kept.enqueued_at < kept.claimed_at < kept.finished_at < datetime.now(UTC)
-    (received,) = queue.browse_archived_messages(1)
-    assert (received.id, received.claimed_at) == (ids[1], None)
-
-    assert queue.alter_queue(archive_for=2 * DAY).archive_for == 2 * DAY
-    assert queue.alter_queue(archive_for=timedelta(0)).archive_for is None
-    queue.receive(2)
-    assert len(queue.browse_archived_messages()) == 2
-    with pytest.raises(pgqueue.InvalidArgument, match="archive_for"):
-        queue.alter_queue(archive_for=DAY / 2)
-    queue.drop_queue()
-    assert len(queue.browse_archived_messages()) == 2
 
 
 def test_acknowledgements_succeed_while_the_archive_is_maintained(

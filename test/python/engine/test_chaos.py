@@ -147,12 +147,13 @@ class Users:
                 for message in messages:
                     self.history.ended(message)
 
-    def claim(self, queue: pgqueue.Queue, chance: random.Random) -> None:
+    def claim(self, queue: pgqueue.Queue, chance: random.Random) -> bool:
+        """Returns whether the session got messages."""
         called_at = time.monotonic()
         with queue.connection.transaction(force_rollback=not self.is_over and chance.random() < 0.1) as block:
             messages = list(queue.claim(chance.choice([1, 5]), TIMEOUT))
         if block.force_rollback:
-            return
+            return False
         for message in messages:
             self.claimed_at.append(message.visible_at - TIMEOUT)
             self.history.claimed(message, message.visible_at - TIMEOUT, message.visible_at)
@@ -180,6 +181,7 @@ class Users:
                     queue.release([message.id], message.claim_token)
                 case _:
                     pass  # forgets the message, whose claim ends
+        return bool(messages)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -232,7 +234,8 @@ def test_a_queue_keeps_its_promises_although_sessions_die(
     users.is_over = True
 
     def drain() -> bool:
-        users.claim(queue, chance)
+        while users.claim(queue, chance):
+            pass
         return is_empty(connection, name)
 
     wait_for(drain)

@@ -100,7 +100,11 @@ def test_claims_compact_a_table_while_the_horizon_is_pinned(
 @pytest.mark.parametrize(
     "send",
     # Of the calls that need only the fast path, one in 500 looks whether a compaction is due.
-    ["enqueue_batch('a', '{1}')", "enqueue('a', '1') from generate_series(1, 1000)", "enqueue('a', '1', '1 h')"],
+    [
+        "enqueue_batch('a', array['\"set constraints, prepare transaction\"']::jsonb[])",
+        "enqueue('a', '1') from generate_series(1, 1000)",
+        "enqueue('a', '1', '1 h')",
+    ],
     ids=["batch", "now", "later"],
 )
 def test_what_sends_compacts(owner: psycopg.Connection[Any], send: str) -> None:
@@ -109,7 +113,8 @@ def test_what_sends_compacts(owner: psycopg.Connection[Any], send: str) -> None:
 
     def is_compacted() -> bool:
         make_due(owner)
-        owner.execute(f"select pgqueue.{send}".encode())
+        # Two statements go to the server as a text, which is there at the commit, too.
+        owner.execute(f"select pgqueue.{send}; select 1".encode())
         return bool(value(owner, FILES) != before)
 
     wait_for(is_compacted)
@@ -135,6 +140,30 @@ def test_a_long_transaction_that_requests_a_compaction_blocks_nobody_before_its_
             assert pgqueue.Queue(other, "a").claim(1)[0].payload == 2
         assert value(owner, FILES) != before
         assert [message.payload for message in queue.claim(9)] == [3]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "set constraints all immediate",
+        "do $$ begin execute 'set ' || 'constraints pgqueue.do_at_commit immediate'; end $$",
+        "/* for a manager of transactions */ prepare transaction 'x'",
+    ],
+    ids=["set", "function", "prepare"],
+)
+def test_no_statement_that_fires_deferred_triggers_before_the_commit_compacts(
+    owner: psycopg.Connection[Any], statement: str
+) -> None:
+    owner.execute(FORCED_COMPACTION)
+    make_due(owner)
+    locks = "select count(*) from pg_locks where mode = 'AccessExclusiveLock' and locktype = 'relation'"
+    before = value(owner, FILES)
+    owner.execute("begin")
+    owner.execute("select pgqueue.enqueue_batch('a', '{1}')")
+    assert value(owner, "select count(*) from pgqueue.compactions where outcome is null") == 1
+    owner.execute(statement.encode())
+    assert (value(owner, locks), value(owner, FILES)) == (0, before)
+    owner.execute("commit prepared 'x'" if "prepare" in statement else "commit")
 
 
 def test_a_compaction_that_is_cancelled_does_not_fail_the_commit(
@@ -165,8 +194,9 @@ def test_doctor_names_what_keeps_a_table_from_being_compacted(
     owner.execute(FORCED_COMPACTION)
     owner.execute("""
         create or replace function pgqueue._overgrown_tables()
-        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint) language sql volatile
-        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648::bigint, 1::bigint $$
+        returns table (relation regclass, row_type regtype, bytes bigint, living_rows bigint, dead_rows bigint)
+        language sql volatile
+        as $$ select 'pgqueue.messages_shared'::regclass, 'pgqueue.messages'::regtype, 50331648, 1, 1 $$
     """)
     queue = pgqueue.Queue(owner, "a")
 

@@ -1,10 +1,18 @@
 """Every argument of every function with unusual values: accepted, or refused with the argument's name and a hint."""
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg
 import pytest
+from clients import QUIET
+
+from pgqueue.embedded import EmbeddedServer
+
+CACHE = Path(__file__).resolve().parents[3] / ".cache"
 
 # The arguments that accept null.
 MAY_BE_NULL = {
@@ -35,6 +43,7 @@ MAY_BE_NULL = {
     "record_failure": "delay error headers",
     "redrive": "ids",
     "reject": "error headers",
+    "reschedule": "due_at",
     "revoke_access": "queue_name",
     "stats": "queue_name",
     "stream_begin": "max_replays",
@@ -61,6 +70,7 @@ HOSTILE = {
     "text": ["''", "repeat('x', 100000)", "e'\\n'", "'%s %I $1'"],
     "name": ["''", "repeat('x', 100)", "'public'"],
     "boolean": [],
+    "timestamp with time zone": ["'infinity'", "'-infinity'", "'4713-01-01 00:00+00 BC'", "'294276-12-31 23:59+00'"],
     "uuid": ["'00000000-0000-0000-0000-000000000000'"],
     "jsonb": ["'null'", "'[]'", "'\"\"'", "'1e131071'"],
     "bytea": ["''"],
@@ -99,6 +109,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         if "stream" in verb
         else "'arguments'",
         "name": "'arguments-new'" if verb == "create_schedule" else "'arguments'",
+        "id": "1000000" if verb == "reschedule" else "1",  # 1 is the tick of a schedule
         "cron": "'@daily'",
         "time_zone": "'UTC'",
         "stream_name": "'arguments'",
@@ -140,6 +151,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "jsonb": "'{}'",
         "jsonb[]": "array['{}']::jsonb[]",
         "interval": "'1 day'" if "timeout" not in argument else "'1 min'",
+        "timestamp with time zone": "'2030-01-01 00:00+00'",
         "uuid": "gen_random_uuid()",
         "uuid[]": "array[gen_random_uuid()]",
         "bigint[]": "'{1}'",
@@ -149,8 +161,8 @@ def good(verb: str, argument: str, kind: str) -> str:
     return by_name.get(argument) or by_kind.get(kind, "1")
 
 
-@pytest.fixture(scope="module")
-def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
+@contextmanager
+def queues(database: str) -> Iterator[psycopg.Connection[Any]]:
     """A connection in a transaction, with a queue, and with another queue that has a stream with an open batch."""
     with psycopg.connect(database) as connection:
         connection.execute("create role pgqueue_test_arguments")
@@ -166,8 +178,18 @@ def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
 
 
 @pytest.fixture(scope="module")
+def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
+    with queues(database) as connection:
+        yield connection
+
+
+@pytest.fixture(scope="module")
 def verbs(arguments: psycopg.Connection[Any]) -> list[Verb]:
-    rows = arguments.execute(
+    return public_functions(arguments)
+
+
+def public_functions(connection: psycopg.Connection[Any]) -> list[Verb]:
+    rows = connection.execute(
         """
         select p.proname, coalesce(array_remove(p.proargnames, 'caller'), '{}'), array(
             select format_type(coalesce(nullif(t.typbasetype, 0), t.oid), null)
@@ -285,6 +307,19 @@ select pgqueue.drop_queue('jit')
 """
 
 
+def call_all(connection: psycopg.Connection[Any], verbs: list[Verb]) -> set[str]:
+    """Call every verb and live that life, where PostgreSQL compiles each plan that it may; returns the outcomes."""
+    # The plans of the tests before are forgotten.
+    connection.execute("discard plans")
+    connection.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
+    # channel is one expression, which the statement of the caller evaluates.
+    called = [verb for verb in verbs if verb.name not in {*ALONE, "channel"}]
+    seen = {outcome(connection, verb.call(), "") for verb in called}
+    for statement in LIFE.strip().splitlines():
+        connection.execute(statement.encode())
+    return seen
+
+
 def test_no_statement_of_a_verb_asks_for_compilation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
     # PostgreSQL decides while it plans, whether its build has LLVM or not. A notice with a context comes from inside a
     # function; the statement of the caller is the caller's.
@@ -295,18 +330,46 @@ def test_no_statement_of_a_verb_asks_for_compilation(arguments: psycopg.Connecti
             plans.append((notice.context.splitlines()[0], ":jitFlags 0" in str(notice.message_detail)))
 
     with arguments.transaction(force_rollback=True):
-        # The plans of the tests before are forgotten.
-        arguments.execute("discard plans")
-        arguments.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
         arguments.execute("set local client_min_messages = log; set local debug_print_plan = on")
         arguments.execute("set local debug_pretty_print = off")
         arguments.add_notice_handler(keep)
-        # channel is one expression, which the statement of the caller evaluates.
-        called = [verb for verb in verbs if verb.name not in {*ALONE, "channel"}]
-        seen = {verb.name: outcome(arguments, verb.call(), "") for verb in called}
-        for statement in LIFE.strip().splitlines():
-            arguments.execute(statement.encode())
+        seen = call_all(arguments, verbs)
         arguments.remove_notice_handler(keep)
-    assert set(seen.values()) == {"taken"}
+    assert seen == {"taken"}
     assert len(plans) > 1000
     assert sorted({where for where, is_interpreted in plans if not is_interpreted}) == []
+
+
+@pytest.fixture
+def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A PostgreSQL 15 that compiles plans: the one of npm, with the library of Debian that uses LLVM."""
+    source, llvm = CACHE / "postgres/node_modules/pg15/native", CACHE / "llvm/root/usr/lib"
+    libraries = llvm / "x86_64-linux-gnu"
+    if not (source.exists() and libraries.exists()):
+        lacking = "PostgreSQL 15 or LLVM is missing: make test-long-tools fetches them on Debian 12"
+        pytest.fail(lacking) if os.environ.get("CI") else pytest.skip(lacking)
+    provider = tmp_path / "lib/postgresql"
+    provider.mkdir(parents=True)
+    for name in ("bin", "share"):
+        (tmp_path / name).symlink_to(source / name)
+    for file in source.glob("lib/*"):
+        if file.name != provider.name:
+            (provider.parent / file.name).symlink_to(file)
+    for file in (*source.glob("lib/postgresql/*"), *llvm.glob("postgresql/15/lib/llvmjit*")):
+        (provider / file.name).symlink_to(file)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    settings = QUIET | {"shared_preload_libraries": "pg_stat_statements", "pg_stat_statements.track": "all"}
+    with EmbeddedServer(bindir=tmp_path / "bin", durable=False, settings=settings) as server:
+        yield server.dsn
+
+
+@pytest.mark.long(part="postgres")
+def test_no_statement_of_a_verb_is_compiled(compiling: str) -> None:
+    with psycopg.connect(compiling, autocommit=True) as owner:
+        owner.execute("create extension pgqueue; create extension pg_stat_statements")
+    with queues(compiling) as connection:
+        connection.execute("select pg_stat_statements_reset()")
+        assert call_all(connection, public_functions(connection)) == {"taken"}
+        compiled = "select query from pg_stat_statements where jit_functions > 0 and"
+        assert connection.execute(f"{compiled} toplevel limit 1").fetchall() != []
+        assert connection.execute(f"{compiled} not toplevel").fetchall() == []

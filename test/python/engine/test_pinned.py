@@ -1,6 +1,7 @@
 """The cost of calls while a transaction pins the xmin horizon, after many messages have come back to their queue."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ end $$
 """
 
 
-LONG = [("current", 10), ("current, analyzed", 10), ("oldest, analyzed", 10)]
+LONG = [("current", 10), ("current, analyzed", 25), ("oldest, analyzed", 25)]
 
 
 @pytest.fixture(
@@ -164,3 +165,86 @@ def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
             churned.execute("select set_config('plan_cache_mode', %s, true)", (mode,))
             churned.execute(f"select * from {call}".encode())
             assert buffers(churned, f"select * from {call}") <= 700  # 583 after 25 rounds, 609 after 60 and after 125
+
+
+# Four sessions send, return for 10 ms, claim again and acknowledge, until nothing is left.
+WORK = """
+create procedure work(rounds int, batch int) language plpgsql as $$
+declare
+    ids bigint[];
+    token uuid;
+begin
+    set pgqueue.compaction = off;
+    for round in 1..rounds loop
+        perform pgqueue.enqueue_batch('orders', array_fill('1'::jsonb, array[batch]));
+        commit;
+        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
+        commit;
+        perform pgqueue.nack('orders', i, token, '10 ms') from unnest(ids) as i;
+        commit;
+        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
+        commit;
+        perform pgqueue.ack_batch('orders', ids, token) where ids is not null;
+        commit;
+    end loop;
+    while exists (select from pgqueue.scheduled_messages) or exists (select from pgqueue.messages) loop
+        select array_agg(c.id), (array_agg(c.claim_token))[1] into ids, token from pgqueue.claim('orders', batch) c;
+        commit;
+        perform pgqueue.ack_batch('orders', ids, token) where ids is not null;
+        commit;
+    end loop;
+end $$
+"""
+READERS = ["pgqueue.peek('orders')", "pgqueue.next_due_at('orders')", "pgqueue.prepare_wait('orders')"]
+READERS += ["pgqueue.stats('orders')", "pgqueue.stats()"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "rounds", "first"),
+    [
+        (1, 100, READERS[0]),
+        (10, 50, READERS[1]),
+        (10, 50, READERS[4]),
+        (100, 20, READERS[3]),
+        pytest.param(100, 250, READERS[0], marks=pytest.mark.long(part="engine")),
+    ],
+)
+def test_calls_skip_removed_rows_one_second_after_the_last_write(
+    empty_database: Callable[[], str], batch: int, rounds: int, first: str
+) -> None:
+    dsn = empty_database()
+    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
+        connection.execute("create extension pgqueue")
+        connection.execute("set pgqueue.compaction = off")
+        connection.execute("select pgqueue.create_queue('orders', max_attempts => 100)")
+        pin.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        pin.execute("select pg_current_xact_id()")
+        connection.execute(WORK.encode())
+
+        def work(_: int) -> None:
+            with connect(dsn) as session:
+                session.execute("call work(%s, %s)", (rounds, batch))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert len([*pool.map(work, range(4))]) == 4
+
+        def is_changed_by(calls: list[str]) -> bool:
+            """Whether the calls record anything, some of them more than a second after the last record."""
+            state = "select s::text from pgqueue.sweep_state s"
+            before, since = value(connection, state), value(connection, "select clock_timestamp()")
+            for _ in range(2):
+                for call in calls:
+                    connection.execute(f"select * from {call}".encode())
+                wait_for(lambda: value(connection, "select clock_timestamp() > %s + interval '1 s'", since))
+            return bool(value(connection, state) != before)
+
+        with connection.transaction():
+            connection.execute("set transaction read only")  # as on a standby
+            assert not is_changed_by([READERS[0], READERS[1], READERS[3]])
+        # It records once, or several times if that takes long.
+        assert is_changed_by([first])
+        wait_for(lambda: not is_changed_by([first]))
+        for call in [*READERS, "pgqueue.claim('orders')"]:
+            connection.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
+            assert buffers(connection, f"select * from {call}") <= 200, call
+        assert not is_changed_by(READERS)

@@ -81,7 +81,8 @@ def test_a_thousand_locked_returned_messages_do_not_hide_the_others(
     connection.execute(
         "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[1100]), delay => '1 microsecond')", (name,)
     )
-    assert len(connection.execute("select pgqueue.claim(%s, 1100)", (name,)).fetchall()) == 1100
+    claims = [len(connection.execute("select pgqueue.claim(%s, 550)", (name,)).fetchall()) for _ in range(2)]
+    assert claims == [550, 550]
     connection.execute("update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (name,))
     # As if sweeps had recorded all these ids as vacant before the messages returned.
     connection.execute("select setval(fresh_from_id, 1000000000) from pgqueue.queues where name = %s", (name,))

@@ -58,6 +58,44 @@ def test_an_open_transaction_suppresses_no_notification_of_others(
         assert is_notified(waiting)
 
 
+STREAM = "from pgqueue.stream_open('{0}', 's') s, pgqueue.stream_claim('{0}', 's', s.epoch, 0, null"
+
+
+@pytest.mark.parametrize(
+    ("claim", "move"),
+    [
+        ("pgqueue.claim('{0}', 2, '1 h')", "select pgqueue.extend('{0}', id, claim_token, '{1}') from claimed limit 1"),
+        (
+            "pgqueue.claim('{0}', 2, '1 h')",
+            "select pgqueue.extend_batch('{0}', array_agg(id), claim_token, '{1}') from claimed group by claim_token",
+        ),
+        (
+            f"(select b.* {STREAM}, visibility_timeout => '1 h') b) b",
+            "select pgqueue.stream_extend('{0}', 's', s.epoch, '{1}') from pgqueue.list_streams('{0}') s",
+        ),
+        (
+            f"(select b.* {STREAM}, visibility_timeout => '1 h') b) b",
+            f"select b.* {STREAM}, visibility_timeout => '{{1}}') b",
+        ),
+    ],
+    ids=["extend", "extend_batch", "stream_extend", "stream_claim"],
+)
+def test_only_an_extension_to_an_earlier_moment_notifies(
+    waiting: Session, connection: Session, name: str, claim: str, move: str
+) -> None:
+    connection.execute("select pgqueue.enqueue_batch(%s, '{1,2}')", [name])
+    connection.execute(f"create temporary table claimed as select * from {claim.format(name)}".encode())
+    connection.execute("select pgqueue.prepare_wait(%s)", [name])
+    for note in waiting.notifies(timeout=PATIENCE, stop_after=1):
+        assert note.payload == ""
+    connection.execute(move.format(name, "2 h").encode())
+    connection.execute("select pg_notify(pgqueue.channel(%s), 'extended')", [name])
+    connection.execute(move.format(name, "1 min").encode())
+    connection.execute("select pg_notify(pgqueue.channel(%s), 'shortened')", [name])
+    assert [note.payload for note in waiting.notifies(timeout=PATIENCE, stop_after=3)] == ["extended", "", "shortened"]
+    connection.execute("drop table claimed")
+
+
 def enqueue(session: Session, name: str) -> None:
     session.execute("select pgqueue.enqueue(%s, '1')", [name])
 

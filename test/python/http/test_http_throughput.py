@@ -288,18 +288,11 @@ def web(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
         yield web
 
 
-def metric(web: Server, name: str, **labels: str) -> float | None:
-    for line in web.get("/metrics").text.splitlines():
-        if line.startswith(f"{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
-            return float(line.rpartition(" ")[2])
-    return None
-
-
 def test_messages_that_an_agent_sends_are_counted(web: Server) -> None:
     name = new_name()
     web.create(name)
     web.enqueue(name, {}, {}, {})
-    assert metric(web, "pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
+    assert web.metric("pgqueue_http_messages_total", queue=name, operation="enqueued") == 3
 
 
 @pytest.mark.parametrize("dedicated", [False, pytest.param(True, marks=LONG)])
@@ -308,12 +301,12 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
     with psycopg.connect(site.target, autocommit=True) as connection:
 
         def total(what: str) -> float | None:
-            return metric(web, f"pgqueue_messages_{what}_total", queue=name)
+            return web.metric(f"pgqueue_messages_{what}_total", queue=name)
 
         connection.execute("select pgqueue.create_queue(%s, dedicated => %s)", [name, dedicated])
         web.until(lambda: total("enqueued") == 0)
-        web.until(lambda: metric(web, "pgqueue_flow_counted", queue=name) == 1)
-        ids = metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0
+        web.until(lambda: web.metric("pgqueue_flow_counted", queue=name) == 1)
+        ids = web.metric("pgqueue_message_ids_total", database=site.databases[0]) or 0
 
         # The rates are those of the last seconds, which a busy machine can miss.
         def until_rate_of(what: str, statement: str) -> int:
@@ -322,22 +315,22 @@ def test_the_metrics_count_what_any_session_does(web: Server, site: Site, dedica
             def is_seen() -> bool:
                 nonlocal number
                 number += connection.execute(statement, {"name": name}).rowcount
-                return (metric(web, f"pgqueue_{what}_per_second", queue=name) or 0) > 0
+                return (web.metric(f"pgqueue_{what}_per_second", queue=name) or 0) > 0
 
             web.until(is_seen)
             return number
 
         sent = until_rate_of("in", "select pgqueue.enqueue_batch(%(name)s, array_fill('1'::jsonb, array[40]))")
-        web.until(lambda: metric(web, "pgqueue_out_per_second", queue=name) == 0)
+        web.until(lambda: web.metric("pgqueue_out_per_second", queue=name) == 0)
         connection.execute("select pgqueue.nack(%s, m.id, m.claim_token) from pgqueue.claim(%s, 3) m", [name, name])
         connection.execute("select pgqueue.reject(%s, m.id, m.claim_token) from pgqueue.claim(%s, 2) m", [name, name])
         acknowledge = "select pgqueue.ack(%(name)s, m.id, m.claim_token) from pgqueue.claim(%(name)s, 5) m"
         acknowledged = until_rate_of("out", acknowledge)
         totals = {"enqueued": sent, "acknowledged": acknowledged, "failed": 5, "dead": 2}
         web.until(lambda: {what: total(what) for what in totals} == totals)
-        assert (metric(web, "pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + sent
+        assert (web.metric("pgqueue_message_ids_total", database=site.databases[0]) or 0) >= ids + sent
         for each in ("in", "out"):  # nothing more is sent or acknowledged
-            web.until(lambda each=each: metric(web, f"pgqueue_{each}_per_second", queue=name) == 0)  # type: ignore[misc]
+            web.until(lambda each=each: web.metric(f"pgqueue_{each}_per_second", queue=name) == 0)  # type: ignore[misc]
 
 
 def test_the_throughput_of_a_queue_without_counters_is_unknown(web: Server, site: Site) -> None:
@@ -345,10 +338,10 @@ def test_the_throughput_of_a_queue_without_counters_is_unknown(web: Server, site
     with psycopg.connect(site.target, autocommit=True) as connection:
         connection.execute("select pgqueue.create_queue(%s, counters => false)", [name])
         connection.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[40]))", [name])
-    web.until(lambda: metric(web, "pgqueue_ready_messages", queue=name) == 40)
-    web.until(lambda: metric(web, "pgqueue_flow_counted", queue=name) == 0)
+    web.until(lambda: web.metric("pgqueue_ready_messages", queue=name) == 40)
+    web.until(lambda: web.metric("pgqueue_flow_counted", queue=name) == 0)
     for each in ("messages_enqueued_total", "messages_dead_total", "in_per_second", "out_per_second"):
-        assert metric(web, f"pgqueue_{each}", queue=name) is None
+        assert web.metric(f"pgqueue_{each}", queue=name) is None
     row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
     assert re.findall(r'data-label="(?:In|Out)">.*?<span class="now">(.*?)</span>', row) == ["–", "–"]
 
@@ -364,7 +357,7 @@ def test_what_goes_out_is_unknown_while_sql_that_is_not_counted_deletes_messages
         """Whether the rate is known, the rate, and what the page shows."""
         row = web.get("/page/queues").text.partition(f'data-queue="{name}"')[2].partition("</tr>")[0]
         shown = re.search(r'data-label="Out">.*?<span class="now">(.*?)</span>', row)
-        counted, rate = (metric(web, f"pgqueue_{each}", queue=name) for each in ("flow_counted", "out_per_second"))
+        counted, rate = (web.metric(f"pgqueue_{each}", queue=name) for each in ("flow_counted", "out_per_second"))
         return counted, rate, shown[1] if shown else ""
 
     with psycopg.connect(site.target, autocommit=True) as connection:

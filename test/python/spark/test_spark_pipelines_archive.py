@@ -65,11 +65,6 @@ def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "_WRITER_TIMEOUT", 0.3)
 
 
-def finish(connection: Connection, queue: Queue, *moments: datetime) -> None:
-    connection.execute(FINISH, [queue.name, [*moments]])
-    connection.execute("select pgqueue.maintain_archive()")
-
-
 def work(queue: Queue, messages: int = 1) -> None:
     """Enqueue, claim and acknowledge messages."""
     queue.enqueue_batch([{"n": n} for n in range(messages)])
@@ -77,110 +72,131 @@ def work(queue: Queue, messages: int = 1) -> None:
     assert queue.ack_batch([message.id for message in claimed], claimed[0].claim_token) == messages
 
 
-def in_archive(connection: Connection, queue: Queue) -> list[tuple[Any, ...]]:
-    query = f"select {COLUMNS} from pgqueue.archived_messages where queue_name = %s order by id"
-    return connection.execute(query.encode(), [queue.name]).fetchall()
+class Archiver:
+    """Archives a queue in a table, and reads what is in the database and in the table."""
+
+    def __init__(self, spark: Any, dsn: str, connection: Connection, queue: Queue, path: Path) -> None:
+        self.spark = spark
+        self.dsn = dsn
+        self.connection = connection
+        self.queue = queue
+        self.path = path
+
+    def work(self, messages: int = 1) -> None:
+        work(self.queue, messages)
+
+    def finish(self, *moments: datetime) -> None:
+        self.connection.execute(FINISH, [self.queue.name, [*moments]])
+        self.connection.execute("select pgqueue.maintain_archive()")
+
+    def run(self, path: Path | None = None, dsn: str | None = None) -> int:
+        """Run archive_to_parquet; returns the number of messages written."""
+        names = [self.queue.name]
+        (done,) = archive_to_parquet(self.spark, str(path or self.path), dsn=dsn or self.dsn, queues=names)
+        return done.written
+
+    def read(self, **options: Any) -> Any:
+        return read_archive(self.spark, str(self.path), **options)
+
+    def compact(self, **options: Any) -> Any:
+        return compact_archive(self.spark, str(self.path), dsn=self.dsn, **options)
+
+    def in_archive(self) -> list[tuple[Any, ...]]:
+        query = f"select {COLUMNS} from pgqueue.archived_messages where queue_name = %s order by id"
+        return self.connection.execute(query.encode(), [self.queue.name]).fetchall()
+
+    def in_table(self, path: Path | None = None) -> list[tuple[Any, ...]]:
+        """Read the table with another implementation of Delta, without Spark."""
+        rows = deltalake.DeltaTable((path or self.path).as_uri()).to_pyarrow_table().to_pylist()
+        return sorted(tuple(row[column.partition("::")[0].strip()] for column in COLUMNS.split(",")) for row in rows)
 
 
-def in_table(path: Path) -> list[tuple[Any, ...]]:
-    """Read the table with another implementation of Delta, without Spark."""
-    rows = deltalake.DeltaTable(path.as_uri()).to_pyarrow_table().to_pylist()
-    return sorted(tuple(row[column.partition("::")[0].strip()] for column in COLUMNS.split(",")) for row in rows)
-
-
-def run(spark: Any, database: str, queue: Queue, path: Path) -> int:
-    """Run archive_to_parquet; returns the number of messages written."""
-    (done,) = archive_to_parquet(spark, str(path), dsn=database, queues=[queue.name])
-    return done.written
+@pytest.fixture
+def archiver(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> Archiver:
+    return Archiver(spark, database, connection, queue, tmp_path)
 
 
 @long
-def test_each_run_adds_only_new_messages(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
-) -> None:
+def test_each_run_adds_only_new_messages(archiver: Archiver) -> None:
     # Spark uses this name of the directory. deltalake cannot: it decodes the name twice.
-    odd = tmp_path / "ä %20 b [c] {d,e} *?"
-    path = tmp_path / "table"
+    odd = archiver.path / "ä %20 b [c] {d,e} *?"
+    path = archiver.path / "table"
     path.mkdir()
     odd.symlink_to(path)
-    work(queue, 5)
-    assert run(spark, database, queue, odd) == 5
-    assert in_table(path) == in_archive(connection, queue)
-    assert len(in_table(path)) == 5
+    archiver.work(5)
+    assert archiver.run(odd) == 5
+    assert archiver.in_table(path) == archiver.in_archive()
+    assert len(archiver.in_table(path)) == 5
     began = datetime.now(UTC)
-    assert run(spark, database, queue, odd) == 0
-    work(queue, 3)
-    (done,) = archive_to_parquet(spark, str(odd), dsn=database, queues=[queue.name])
+    assert archiver.run(odd) == 0
+    archiver.work(3)
+    (done,) = archive_to_parquet(archiver.spark, str(odd), dsn=archiver.dsn, queues=[archiver.queue.name])
     assert done.written == 3
     # It read only messages after the settled time.
     assert done.since is not None
     assert began < done.since < datetime.now(UTC)
-    assert in_table(path) == in_archive(connection, queue)
+    assert archiver.in_table(path) == archiver.in_archive()
     day = datetime.now(UTC).date()
-    assert {folder.name for folder in path.glob(f"write=*/queue_name={queue.name}/*")} == {f"day={day}"}
+    assert {folder.name for folder in path.glob(f"write=*/queue_name={archiver.queue.name}/*")} == {f"day={day}"}
 
 
 @long
-def test_all_columns_of_a_message_are_archived(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
-) -> None:
-    queue.enqueue({"text": "Grüße, „Welt“ \u2028 \\ \" '"}, headers={"a": None}, expires_in=timedelta(days=9))
-    queue.enqueue_batch(bodies=[b"\0\xff raw"])
-    for message in queue.claim(2, claimed_by="worker"):
-        queue.ack(message.id, message.claim_token)
-    queue.enqueue({"received": True})
-    queue.receive()
-    assert run(spark, database, queue, tmp_path) == 3
-    rows = in_table(tmp_path)
-    assert rows == in_archive(connection, queue)
+def test_all_columns_of_a_message_are_archived(archiver: Archiver) -> None:
+    archiver.queue.enqueue({"text": "Grüße, „Welt“ \u2028 \\ \" '"}, headers={"a": None}, expires_in=timedelta(days=9))
+    archiver.queue.enqueue_batch(bodies=[b"\0\xff raw"])
+    for message in archiver.queue.claim(2, claimed_by="worker"):
+        archiver.queue.ack(message.id, message.claim_token)
+    archiver.queue.enqueue({"received": True})
+    archiver.queue.receive()
+    assert archiver.run() == 3
+    rows = archiver.in_table()
+    assert rows == archiver.in_archive()
     assert rows[1][2] == b"\0\xff raw"
 
 
 def test_a_late_commit_is_found_after_later_messages_were_written(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first file begins before the time up to which the table is complete, and ends after it.
     noon = datetime.now(UTC).replace(hour=12, minute=0) - timedelta(days=1)
-    finish(connection, queue, noon - timedelta(hours=11), noon + timedelta(hours=11))
+    archiver.finish(noon - timedelta(hours=11), noon + timedelta(hours=11))
     with monkeypatch.context() as patch:
         patch.setattr(archive, "_MARGIN", datetime.now(UTC) - noon)
-        assert [run(spark, database, queue, tmp_path) for _ in range(2)] == [2, 0]
-    queue.enqueue_batch([{"late": n} for n in range(2)])
-    early, late = queue.claim(), queue.claim()
-    with psycopg.connect(database) as other:
-        assert Queue(other, queue.name).ack(late[0].id, late[0].claim_token)
-        queue.ack(early[0].id, early[0].claim_token)
+        assert [archiver.run() for _ in range(2)] == [2, 0]
+    archiver.queue.enqueue_batch([{"late": n} for n in range(2)])
+    early, late = archiver.queue.claim(), archiver.queue.claim()
+    with psycopg.connect(archiver.dsn) as other:
+        assert Queue(other, archiver.queue.name).ack(late[0].id, late[0].claim_token)
+        archiver.queue.ack(early[0].id, early[0].claim_token)
         # The late message has the earlier finished_at, but is not visible yet. Two runs let the progress advance.
-        assert run(spark, database, queue, tmp_path) == 1
-        work(queue)
-        assert run(spark, database, queue, tmp_path) == 1
+        assert archiver.run() == 1
+        archiver.work()
+        assert archiver.run() == 1
         other.commit()
-    assert run(spark, database, queue, tmp_path) == 1
-    assert in_table(tmp_path) == in_archive(connection, queue)
+    assert archiver.run() == 1
+    assert archiver.in_table() == archiver.in_archive()
 
 
 @long
-def test_messages_without_a_day_and_those_of_a_dropped_queue_are_written_once(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
-) -> None:
-    work(queue, 2)
-    queue.drop_queue()
-    assert queue.name in archive.archived_queues(connection)
-    connection.execute(FINISH, [queue.name, [datetime.now(UTC) - timedelta(minutes=5)]])
+def test_messages_without_a_day_and_those_of_a_dropped_queue_are_written_once(archiver: Archiver) -> None:
+    archiver.work(2)
+    archiver.queue.drop_queue()
+    assert archiver.queue.name in archive.archived_queues(archiver.connection)
+    archiver.connection.execute(FINISH, [archiver.queue.name, [datetime.now(UTC) - timedelta(minutes=5)]])
     # The session with the lock is idle while Spark works.
     settings = "-c datestyle=German -c intervalstyle=sql_standard -c idle_session_timeout=500ms"
-    assert run(spark, make_conninfo(database, options=settings), queue, tmp_path) == 3
-    connection.execute("select pgqueue.maintain_archive()")
-    assert run(spark, database, queue, tmp_path) == 0
-    assert in_table(tmp_path) == in_archive(connection, queue)
+    assert archiver.run(dsn=make_conninfo(archiver.dsn, options=settings)) == 3
+    archiver.connection.execute("select pgqueue.maintain_archive()")
+    assert archiver.run() == 0
+    assert archiver.in_table() == archiver.in_archive()
 
 
 @pytest.mark.parametrize("wrong", ["checksum", "database", "clock"])
 @long
-def test_a_wrong_progress_file_is_ignored(spark: Any, database: str, queue: Queue, tmp_path: Path, wrong: str) -> None:
-    work(queue)
-    run(spark, database, queue, tmp_path)
-    note = tmp_path / f"_pgqueue/{queue.name}.json"
+def test_a_wrong_progress_file_is_ignored(archiver: Archiver, wrong: str) -> None:
+    archiver.work()
+    archiver.run()
+    note = archiver.path / f"_pgqueue/{archiver.queue.name}.json"
     told = json.loads(note.read_text())
     if wrong == "database":
         told["database"] = "9" + told["database"]
@@ -189,27 +205,23 @@ def test_a_wrong_progress_file_is_ignored(spark: Any, database: str, queue: Queu
     note.write_text(json.dumps(told) + " ")
     if wrong != "checksum":
         note.with_name(f".{note.name}.crc").unlink()
-    work(queue)
+    archiver.work()
     for expected in (1, 0):
-        assert run(spark, database, queue, tmp_path) == expected
+        assert archiver.run() == expected
 
 
 @long
 @pytest.mark.usefixtures("elsewhere")
-def test_days_end_at_midnight_in_utc(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
-) -> None:
+def test_days_end_at_midnight_in_utc(archiver: Archiver) -> None:
     midnight = datetime(2026, 3, 29, tzinfo=UTC)  # a day on which clocks are put forward
-    finish(
-        connection, queue, midnight - timedelta(microseconds=1), midnight, midnight + timedelta(hours=23, minutes=59)
-    )
-    assert run(spark, database, queue, tmp_path) == 3
-    assert {folder.name for folder in tmp_path.glob("write=*/queue_name=*/*")} == {
+    archiver.finish(midnight - timedelta(microseconds=1), midnight, midnight + timedelta(hours=23, minutes=59))
+    assert archiver.run() == 3
+    assert {folder.name for folder in archiver.path.glob("write=*/queue_name=*/*")} == {
         "day=2026-03-28",
         "day=2026-03-29",
     }
-    assert in_table(tmp_path) == in_archive(connection, queue)
-    of_day = read_archive(spark, str(tmp_path), since=midnight, until=midnight + timedelta(days=1))
+    assert archiver.in_table() == archiver.in_archive()
+    of_day = archiver.read(since=midnight, until=midnight + timedelta(days=1))
     assert of_day.count() == 2
     assert of_day.where("day = date'2026-03-29'").count() == 2
 
@@ -234,47 +246,45 @@ def test_queue_names_that_look_like_numbers_or_dates_are_kept(
 
 
 @long
-def test_files_left_by_a_crash_are_not_written_twice(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path
-) -> None:
-    work(queue, 2)
-    run(spark, database, queue, tmp_path)
+def test_files_left_by_a_crash_are_not_written_twice(archiver: Archiver) -> None:
+    archiver.work(2)
+    archiver.run()
     # The files of a run that was killed before it committed, and a version that was cut off while it was written.
-    (written,) = tmp_path.glob("write=*")
-    shutil.copytree(written, tmp_path / "write=killed")
-    (first,) = tmp_path.glob("_delta_log/*.json")
+    (written,) = archiver.path.glob("write=*")
+    shutil.copytree(written, archiver.path / "write=killed")
+    (first,) = archiver.path.glob("_delta_log/*.json")
     cut = first.with_name(f"{1:020}.json")
     cut.write_text(first.read_text()[:-5])
-    assert read_archive(spark, str(tmp_path)).count() == 2
+    assert archiver.read().count() == 2
     # Also one that ends with a whole line: it removes the file, and lacks the line with the file in its place.
     (path,) = (json.loads(line)["add"]["path"] for line in first.read_text().splitlines() if "add" in json.loads(line))
     cut.write_text(json.dumps({"remove": {"path": path, "deletionTimestamp": 1, "dataChange": False}}) + "\n")
-    (tmp_path / f"_pgqueue/{queue.name}.json").unlink()
-    work(queue)
-    assert read_archive(spark, str(tmp_path)).count() == 2
-    assert run(spark, database, queue, tmp_path) == 1
-    assert in_table(tmp_path) == in_archive(connection, queue)
-    assert not (tmp_path / "write=killed").exists()
+    (archiver.path / f"_pgqueue/{archiver.queue.name}.json").unlink()
+    archiver.work()
+    assert archiver.read().count() == 2
+    assert archiver.run() == 1
+    assert archiver.in_table() == archiver.in_archive()
+    assert not (archiver.path / "write=killed").exists()
     # A damaged version that is not the last one is not passed over.
     first.write_text("{}")
     first.with_name(f".{first.name}.crc").unlink()
     with pytest.raises(OptionError, match=r"00000\.json is missing or damaged"):
-        run(spark, database, queue, tmp_path)
+        archiver.run()
 
 
 @long
 def test_compaction_keeps_the_messages_and_deletes_old_files(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(3):
-        work(queue)
-        run(spark, database, queue, tmp_path)
-    told = in_table(tmp_path)
-    done = compact_archive(spark, str(tmp_path), dsn=database)
+        archiver.work()
+        archiver.run()
+    told = archiver.in_table()
+    done = archiver.compact()
     assert (done.files, done.into, done.deleted) == (3, 1, 0)
-    assert in_table(tmp_path) == told == in_archive(connection, queue)
+    assert archiver.in_table() == told == archiver.in_archive()
     # Readers of the earlier version still find its files.
-    assert deltalake.DeltaTable(tmp_path, version=2).to_pyarrow_table().num_rows == 3
+    assert deltalake.DeltaTable(archiver.path, version=2).to_pyarrow_table().num_rows == 3
     # The next compaction is killed while it writes its checkpoint.
     write = Folder.write
 
@@ -286,69 +296,67 @@ def test_compaction_keeps_the_messages_and_deletes_old_files(
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "write", cut)
         with pytest.raises(InterruptedError):
-            compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0))
-    assert read_archive(spark, str(tmp_path)).count() == 3
-    done = compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0))
+            archiver.compact(keep=timedelta(0))
+    assert archiver.read().count() == 3
+    done = archiver.compact(keep=timedelta(0))
     assert (done.files, done.into, done.deleted) == (0, 0, 3)
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "write", cut)  # a compaction that has nothing to do replaces no checkpoint
-        assert compact_archive(spark, str(tmp_path), dsn=database, keep=timedelta(0)).deleted == 0
-    work(queue)
-    run(spark, database, queue, tmp_path)
-    assert in_table(tmp_path) == in_archive(connection, queue)
-    assert len([*tmp_path.glob("write=*")]) == 2
-    log = sorted(file.name for file in tmp_path.glob("_delta_log/*.json"))
+        assert archiver.compact(keep=timedelta(0)).deleted == 0
+    archiver.work()
+    archiver.run()
+    assert archiver.in_table() == archiver.in_archive()
+    assert len([*archiver.path.glob("write=*")]) == 2
+    log = sorted(file.name for file in archiver.path.glob("_delta_log/*.json"))
     assert log == [f"{version:020}.json" for version in (4, 5, 6)]
     # A checkpoint that was cut off is not used, and neither is a log without it.
-    checkpoint = max(tmp_path.glob("_delta_log/*.checkpoint.parquet"))
+    checkpoint = max(archiver.path.glob("_delta_log/*.checkpoint.parquet"))
     checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
     checkpoint.with_name(f".{checkpoint.name}.crc").unlink()
     with pytest.raises(OptionError, match=r"00000\.json is missing or damaged"):
-        read_archive(spark, str(tmp_path))
+        archiver.read()
 
 
 @long
 def test_a_column_of_a_later_version_is_kept_and_null_in_older_files(
-    spark: Any, database: str, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work(queue)
+    archiver.work()
     now = archive.ARCHIVED
     # An earlier version had no column last_error.
     before = StructType([one for one in now if one.name != "last_error"])
     monkeypatch.setattr(archive, "ARCHIVED", before)
-    assert run(spark, database, queue, tmp_path) == 1
-    compact_archive(spark, str(tmp_path), dsn=database)  # writes a checkpoint
-    work(queue)
+    assert archiver.run() == 1
+    archiver.compact()  # writes a checkpoint
+    archiver.work()
     monkeypatch.setattr(archive, "ARCHIVED", now)
-    assert run(spark, database, queue, tmp_path) == 1
+    assert archiver.run() == 1
     # Also for a reader and a writer of the earlier version.
-    work(queue)
+    archiver.work()
     monkeypatch.setattr(archive, "ARCHIVED", before)
-    assert run(spark, database, queue, tmp_path) == 1
-    compact_archive(spark, str(tmp_path), dsn=database)
-    assert {*read_archive(spark, str(tmp_path)).columns} == {*now.names}
-    assert [row[12] for row in in_table(tmp_path)] == [None] * 3
+    assert archiver.run() == 1
+    archiver.compact()
+    assert {*archiver.read().columns} == {*now.names}
+    assert [row[12] for row in archiver.in_table()] == [None] * 3
     monkeypatch.setattr(archive, "ARCHIVED", StructType().add("payload", "long"))
     with pytest.raises(OptionError, match=r"column payload is string in .*, and bigint in this version"):
-        read_archive(spark, str(tmp_path))
+        archiver.read()
 
 
 @long
-def test_an_unreadable_file_fails_a_compaction_although_the_session_ignores_it(
-    spark: Any, database: str, queue: Queue, tmp_path: Path
-) -> None:
+def test_an_unreadable_file_fails_a_compaction_although_the_session_ignores_it(archiver: Archiver) -> None:
     for _ in range(2):
-        work(queue)
-        run(spark, database, queue, tmp_path)
-    file = next(tmp_path.glob("write=*/*/*/*.parquet"))
+        archiver.work()
+        archiver.run()
+    file = next(archiver.path.glob("write=*/*/*/*.parquet"))
     file.write_bytes(b"not Parquet")
     file.with_name(f".{file.name}.crc").unlink()
-    spark.conf.set("spark.sql.files.ignoreCorruptFiles", "true")
+    archiver.spark.conf.set("spark.sql.files.ignoreCorruptFiles", "true")
     try:
         with pytest.raises((PySparkException, Py4JJavaError), match="not a Parquet file"):
-            compact_archive(spark, str(tmp_path), dsn=database)
+            archiver.compact()
     finally:
-        spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
+        archiver.spark.conf.unset("spark.sql.files.ignoreCorruptFiles")
 
 
 @long
@@ -363,47 +371,39 @@ def test_settings_of_the_session_reach_the_file_system(spark: Any, tmp_path: Pat
 
 
 @pytest.mark.long(part="clusters")
-def test_an_object_store_holds_the_archive(
-    spark: Any, s3: str, database: str, connection: Connection, queue: Queue
-) -> None:
+def test_an_object_store_holds_the_archive(archiver: Archiver, s3: str) -> None:
     # S3A has no rename: it copies each object and deletes the original.
     path = f"{s3}/ä b"
     for _ in range(2):
-        work(queue, 3)
-        (done,) = archive_to_parquet(spark, path, dsn=database, queues=[queue.name])
+        archiver.work(3)
+        (done,) = archive_to_parquet(archiver.spark, path, dsn=archiver.dsn, queues=[archiver.queue.name])
         assert done.written == 3
-    assert compact_archive(spark, path, dsn=database, keep=timedelta(0)).deleted == 2
-    kept = [row["id"] for row in read_archive(spark, path).orderBy("id").collect()]
-    assert kept == [row[0] for row in in_archive(connection, queue)]
-    assert replay(spark, path, queue.name, f"id = {kept[0]}", dsn=database).sent == 1
+    assert compact_archive(archiver.spark, path, dsn=archiver.dsn, keep=timedelta(0)).deleted == 2
+    kept = [row["id"] for row in read_archive(archiver.spark, path).orderBy("id").collect()]
+    assert kept == [row[0] for row in archiver.in_archive()]
+    assert replay(archiver.spark, path, archiver.queue.name, f"id = {kept[0]}", dsn=archiver.dsn).sent == 1
 
 
 @long
 def test_a_second_run_on_the_same_path_is_refused_until_the_first_has_ended(
-    spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy = pytest.raises(ArchiveBusyError, match=f"another run writes to file:{tmp_path}")
-    with archive._locked(connection, f"file:{tmp_path}"), busy:
-        run(spark, database, queue, tmp_path)
-    with psycopg.connect(database, autocommit=True) as kept:
+    busy = pytest.raises(ArchiveBusyError, match=f"another run writes to file:{archiver.path}")
+    with archive._locked(archiver.connection, f"file:{archiver.path}"), busy:
+        archiver.run()
+    with psycopg.connect(archiver.dsn, autocommit=True) as kept:
         monkeypatch.setattr(archive, "connect", lambda *_, **__: nullcontext(kept))
-        assert archive_to_parquet(spark, str(tmp_path), dsn=database, queues=[]) == []
-        with archive._locked(connection, f"file:{tmp_path}"):
+        assert archive_to_parquet(archiver.spark, str(archiver.path), dsn=archiver.dsn, queues=[]) == []
+        with archive._locked(archiver.connection, f"file:{archiver.path}"):
             assert kept.execute("select true").fetchone() == (True,)
 
 
 @long
 @pytest.mark.parametrize("how", ["cut", "lent", "unnoticed"])
 def test_a_run_that_lost_its_lock_publishes_nothing(
-    spark: Any,
-    database: str,
-    connection: Connection,
-    queue: Queue,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
+    archiver: Archiver, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    work(queue, 5)
+    archiver.work(5)
     write = delta.Table.write
     held: list[Connection] = []
 
@@ -415,10 +415,10 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
         """Complete another run after the first one has read the table and before it writes."""
         monkeypatch.setattr(delta.Table, "write", write)
         if how == "cut":
-            connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
+            archiver.connection.execute("select pg_terminate_backend(%s, 5000)", [held[0].info.backend_pid])
         else:  # as with a pooler that uses another connection for each statement
             held[0].execute("select pg_advisory_unlock_all()")
-        assert run(spark, database, queue, tmp_path) == 5
+        assert archiver.run() == 5
         if how == "unnoticed":
             monkeypatch.setattr(archive, "_IS_LOCKED", "select true")
         return write(table, rows)
@@ -427,27 +427,27 @@ def test_a_run_that_lost_its_lock_publishes_nothing(
     monkeypatch.setattr(delta.Table, "write", overtaken)
     said = {"cut": "terminating", "lent": "the lock on .* is lost", "unnoticed": "another run writes"}
     with pytest.raises((ArchiveBusyError, psycopg.OperationalError), match=said[how]):
-        run(spark, database, queue, tmp_path)
-    assert in_table(tmp_path) == in_archive(connection, queue)
+        archiver.run()
+    assert archiver.in_table() == archiver.in_archive()
 
 
 @long
-def test_a_standby_is_refused(spark: Any, database: str, connection: Connection, queue: Queue, tmp_path: Path) -> None:
+def test_a_standby_is_refused(archiver: Archiver) -> None:
     # A standby is simulated by a function of the same name in the search path.
-    connection.execute(
-        f'create schema "{queue.name}";'
-        f" create function \"{queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
+    archiver.connection.execute(
+        f'create schema "{archiver.queue.name}";'
+        f" create function \"{archiver.queue.name}\".pg_is_in_recovery() returns bool language sql as 'select true'"
     )
-    standby = make_conninfo(database, options=f"-c search_path={queue.name},pg_catalog")
+    standby = make_conninfo(archiver.dsn, options=f"-c search_path={archiver.queue.name},pg_catalog")
     with pytest.raises(StandbyError, match="need the primary"):
-        run(spark, standby, queue, tmp_path / "parquet")
-    assert not (tmp_path / "parquet").exists()
+        archiver.run(archiver.path / "parquet", standby)
+    assert not (archiver.path / "parquet").exists()
 
 
 @long
-def test_a_path_that_cannot_be_created_raises_an_error(spark: Any, database: str, queue: Queue) -> None:
+def test_a_path_that_cannot_be_created_raises_an_error(archiver: Archiver) -> None:
     with pytest.raises(OSError, match="file:/proc/nowhere cannot be made"):
-        run(spark, database, queue, Path("/proc/nowhere"))
+        archiver.run(Path("/proc/nowhere"))
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ def ids(rows: Rows) -> list[int]:
     return [row["id"] for row in rows]
 
 
-def test_all_columns_of_a_message_are_read_unchanged(orders: Queue, connection: Connection, rows: Reads) -> None:
+def test_all_columns_of_a_message_are_read_unchanged(orders: Queue, rows: Reads) -> None:
     hostile = {"text": "né\n\t\"\\ \x01 \x02 ,;'{}", "n": 1.5, "none": None}
     first = orders.enqueue(hostile, headers={"trace": "a\r\nb"}, expires_in=HOUR)
     second = orders.enqueue(body=b"\x00\xff raw \n")
     third = orders.enqueue("")
-    connection.execute(
+    orders.connection.execute(
         "update pgqueue.messages set claimed_by = '', last_error = e'\\ufeff\\x01\\x02\\n\"\"\\\\.\\n\\\\.'"
         " where id = %s",
         [third],
@@ -91,11 +91,11 @@ def test_all_columns_of_a_message_are_read_unchanged(orders: Queue, connection: 
     assert (message["claimed_by"], message["last_error"]) == (None, None)
 
 
-def test_timestamps_outside_years_1_to_9999_are_null(orders: Queue, connection: Connection, rows: Reads) -> None:
+def test_timestamps_outside_years_1_to_9999_are_null(orders: Queue, rows: Reads) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     moments = ["-infinity", "0001-01-01 BC", "0001-01-01", "9999-12-31", "9999-12-31 00:00:00.000001", "infinity"]
     for number, moment in zip(sent, moments, strict=True):
-        connection.execute(
+        orders.connection.execute(
             "update pgqueue.messages set enqueued_at = %s::timestamp at time zone 'utc' where id = %s", [moment, number]
         )
     found = [row["enqueued_at"] for row in rows("enqueued_at timestamp", **SINGLE)]
@@ -154,13 +154,17 @@ def test_a_fixed_size_column_of_another_size_raises_an_error(database: str, numb
         list(read_batches(connection, other, QUEUE, struct("id long, payload string")))
 
 
-def test_session_settings_do_not_affect_a_read(orders: Queue, connection: Connection, database: str, name: str) -> None:
+def test_session_settings_do_not_affect_a_read(orders: Queue, database: str) -> None:
     orders.enqueue(body=b"\x00\\a")
     # The offset of Monrovia was then 44 minutes and 30 seconds, which Arrow cannot parse.
     moment = datetime.datetime(1960, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
-    connection.execute("update pgqueue.messages set enqueued_at = %s where queue_name = %s", [moment, name])
+    orders.connection.execute(
+        "update pgqueue.messages set enqueued_at = %s where queue_name = %s", [moment, orders.name]
+    )
     settings = "-c timezone=Africa/Monrovia -c datestyle=German -c bytea_output=escape"
-    (row,) = read(reader_of(make_conninfo(database, options=settings), name, "body binary, enqueued_at timestamp"))
+    (row,) = read(
+        reader_of(make_conninfo(database, options=settings), orders.name, "body binary, enqueued_at timestamp")
+    )
     assert row == {"body": b"\x00\\a", "enqueued_at": moment}
 
 
@@ -362,14 +366,14 @@ def test_a_database_without_pgqueue_is_named(empty_database: Callable[[], str], 
         source.reader(source.schema()).partitions()
 
 
-def test_id_and_time_options_limit_a_read(orders: Queue, connection: Connection, rows: Reads) -> None:
+def test_id_and_time_options_limit_a_read(orders: Queue, rows: Reads) -> None:
     sent = orders.enqueue_batch(list(range(5)))
     assert ids(rows("id long", minId=str(sent[1]), maxId=str(sent[3]))) == sent[1:4]
     assert ids(rows("id long", minId=str(sent[4] + 1))) == []
     assert ids(rows("id long", maxId=str(sent[0] - 1))) == []
     assert ids(rows("id long", maxId="9223372036854775807", minId="0")) == sent
     for day, number in enumerate(sent, 1):
-        connection.execute(
+        orders.connection.execute(
             "update pgqueue.messages set enqueued_at = %s where id = %s",
             [datetime.datetime(2026, 1, day, tzinfo=datetime.UTC), number],
         )
@@ -379,12 +383,10 @@ def test_id_and_time_options_limit_a_read(orders: Queue, connection: Connection,
     assert ids(rows("id long", until="2026-01-02T01:00:00+01:00")) == sent[:1]
 
 
-def test_partitions_divide_only_the_selected_time_range(
-    orders: Queue, connection: Connection, database: str, name: str
-) -> None:
+def test_partitions_divide_only_the_selected_time_range(orders: Queue, database: str) -> None:
     sent = orders.enqueue_batch(list(range(100)))
-    connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01' where id < %s", [sent[90]])
-    reader = reader_of(database, name, "id long", since="2026-01-02", numPartitions="5")
+    orders.connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01' where id < %s", [sent[90]])
+    reader = reader_of(database, orders.name, "id long", since="2026-01-02", numPartitions="5")
     assert [(one.first, one.last) for part in reader.partitions() for one in part.ranges] == [
         (n, n + 1) for n in sent[90::2]
     ]
@@ -509,14 +511,14 @@ def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tup
     return read(pickle.loads(pickle.dumps(reader))), left
 
 
-def test_supported_filters_are_applied_in_the_database(
-    orders: Queue, connection: Connection, database: str, name: str
-) -> None:
+def test_supported_filters_are_applied_in_the_database(orders: Queue, database: str) -> None:
     sent = orders.enqueue_batch(list(range(6)))
-    connection.execute(
+    orders.connection.execute(
         "update pgqueue.messages set attempt_count = 2, claimed_by = 'it''s %%s' where id = %s", [sent[5]]
     )
-    connection.execute("update pgqueue.messages set enqueued_at = '2026-01-01 00:00+00' where id = %s", [sent[0]])
+    orders.connection.execute(
+        "update pgqueue.messages set enqueued_at = '2026-01-01 00:00+00' where id = %s", [sent[0]]
+    )
     new_year = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     database = make_conninfo(database, options="-c timezone=Asia/Kathmandu")
     cases: list[tuple[Any, list[int]]] = [
@@ -537,10 +539,10 @@ def test_supported_filters_are_applied_in_the_database(
         (filters.IsNotNull(("claimed_by",)), [sent[5]]),
     ]
     for condition, expected in cases:
-        found, left = pushed(database, name, condition)
+        found, left = pushed(database, orders.name, condition)
         assert (ids(found), left) == (expected, [])
     both = (filters.GreaterThan(("id",), sent[0]), filters.LessThan(("id",), sent[2]))
-    assert ids(pushed(database, name, *both)[0]) == [sent[1]]
+    assert ids(pushed(database, orders.name, *both)[0]) == [sent[1]]
 
 
 def test_unsupported_filters_are_left_to_spark(orders: Queue, database: str, name: str) -> None:
@@ -628,14 +630,14 @@ print(sum(batch.num_rows for part in reader.partitions() for batch in reader.rea
 """
 
 
-def test_tasks_read_without_an_import_of_pandas(
-    orders: Queue, connection: Connection, database: str, name: str
-) -> None:
+def test_tasks_read_without_an_import_of_pandas(orders: Queue, database: str) -> None:
     assert find_spec("pandas") is not None
     orders.enqueue({"n": 1}, headers={"trace": "a"})
     orders.enqueue(body=b"raw")
     # Values for each place that makes a scalar: a null among texts, and a time outside the years of Spark.
-    connection.execute("update pgqueue.messages set expires_at = 'infinity' where queue_name = %s", [name])
-    command = [sys.executable, "-c", WITHOUT_PANDAS, database, name]
+    orders.connection.execute(
+        "update pgqueue.messages set expires_at = 'infinity' where queue_name = %s", [orders.name]
+    )
+    command = [sys.executable, "-c", WITHOUT_PANDAS, database, orders.name]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")

@@ -17,9 +17,9 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
+from clients import PATIENCE
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, long, sessions
+from sparks import Connection, long
 
 import pgqueue
 from pgqueue import Queue
@@ -205,36 +205,6 @@ def test_the_first_row_of_each_dedup_key_is_sent(sink: Sink) -> None:
     assert sink.queue.stats().enqueued_total == 6
     found = sink.queue.enqueue(10, dedup_key="ü\t")
     assert [message.payload for message in sink.queue.receive(9) if message.id == found] == [7]
-
-
-def test_dedup_keys_are_compared_across_staged_rows(sink: Sink) -> None:
-    rows = [(str(number), None if number % 7 == 0 else str(number % 150)) for number in range(1000)]
-    writer = sink.writer(texts("payload", "dedup_key"))
-    tasks = enumerate((rows[:450], rows[450:]))
-    writer.commit([sink.write(writer, keyed(*part), task=(number, number, None)) for number, part in tasks])
-    first: dict[str, int] = {}
-    for payload, key in rows:
-        first.setdefault(key or f"row {payload}", int(payload))
-    assert sink.sent() == [*first.values()]
-
-
-def test_rows_with_dedup_keys_keep_their_delays_and_queues(sink: Sink) -> None:
-    other = Queue(sink.connection, f"{sink.name}-other")
-    other.create_queue()
-    kinds = schema(
-        queue_name=t.StringType(), payload=t.StringType(), dedup_key=t.StringType(), delay=t.DayTimeIntervalType()
-    )
-    rows = [
-        (sink.name, "1", "a", timedelta(hours=1)),
-        (other.name, "2", "a", None),
-        (sink.name, "3", "a", None),
-        (other.name, "4", "b", timedelta(0)),
-        (sink.name, "5", None, None),
-    ]
-    sink.send(batch(kinds, *rows), kinds=kinds, queue="")
-    assert sink.sent() == [5]
-    assert sink.queue.stats().scheduled_messages == 1
-    assert [message.payload for message in other.receive(9)] == [2, 4]
 
 
 def nested() -> t.StructType:
@@ -572,27 +542,6 @@ def test_a_micro_batch_is_sent_once(sink: Sink) -> None:
     assert sink.sent() == [1, 2, 3]
 
 
-def test_a_repeated_write_with_dedup_keys_is_sent_once(sink: Sink) -> None:
-    writer = sink.writer(texts("payload", "dedup_key"))
-    lost = sink.write(writer, keyed(("1", "a"), ("2", "b"), ("3", None)), task=(0, 1, None))
-    assert lost.counts != {}
-    winner = sink.write(writer, keyed(("1", "a"), ("2", "b"), ("3", None)), task=(0, 2, None))
-    for _ in range(2):
-        writer.commit([winner])
-    assert sink.sent() == [1, 2, 3]
-    query = str(uuid4())
-    for batch_id in (0, 0, 1):
-        staged = sink.write(
-            sink.stream(texts("payload", "dedup_key")), keyed(("4", "a"), ("5", "c"), ("6", None)), task=(0, 0, query)
-        )
-        sink.stream(texts("payload", "dedup_key")).commit([staged], batch_id)
-    assert sink.sent() == [1, 2, 3, 5, 6, 6]
-    app: dict[str, Any] = {"txnAppId": sink.name, "txnVersion": "1"}
-    for _ in range(2):
-        sink.send(keyed(("7", "d"), ("8", None)), kinds=texts("payload", "dedup_key"), **app)
-    assert (sink.sent(), sink.staged()) == ([1, 2, 3, 5, 6, 6, 7, 8], 0)
-
-
 def test_concurrent_writes_with_the_same_dedup_keys_do_not_deadlock(sink: Sink) -> None:
     keys = [str(number) for number in range(300)]
     chance = random.Random(1)
@@ -626,34 +575,6 @@ def test_a_version_is_sent_once_to_each_queue(sink: Sink) -> None:
     assert Queue(sink.connection, second).peek() == 2
 
 
-def test_concurrent_writes_are_all_sent_and_equal_versions_once(sink: Sink) -> None:
-    second = f"{sink.name}-second"
-    Queue(sink.connection, second).create_queue()
-    apps = {
-        "a": (sink.name, "1"),
-        "b": (sink.name, "1"),
-        "c": (sink.name, "2"),
-        "d": (second, "1"),
-        "e": (sink.name, ""),
-    }
-    jobs = []
-    for payload, (queue, version) in apps.items():
-        app: dict[str, Any] = {"txnAppId": "app", "txnVersion": version} if version else {}
-        writer = sink.writer(queue=queue, **app)
-        jobs.append((writer, sink.write(writer, payloads(json.dumps(payload)))))
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        # The lock stops all commits where they insert, so that they run at the same time.
-        with psycopg.connect(sink.dsn) as other:
-            other.execute("lock table pgqueue.messages in exclusive mode")
-            commits = [pool.submit(writer.commit, [staged]) for writer, staged in jobs]
-            wait_for(lambda: sessions(sink.connection, "wait_event_type") == ["Lock"] * len(jobs))
-        for commit in commits:
-            commit.result()
-    assert sorted(sink.sent()) in (["a", "c", "e"], ["b", "c", "e"])
-    assert [message.payload for message in Queue(sink.connection, second).receive(9)] == ["d"]
-    assert sink.staged() == 0
-
-
 def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
     writer = sink.writer(texts("payload", "dedup_key"))
     staged = sink.write(writer, keyed(("1", "a"), ('"long"', "b")))
@@ -662,18 +583,12 @@ def test_the_commit_uses_the_queue_settings_of_its_time(sink: Sink) -> None:
         pgqueue.PayloadTooLarge, match="row 2 of partition 0: payload of 6 bytes is over the limit of 3"
     ):
         writer.commit([staged])
-    assert sink.sent() == []
-    sink.queue.alter_queue(max_payload_bytes=6, max_attempts=7)
     sink.queue.drop_queue()
     with pytest.raises(pgqueue.QueueNotFound) as raised:
         writer.commit([staged])
     # The text has no context of database functions, as Spark shows all of it.
     hint = "Create it with pgqueue.create_queue, or see pgqueue.list_queues()."
     assert str(raised.value) == f"queue '{sink.name}' does not exist\nHINT:  {hint}"
-    sink.queue.create_queue(max_attempts=9)
-    # The failed commits have taken no dedup key.
-    writer.commit([staged])
-    assert [(message.payload, message.max_attempts) for message in sink.queue.receive(9)] == [(1, 9), ("long", 9)]
 
 
 def test_lost_staged_rows_fail_the_commit(sink: Sink) -> None:

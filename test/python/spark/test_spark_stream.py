@@ -56,18 +56,18 @@ def stream(queue: Queue) -> pgqueue.Stream:
     return queue.list_streams()[0]
 
 
-def cut(connection: Connection) -> int:
+def cut(queue: Queue) -> int:
     """End the connections of Spark."""
-    return len(sessions(connection, "pg_terminate_backend(pid, 120000)"))
+    return len(sessions(queue.connection, "pg_terminate_backend(pid, 120000)"))
 
 
-def lapse(connection: Connection, queue: Queue) -> None:
+def lapse(queue: Queue) -> None:
     """Let the reservation expire."""
-    connection.execute(
+    queue.connection.execute(
         "update pgqueue.messages set visible_at = clock_timestamp() - interval '1 s' where queue_name = %s",
         [queue.name],
     )
-    connection.execute(
+    queue.connection.execute(
         "update pgqueue.streams set claimed_until = clock_timestamp() - interval '1 s' where queue_name = %s",
         [queue.name],
     )
@@ -154,13 +154,13 @@ def test_a_driver_that_dies_during_a_batch_is_followed_by_a_replay_of_the_same_m
 
 
 def test_messages_of_a_finished_batch_that_others_take_after_the_lease_are_processed_twice(
-    orders: Queue, connection: Connection, start: Start
+    orders: Queue, start: Start
 ) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine:
         assert ids(engine.trigger()) == sent
     # Spark has committed the batch, and the database does not know of it.
-    lapse(connection, orders)
+    lapse(orders)
     assert len(wait_for(lambda: orders.receive(1))) == 1
     again = start().begin()
     assert (again.sink, again.trigger()) == ([], None)
@@ -191,7 +191,7 @@ def test_repeated_reads_of_a_partition_return_the_same_messages(orders: Queue, s
 
 
 def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
-    orders: Queue, connection: Connection, start: Start, monkeypatch: pytest.MonkeyPatch
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = orders.enqueue_batch(["x" * 1000] * 50)
     monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
@@ -199,19 +199,17 @@ def test_a_task_continues_after_a_lost_connection_without_repeating_rows(
     (part,) = engine.parts(engine.plan())
     batches = engine.worker.read(part)
     found = ids(next(batches).to_pylist())
-    cut(connection)
+    cut(orders)
     for batch in batches:
         found += ids(batch.to_pylist())
     assert found == sent
 
 
-def test_messages_taken_by_others_after_the_lease_end_the_query(
-    orders: Queue, connection: Connection, start: Start
-) -> None:
+def test_messages_taken_by_others_after_the_lease_end_the_query(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3, 4])
     with start().begin() as engine, pytest.raises(Died):
         engine.trigger(dies="after the sink")
-    lapse(connection, orders)
+    lapse(orders)
     taken = [message.id for message in wait_for(lambda: orders.receive(1))]
     with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 4 messages of batch 1: {taken[0]}"):
         start().begin()
@@ -221,38 +219,25 @@ def test_messages_taken_by_others_after_the_lease_end_the_query(
     assert left(orders) == 0
 
 
-def test_a_message_claimed_by_plain_sql_counts_as_lost(orders: Queue, connection: Connection, start: Start) -> None:
+def test_a_message_claimed_by_plain_sql_counts_as_lost(orders: Queue, start: Start) -> None:
     sent = orders.enqueue_batch([1, 2, 3])
     engine = start(numPartitions="1").begin()
     end = engine.plan()
     parts = engine.parts(end)
-    lapse(connection, orders)
+    lapse(orders)
     # Plain SQL sets no token, so the message still has that of the stream.
     taken = (
         "update pgqueue.messages set visible_at = '2100-01-01', attempt_count = attempt_count + 1 where id = %s"
         " returning visible_at"
     )
-    (until,) = connection.execute(taken, [sent[1]]).fetchall()
+    (until,) = orders.connection.execute(taken, [sent[1]]).fetchall()
     (batch,) = orders.stream_extend("s", stream(orders).epoch)
     assert batch.lost == [sent[1]]
     with pytest.raises(pgqueue.StreamDataLost, match=f"1 of 3 messages of batch 1: {sent[1]}"):
         engine.read(parts[0])
     engine.reader.commit(end)
-    rows = connection.execute("select id, visible_at from pgqueue.messages where queue_name = %s", [orders.name])
+    rows = orders.connection.execute("select id, visible_at from pgqueue.messages where queue_name = %s", [orders.name])
     assert rows.fetchall() == [(sent[1], *until)]
-
-
-def test_an_expired_lease_loses_nothing_if_no_message_was_taken(
-    orders: Queue, connection: Connection, start: Start
-) -> None:
-    sent = orders.enqueue_batch([1, 2, 3, 4])
-    with start().begin() as engine, pytest.raises(Died):
-        engine.trigger(dies="before the sink")
-    lapse(connection, orders)
-    again = start().begin()
-    assert ids(again.sink[0][1]) == sent
-    # It is reserved again.
-    assert orders.receive(10) == []
 
 
 def test_a_second_driver_fences_every_call_of_the_first(orders: Queue, start: Start) -> None:
@@ -394,7 +379,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_lost_connection_is_reopened_in_the_same_epoch_and_each_outage_has_its_retry_timeout(
-    orders: Queue, connection: Connection, start: Start, clock: Clock
+    orders: Queue, start: Start, clock: Clock
 ) -> None:
     sent = orders.enqueue_batch(list(range(6)))
     engine = start(retryTimeout="5 min").begin()
@@ -402,7 +387,7 @@ def test_a_lost_connection_is_reopened_in_the_same_epoch_and_each_outage_has_its
 
     def fail() -> None:
         clock.now += 3600
-        assert cut(connection) >= 1
+        assert cut(orders) >= 1
 
     fail()
     end = engine.plan()
@@ -427,12 +412,7 @@ def test_a_connection_to_a_read_only_server_is_replaced(orders: Queue, start: St
 
 @pytest.mark.parametrize("silently", [False, True])
 def test_retry_timeout_starts_again_with_each_outage_of_a_task(
-    orders: Queue,
-    connection: Connection,
-    start: Start,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    silently: bool,
+    orders: Queue, start: Start, clock: Clock, monkeypatch: pytest.MonkeyPatch, silently: bool
 ) -> None:
     sent = orders.enqueue_batch(["x" * 50_000] * 50)
     made: list[Connection] = []
@@ -454,17 +434,15 @@ def test_retry_timeout_starts_again_with_each_outage_of_a_task(
             with socket.socket(fileno=os.dup(made[-1].fileno())) as other_end:
                 other_end.shutdown(socket.SHUT_RDWR)
         else:
-            cut(connection)
+            cut(orders)
     assert found == sent
     assert len(made) == 6
 
 
-def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(
-    orders: Queue, connection: Connection, start: Start
-) -> None:
+def test_without_retry_timeout_a_lost_connection_ends_the_query_with_a_note(orders: Queue, start: Start) -> None:
     orders.enqueue(1)
     engine = start(retryTimeout="0").begin()
-    cut(connection)
+    cut(orders)
     with pytest.raises(psycopg.OperationalError) as raised:
         engine.trigger()
     assert any("retryTimeout" in note for note in raised.value.__notes__)
@@ -504,9 +482,7 @@ def test_a_server_restart_is_bridged_by_retries(name: str, monkeypatch: pytest.M
 # Offsets, triggers, heartbeats and options.
 
 
-def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
-    orders: Queue, connection: Connection, start: Start
-) -> None:
+def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(orders: Queue, start: Start) -> None:
     orders.enqueue(1)
     engine = start().begin()
     engine.trigger()
@@ -514,9 +490,9 @@ def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(
     assert engine.trigger() is None
     assert left(orders) == 0
     version = "select xmin, ctid from pgqueue.streams where queue_name = %s"
-    before = connection.execute(version, [orders.name]).fetchone()
+    before = orders.connection.execute(version, [orders.name]).fetchone()
     assert engine.trigger() is None
-    assert connection.execute(version, [orders.name]).fetchone() == before
+    assert orders.connection.execute(version, [orders.name]).fetchone() == before
 
 
 def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders: Queue, start: Start) -> None:
@@ -637,24 +613,7 @@ def test_a_poisoned_batch_ends_the_query_and_can_be_skipped(orders: Queue, start
     assert ids(again.trigger()) == sent[4:]
 
 
-def test_acknowledged_messages_are_archived_or_deleted_by_option_on_ack(
-    orders: Queue, connection: Connection, start: Start
-) -> None:
-    orders.alter_queue(archive_for=timedelta(days=1))
-    kept: list[int] = []
-    choices: list[dict[str, str]] = [{}, {"onAck": "delete"}, {"onAck": "archive"}]
-    for number, options in enumerate(choices):
-        sent = orders.enqueue_batch([1, 2])
-        start(on=Checkpoint(), streamId=f"s{number}", **options).begin().drain()
-        kept += [] if "delete" in options.values() else sent
-    found = connection.execute(
-        "select id from pgqueue.archived_messages where queue_name = %s order by id", [orders.name]
-    ).fetchall()
-    assert [row[0] for row in found] == kept
-    assert left(orders) == 0
-
-
-def test_progress_reports_the_backlog(orders: Queue, connection: Connection, start: Start) -> None:
+def test_progress_reports_the_backlog(orders: Queue, start: Start) -> None:
     engine = start()
     assert engine.reader.reportLatestOffset() is None
     engine.begin()
@@ -664,7 +623,7 @@ def test_progress_reports_the_backlog(orders: Queue, connection: Connection, sta
     report = engine.reader.reportLatestOffset()
     assert report["ready_messages"] == 2
     assert report["oldest_age_seconds"] >= 0
-    cut(connection)
+    cut(orders)
     assert engine.reader.reportLatestOffset() is None
     assert engine.trigger() is not None
 
@@ -684,9 +643,9 @@ def test_an_unknown_queue_raises_queue_not_found(start: Start) -> None:
     gc.collect()
 
 
-def test_stop_closes_all_connections(orders: Queue, start: Start, connection: Connection) -> None:
+def test_stop_closes_all_connections(orders: Queue, start: Start) -> None:
     orders.enqueue(1)
     engine = start(heartbeatInterval="0.1s").begin()
     engine.trigger()
     engine.reader.stop()
-    wait_for(lambda: sessions(connection) == [])
+    wait_for(lambda: sessions(orders.connection) == [])

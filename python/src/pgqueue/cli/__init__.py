@@ -13,6 +13,7 @@ import typer
 from .. import __version__
 from . import (
     access,
+    apply,
     archive,
     database,
     dead_letters,
@@ -50,7 +51,8 @@ Exit status:
   1        an error of the database, the queue or the input
   2        wrong usage
   3        nothing to claim, no such message, a claim lost, a finding of
-           doctor, or a table that compact did not compact
+           doctor, a table that compact did not compact, or a difference
+           that apply --dry-run found
   128 + n  ended by signal n
 """
 
@@ -87,6 +89,7 @@ _CONSUMERS, _TOPICS, _DATABASE = "Consumers and services", "Topics", "Database"
 
 command(app, _QUEUES, "create orders --visibility-timeout 2m --max-attempts 3")(queues.create)
 command(app, _QUEUES, "alter orders --archive-for 30d")(queues.alter)
+command(app, _QUEUES, "apply queues.toml --dry-run")(apply.apply)
 command(app, _QUEUES, "list --json", name="list")(queues.list_)
 command(app, _QUEUES, "show orders")(queues.show)
 command(app, _QUEUES, "stats orders --watch --interval 1s")(queues.stats)
@@ -106,11 +109,12 @@ command(app, _MESSAGES, "nack orders 0b6f2a34-58a9-4b6e-9f5d-1f2d5c0a7e11 42 --e
 
 _dead = typer.Typer(no_args_is_help=True)
 app.add_typer(
-    _dead, name="dead", help="List, show, redrive or delete dead letters.", cls=Group, rich_help_panel=_MESSAGES
+    _dead, name="dead", help="List, redrive, edit or delete dead letters.", cls=Group, rich_help_panel=_MESSAGES
 )
 command(_dead, example="dead list orders", name="list")(dead_letters.list_)
 command(_dead, example="dead show orders 42")(dead_letters.show)
 command(_dead, example="dead redrive orders --max 100")(dead_letters.redrive)
+command(_dead, example="""dead edit orders 42 '{"order_id": 1001}'""")(dead_letters.edit)
 command(_dead, example="dead purge orders 42")(dead_letters.purge)
 
 _archive = typer.Typer(no_args_is_help=True)

@@ -9,10 +9,14 @@ from .._calls import as_integer
 from ..message import DeadMessage
 from .formatting import counted, format_moment, message_content, printable
 from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
-from .session import Failure, Session, Status
+from .session import Failure, Session, Status, json_argument
 
-__all__ = ["list_", "purge", "redrive", "show"]
+__all__ = ["edit", "list_", "purge", "redrive", "show"]
 
+_SEND_EDITED = (
+    "select pgqueue.enqueue(%s, %s, headers => d.headers - %s::text[], message_id => d.message_id)"
+    " from pgqueue.browse_dead_messages(%s, 1, %s) d where d.id = %s"
+)
 _ALL = 2**31 - 1  # the largest int of SQL: no limit
 
 
@@ -33,6 +37,12 @@ def list_(session: Session, queue: QueueName, max: Max = 100, after: After = 0, 
         )
 
 
+def _before(id: int) -> int:
+    """The id after which a page of dead letters begins with this id."""
+    checked: int = as_integer("id", id, 64)
+    return max(checked - 1, -(2**63))
+
+
 def show(
     session: Session,
     queue: QueueName,
@@ -42,9 +52,8 @@ def show(
 
     The exit status is 3 if there is none with this id.
     """
-    before = max(as_integer("id", 64, id) - 1, -(2**63))
     with session.queue(queue) as verbs:
-        found = [letter for letter in verbs.browse_dead_messages(1, before) if letter.id == id]
+        found = [letter for letter in verbs.browse_dead_messages(1, _before(id)) if letter.id == id]
     if not found:
         raise Failure(f"queue {queue} has no dead letter {id}", "pgqueue dead list shows them.", Status.NO)
     if session.json:
@@ -117,6 +126,30 @@ def redrive(
         redriven = verbs.redrive(max, ids or None)
     session.say(f"{counted(redriven, 'dead letter is', 'dead letters are')} ready again", redriven=redriven)
     _require_all(redriven, ids, max)
+
+
+def edit(
+    session: Session,
+    queue: QueueName,
+    id: Annotated[int, typer.Argument(metavar="ID", help="The id of the message.", show_default=False)],
+    payload: Annotated[str, typer.Argument(metavar="PAYLOAD", help="A JSON document.", show_default=False)],
+) -> None:
+    """Send a dead letter again with another payload.
+
+    In one transaction it is sent as a new message, ready at once, and deleted. The new message has its message_id and
+    its headers, but for the failures that consumers recorded. In a queue with groups it comes after the messages of its
+    group. The exit status is 3 if there is no dead letter with this id.
+    """
+    from ..consumer.policy import _RECORD_HEADERS
+
+    content = json_argument(payload)
+    with session.queue(queue) as verbs, verbs.connection.transaction():
+        values = [queue, content, list(_RECORD_HEADERS), queue, _before(id), id]
+        sent = verbs.connection.execute(_SEND_EDITED, values).fetchone()
+        # Another session can have redriven or deleted it since.
+        if sent is None or verbs.purge_dead_messages([id]) != 1:
+            raise Failure(f"queue {queue} has no dead letter {id}", "pgqueue dead list shows them.", Status.NO)
+    session.say(f"sent as message {sent[0]}; dead letter {id} is deleted", id=sent[0], replaced_id=id)
 
 
 def purge(session: Session, queue: QueueName, ids: Ids = None, yes: Yes = False) -> None:

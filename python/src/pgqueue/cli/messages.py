@@ -174,7 +174,9 @@ def reschedule(
     ids: Annotated[list[int], typer.Argument(metavar="ID", help="Ids of messages.", show_default=False)],
     at: Annotated[datetime | None, typer.Option(help="When they are due (now).", **MOMENT)] = None,
 ) -> None:
-    """Make messages due that wait for a delay or a retry, now or at another time.
+    """Make delayed messages due, now or at another time.
+
+    They wait for a delay or for a retry.
 
     The exit status is 3 if a message is ready, claimed or gone; the other messages are rescheduled.
     """

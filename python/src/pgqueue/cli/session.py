@@ -22,7 +22,7 @@ import typer.core
 from psycopg.abc import Buffer
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.datetime import TimestamptzLoader
-from psycopg.types.json import Jsonb, set_json_loads
+from psycopg.types.json import Jsonb
 from rich.console import Console
 from rich.text import Text
 
@@ -43,11 +43,13 @@ __all__ = [
     "command",
     "discard_unwritten",
     "explain",
+    "has_misread_password",
     "json_argument",
 ]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Client = TypeVar("Client", Queue, Queues)
 
 # Hide psycopg's warnings, such as that of an interrupted savepoint: the command reports the error itself. Commands that
 # write a log add their own handler.
@@ -157,7 +159,7 @@ class Session:
         try:
             yield complete
         except psycopg.OperationalError as error:
-            if error.sqlstate is not None or not _has_misread_password(dsn):
+            if error.sqlstate is not None or not has_misread_password(dsn):
                 raise
             hint = "In a URL, write @ in a password as %40, / as %2F, ? as %3F, # as %23 and % as %25."
             raise Failure(
@@ -179,23 +181,21 @@ class Session:
 
     @contextmanager
     def connect(self, autocommit: bool = True) -> Iterator[psycopg.Connection[Any]]:
-        """A connection. JSON values stay in the text of the server."""
+        """A connection."""
         with self.conninfo() as conninfo, connect(conninfo, autocommit) as connection:
-            set_json_loads(RawJson.loads, connection)
-            connection.adapters.register_loader("timestamptz", _TimestampLoader)
             yield connection
 
     @contextmanager
     def queue(self, name: str) -> Iterator[Queue]:
         """A queue, on a connection of its own."""
         with self.connect() as connection:
-            yield Queue(connection, name)
+            yield _in_text_of_server(Queue(connection, name, json_loads=RawJson.loads))
 
     @contextmanager
     def queues(self) -> Iterator[Queues]:
         """All queues, on a connection of their own."""
         with self.connect() as connection:
-            yield Queues(connection)
+            yield _in_text_of_server(Queues(connection, json_loads=RawJson.loads))
 
     def confirm(self, question: str) -> None:
         """Ask on the terminal. Raises `Failure` unless the answer is yes."""
@@ -253,6 +253,12 @@ class _TimestampLoader(TimestamptzLoader):
             return bytes(data).decode()
 
 
+def _in_text_of_server(client: Client) -> Client:
+    """The client, which reads values as the server writes them where Python would round or refuse them."""
+    client._adapters.register_loader("timestamptz", _TimestampLoader)
+    return client
+
+
 class _Console(Console):
     """A console that survives a closed output. With a broken pipe, rich would end the thread that prints."""
 
@@ -295,7 +301,7 @@ def _complete(dsn: str) -> str:
         raise Failure(f"bad DSN: {reason}".rstrip(), hint, Status.USAGE) from None
 
 
-def _has_misread_password(dsn: str) -> bool:
+def has_misread_password(dsn: str) -> bool:
     """Whether libpq takes a part of a password in a URL for a host or a port. libpq's error then contains that part."""
     found = re.match(r"postgres(?:ql)?://[^:@/?]*:(.*?)@([^?]*)", dsn)
     return found is not None and ("@" in found[2] or unquote(found[1]) != conninfo_to_dict(dsn).get("password"))

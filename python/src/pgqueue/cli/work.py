@@ -11,23 +11,27 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
+import psycopg
 import typer
 
 from .._connections import connect
 from .._signals import stop_signals
 from .._tasks import is_async
 from ..client import Queue
+from ..errors import is_unreachable
 from .logging_output import Level, log_to
 from .parameters import AlsoQueues, QueueName, duration_option
-from .session import Failure, Session
+from .session import Failure, Session, has_misread_password
 from .work_monitor import WorkMonitor
 
 if TYPE_CHECKING:
     from ..consumer import AsyncConsumer, Consumer
 
 __all__ = ["work"]
+
+_THREADS_SECONDS: Final = 1.0  # for threads of handlers to end after a stop
 
 
 class Mode(StrEnum):
@@ -128,6 +132,14 @@ def work(
         list[timedelta] | None,
         duration_option(help="The delays, one option for each; the last repeats (10s, 20s, 30s)."),
     ] = None,
+    give_up_after: Annotated[
+        timedelta | None,
+        duration_option(help="Fail if the database cannot be reached for this time (wait for ever)."),
+    ] = None,
+    liveness_file: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Touch this file every 5 s, for a liveness probe.", show_default=False),
+    ] = None,
     log_level: Annotated[Level, typer.Option(help="The lowest level to log.")] = Level.INFO,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON objects.")] = False,
 ) -> None:
@@ -142,7 +154,8 @@ def work(
 
     After the first signal, running handlers may finish within the grace period. A second signal aborts them, which
     costs no attempt. A third signal ends the process at once. The exit status is 0 after one signal, and 128 + its
-    number after more. It is 1 if more handlers than the concurrency exceeded --handler-timeout and did not end.
+    number after more. It is 1 if more handlers than the concurrency exceeded --handler-timeout and did not end, or if
+    the database could not be reached for --give-up-after.
     """
     function = _load(handler)
     settings = {
@@ -160,16 +173,22 @@ def work(
         "peek_batch_size": peek_batch_size,
         "listen": listen,
         "circuit_breaker_after": circuit_breaker_after,
+        "give_up_after": give_up_after,
+        "liveness_file": liveness_file,
     }
     retries = {"immediate": immediate_retries, "delayed": delayed_retries, "delays": retry_delay or None}
     make_consumer = _consumer_factory(queue, function, settings, retries)
     queues = make_consumer("").queue_names  # refuses a bad value before anything runs
     log_to(session.err, log_level, log_json)
     with session.conninfo() as conninfo:
-        with connect(conninfo) as connection:
-            for name in queues:
-                if Queue(connection, name).get_queue().paused_at is not None:
-                    session.note(f"queue {name} is paused: it delivers nothing until pgqueue resume")
+        try:
+            with connect(conninfo) as connection:
+                for name in queues:
+                    if Queue(connection, name).get_queue().paused_at is not None:
+                        session.note(f"queue {name} is paused: it delivers nothing until pgqueue resume")
+        except psycopg.Error as error:  # The consumer waits for the database.
+            if not is_unreachable(error) or has_misread_password(session.given_dsn or ""):
+                raise
         consumer = make_consumer(conninfo)
         monitor = WorkMonitor(session, conninfo, queues, consumer, look_ahead if until_empty else None)
         if inspect.iscoroutinefunction(consumer.run):
@@ -183,6 +202,12 @@ async def _run_async(session: Session, consumer: "AsyncConsumer", monitor: WorkM
     loop = asyncio.get_running_loop()
     with _stoppable(session, monitor, lambda: loop.call_soon_threadsafe(consumer.request_stop)):
         await consumer.run()
+    if monitor.signals:
+        # The thread for which a cancelled handler has waited goes on, and asyncio.run would wait for it.
+        ending = asyncio.create_task(loop.shutdown_default_executor())
+        await asyncio.wait([ending], timeout=_THREADS_SECONDS)
+        if not ending.done():
+            _exit(0)
 
 
 @contextmanager
@@ -201,11 +226,15 @@ def _stoppable(session: Session, monitor: WorkMonitor, stop: Callable[[], object
         with stop_signals.call(note), monitor(stop):
             yield
     except (SystemExit, RuntimeError) as end:
-        status = int(end.code or 0) if isinstance(end, SystemExit) else session.fail(Failure(str(end)))
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(status)
+        _exit(int(end.code or 0) if isinstance(end, SystemExit) else session.fail(Failure(str(end))))
+
+
+def _exit(status: int) -> None:
+    """End the process, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _load(handler: str) -> Callable[..., Any]:

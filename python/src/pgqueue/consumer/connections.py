@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, pq
+from psycopg import AsyncConnection, Connection, pq
 from psycopg.adapt import AdaptersMap
 from psycopg.pq import PipelineStatus, PollingStatus, TransactionStatus
 from psycopg.pq.abc import PGcancelConn, PGconn
-from psycopg.types.array import ListBinaryDumper, ListDumper
 from psycopg.types.json import Jsonb, JsonbDumper
 from psycopg.types.string import StrDumperUnknown
 
 from .. import _calls
+from .._adapters import Adapters, AsyncOwnCursor, JsonLoads, OwnCursor, client_adapters
 from .._calls import Bound
 from .._client_rows import read_leniently
 from .._connections import complete_conninfo, correction_statement, is_broken, set_up
@@ -54,7 +54,7 @@ class NoConnection(psycopg.OperationalError):
 
 # Opening
 
-_adapters: WeakKeyDictionary[AnyConnection, AdaptersMap] = WeakKeyDictionary()  # as each connection was opened
+_adapters: WeakKeyDictionary[AnyConnection, Adapters] = WeakKeyDictionary()  # for the consumer's statements
 
 
 class _Origin(NamedTuple):
@@ -69,15 +69,6 @@ _origins: WeakKeyDictionary[AnyConnection, _Origin] = WeakKeyDictionary()
 _ATTRIBUTES = ("row_factory", "cursor_factory", "server_cursor_factory", "prepare_threshold")
 _attributes = attrgetter(*_ATTRIBUTES)
 _characteristics = attrgetter("isolation_level", "read_only", "deferrable")
-
-
-class _OriginalAdapters:
-    """A cursor for the consumer's statements: adapters that a handler registers on its connection do not apply."""
-
-    @property
-    def adapters(self) -> AdaptersMap:
-        connection: AnyConnection = self.connection  # type: ignore[attr-defined]
-        return _adapters[connection]
 
 
 class _FittingStrDumper(StrDumperUnknown):
@@ -109,18 +100,10 @@ def _fitting(text: str, codec: str) -> str:
     return text.encode(codec, "replace").decode(codec)
 
 
-class _ConsumerCursor(_OriginalAdapters, Cursor[Any]):
-    pass
-
-
-class _AsyncConsumerCursor(_OriginalAdapters, AsyncCursor[Any]):
-    pass
-
-
 def new_cursor(connection: Any, row_factory: Any = None) -> Any:
     """A cursor for the consumer's statements, on a connection of either kind."""
-    kind: Any = _ConsumerCursor if isinstance(connection, Connection) else _AsyncConsumerCursor
-    return kind(connection, row_factory=row_factory)
+    kind: Any = OwnCursor if isinstance(connection, Connection) else AsyncOwnCursor
+    return kind(connection, _adapters[connection], row_factory)
 
 
 class ConnectionFactory:
@@ -129,8 +112,9 @@ class ConnectionFactory:
     If the wait for a connection is cancelled, the connection is closed as soon as it is open: none leaks.
     """
 
-    def __init__(self, source: str | Callable[[], Any], application: str) -> None:
+    def __init__(self, source: str | Callable[[], Any], application: str, json_loads: JsonLoads | None = None) -> None:
         self._source = source
+        self._adapters = client_adapters(json_loads)
         self._conninfo = ""
         if isinstance(source, str):
             self._conninfo = complete_conninfo(source, application, **_DEFAULTS)
@@ -148,10 +132,9 @@ class ConnectionFactory:
             if not connection.autocommit:
                 await done(connection.commit())
                 await done(connection.set_autocommit(True))
-            _adapters[connection] = adapters = AdaptersMap(connection.adapters)
-            for dumper in (ListBinaryDumper, ListDumper):  # lists are arrays, even if the user adapts them to JSON
-                adapters.register_dumper(list, dumper)
+            _adapters[connection] = self._adapters
             if _codec_of(connection):
+                _adapters[connection] = adapters = Adapters(self._adapters)
                 adapters.register_dumper(str, _FittingStrDumper)
                 adapters.register_dumper(Jsonb, _FittingJsonbDumper)
             correction = correction_statement(connection)
@@ -185,6 +168,7 @@ class ConnectionFactory:
             made = self._source()
         if on_loop and inspect.isawaitable(made):
             made = await made
+        await self._refuse_pooled(made)
         if on_loop and isinstance(made, Connection):
             return _AdoptedConnection(made)
         if not isinstance(made, kind):
@@ -192,6 +176,16 @@ class ConnectionFactory:
             name = f"{type(made).__module__}.{type(made).__qualname__}"
             raise TypeError(f"invalid conninfo: the function returned a {name}; must return a new connection")
         return made
+
+    async def _refuse_pooled(self, made: Any) -> None:
+        """Raise `TypeError` for a connection of a pool, which the consumer would not return to the pool."""
+        if (pool := getattr(made, "_pool", None)) is not None:
+            await done(pool.putconn(made))
+            raise TypeError(
+                f"invalid conninfo: the function returned a connection of pool {pool.name!r} with max_size"
+                f" {pool.max_size}, and a consumer keeps its connections: three, and one for each handler in a"
+                " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
+            )
 
 
 class _AdoptedConnection(AsyncConnection[Any]):

@@ -161,10 +161,15 @@ class _Base(Settings):
         self._runtime = runtime = Runtime(self, self._stats)
         self._workers = self._kind(self, runtime.connections)
         poller = Poller(runtime, self._workers)
+        tasks: list[asyncio.Task[None]] = []
         self._apply()
         try:
+            if self.liveness_file is not None:
+                self.touch_liveness_file()
+                tasks.append(asyncio.create_task(runtime.show_liveness()))
             await poller.run(self._found)
         finally:
+            await end_tasks(tasks)
             self._loop = self._runtime = self._workers = None
 
 
@@ -208,6 +213,10 @@ class Consumer(_Base):
             only while the earlier ones have none ready. `delivery.queue_name` is the queue of a message. A claim lasts
             for the shortest visibility timeout of the queues. One that is dropped while the consumer runs, and created
             again, does not stop the others.
+        json_loads: the function that reads payloads and headers, from bytes; by default that of the module `json`.
+        give_up_after: for how long the database may be unreachable, at the start and later, before the consumer stops
+            and raises its error; None: it waits for ever, and logs.
+        liveness_file: a file that is touched every five seconds while the event loop of the consumer runs.
 
     Raises:
         ValueError: for a value out of its bounds.
@@ -227,8 +236,8 @@ class Consumer(_Base):
         """Consume in this thread until `stop` or `request_stop` is called.
 
         In the main thread SIGINT and SIGTERM stop it, too, if the program has set no handlers for them. After a second
-        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises what connecting
-        raises, `QueueNotFound`, and `RuntimeError` if it is running already.
+        signal it is stopped by force, and `SystemExit` is raised; a third ends the process. Raises `QueueNotFound`,
+        what connecting raises after `give_up_after`, and `RuntimeError` if it is running already.
         """
         run_to_end(self._run())
 

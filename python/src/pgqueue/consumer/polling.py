@@ -17,7 +17,7 @@ from psycopg import AsyncConnection
 from .. import _calls
 from .._tasks import end_tasks, within
 from .._wording import counted
-from ..errors import InvalidArgument, QueueNotFound
+from ..errors import InvalidArgument, QueueNotFound, is_trouble
 from .connections import NoConnection
 from .handlers import HandlerCalls
 from .runtime import Runtime
@@ -240,7 +240,7 @@ class Poller:
         self._misses_queue = False  # whether a queue did not exist then
 
     async def run(self, found: "Future[None]") -> None:
-        """Consume until stopped. Raises what connecting raises at the start, `QueueNotFound`, and `InvalidArgument`.
+        """Consume until stopped. Raises `QueueNotFound`, `InvalidArgument`, and why it did not wait any longer.
 
         `found` is done as soon as the queue was found.
         """
@@ -248,6 +248,8 @@ class Poller:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._find_queues()
+            if runtime.error is not None:
+                raise runtime.error
             if runtime.is_stopping:
                 return
             if self._settings.listen and runtime.connections.proxied:
@@ -305,7 +307,7 @@ class Poller:
 
     async def _find_queues(self) -> None:
         """Read the settings of the queues for the first time. A stop ends this: a server can be slow to answer."""
-        looking = asyncio.create_task(self._look_at_queues(is_first=True))
+        looking = asyncio.create_task(self._look_when_reachable())
         looking.add_done_callback(lambda _: self._runtime.signal())
         try:
             await self._runtime.wait_until(lambda: looking.done() or self._runtime.is_stopping)
@@ -316,6 +318,18 @@ class Poller:
                 looking.result()
             except NoConnection as error:
                 raise error.__cause__ or error from None
+
+    async def _look_when_reachable(self) -> None:
+        while True:
+            try:
+                return await self._look_at_queues(is_first=True)
+            except NoConnection:
+                raise  # a fault of the user's function
+            except (psycopg.Error, OSError) as error:
+                if not is_trouble(error):
+                    raise
+                self._runtime.failed("connection", error)
+            await self._runtime.pause_after_failure()
 
     async def _poll(self) -> None:
         runtime = self._runtime
@@ -351,6 +365,8 @@ class Poller:
                 runtime.failed("queue", missing)
             raise missing
         runtime.succeeded("queue")
+        if is_first:
+            runtime.succeeded("connection")
         names = [info.name for info in found]
         if names != claims.queue_names:
             for name in set(names) ^ set(claims.queue_names):

@@ -75,6 +75,11 @@ class CircuitBreaker:
         if self.state == "armed" and self._clock() - min(since for since, _ in self._failing.values()) >= self.after:
             self._become("open")
 
+    def failing_for(self, kind: str) -> float:
+        """For how many seconds a kind of work has failed."""
+        now = self._clock()
+        return now - self._failing.get(kind, (now, 0))[0]
+
     def _become(self, state: CircuitState) -> None:
         self.state = state
         self.changes.append(state)
@@ -86,7 +91,7 @@ class Runtime:
     def __init__(self, settings: Settings, stats: ConsumerStats) -> None:
         self.settings = settings
         self.stats = stats
-        self.connections = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}")
+        self.connections = ConnectionFactory(settings.conninfo, f"pgqueue {settings.queue_name}", settings.json_loads)
         # A claim that a crash of the server undoes is delivered again, so claims need not wait for the disk.
         self.claiming = SharedConnection(self.connections, _calls.NO_COMMIT_WAIT)
         self.settling = SharedConnection(self.connections)
@@ -168,6 +173,15 @@ class Runtime:
             self.succeeded(one)
         return rows
 
+    async def show_liveness(self) -> None:
+        """Touch the liveness file, endlessly."""
+        while True:
+            await asyncio.sleep(timings.liveness)
+            try:
+                self.settings.touch_liveness_file()
+            except OSError as error:
+                self.log(logging.WARNING, f"liveness_file: {error}")
+
     async def close(self) -> None:
         """Close the connections."""
         await self.claiming.close()
@@ -178,11 +192,11 @@ class Runtime:
         self.breaker.succeeded(kind)
         self._tell_circuit()
 
-    def failed(self, kind: str, error: BaseException) -> None:
+    def failed(self, kind: str, error: Exception) -> None:
         """Note that a kind of work failed, for the circuit breaker.
 
-        Conflicts with other transactions are not counted. Of several queues, a missing one is counted only if all are
-        missing.
+        If the database has been unreachable for `give_up_after`, the consumer stops. Conflicts with other transactions
+        are not counted. Of several queues, a missing one is counted only if all are missing.
         """
         if is_conflict(error) or (kind == "settle" and isinstance(error, LockNotAvailable)):
             return
@@ -194,11 +208,14 @@ class Runtime:
         pause = self.breaker.failed(kind)
         self.log(level, f"{_one_line(error)}; the next attempt follows in {pause:.1f} s")
         self._not_before = time.monotonic() + pause
+        limit = self.settings.give_up_after
         if kind == "connection":  # If only handlers are in trouble, the claims must be kept.
             self._connect_at = self._not_before
-        self._tell_circuit()
+            if limit is not None and self.breaker.failing_for(kind) >= limit.total_seconds():
+                self.stop_with(error)
+        self._tell_circuit(f", at last because of {_one_line(error)}")
 
-    def _tell_circuit(self) -> None:
+    def _tell_circuit(self, reason: str = "") -> None:
         while self.breaker.changes:
             self.stats.circuit = state = self.breaker.changes.pop(0)
             self.event("circuit", detail=state)
@@ -206,7 +223,7 @@ class Runtime:
                 self._call(self.settings.on_circuit, state)
             if state == "open":
                 after = self.settings.circuit_breaker_after
-                self.critical(None, f"nothing has succeeded for {after}: slowed down to one")
+                self.critical(None, f"nothing has succeeded for {after}{reason}: slowed down to one")
             elif state == "closed":
                 self.log(logging.INFO, "works again")
             self.signal()

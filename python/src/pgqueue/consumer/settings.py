@@ -6,6 +6,8 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from psycopg import ProgrammingError
@@ -74,6 +76,9 @@ class Settings:
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
     also: Sequence[str] = ()
+    json_loads: Callable[[bytes], Any] | None = None
+    give_up_after: timedelta | None = None
+    liveness_file: str | PathLike[str] | None = None
     slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
@@ -91,7 +96,13 @@ class Settings:
         for made in (function, type(function).__call__):
             if inspect.isgeneratorfunction(made) or inspect.isasyncgenfunction(made):
                 raise TypeError("invalid handler: is a generator function, of which a call runs nothing")
-        for name, arguments in (("on_failure", 1), ("on_critical", 2), ("on_circuit", 1), ("observe", 1)):
+        for name, arguments in (
+            ("on_failure", 1),
+            ("on_critical", 2),
+            ("on_circuit", 1),
+            ("observe", 1),
+            ("json_loads", 1),
+        ):
             if (callback := getattr(self, name)) is not None:
                 _check_callable(name, callback, arguments)
                 if name != "on_failure" and is_async(callback):
@@ -116,6 +127,10 @@ class Settings:
         for name in ("grace_period", "circuit_breaker_after"):
             if as_duration(name, getattr(self, name)) < timedelta(0):
                 raise ValueError(f"invalid {name}: {getattr(self, name)}; must not be negative")
+        if self.give_up_after is not None and as_duration("give_up_after", self.give_up_after) < timedelta(0):
+            raise ValueError(f"invalid give_up_after: {self.give_up_after}; must not be negative")
+        if self.liveness_file is not None and not isinstance(self.liveness_file, (str, PathLike)):
+            raise TypeError(f"invalid liveness_file: {self.liveness_file!r:.200}; must be a path")
         if self.handler_timeout is not None and as_duration("handler_timeout", self.handler_timeout) <= timedelta(0):
             raise ValueError(f"invalid handler_timeout: {self.handler_timeout}; must be above 0")
         self.also = tuple(many("also", self.also))
@@ -127,6 +142,11 @@ class Settings:
         self.claimed_by = self.claimed_by or f"{socket.gethostname()}:{os.getpid()}:{self.queue_name}"
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
+
+    def touch_liveness_file(self) -> None:
+        """Show that the event loop runs, if there is a file for that. Raises `OSError`."""
+        if self.liveness_file is not None:
+            Path(self.liveness_file).touch()
 
     @property
     def queue_names(self) -> list[str]:

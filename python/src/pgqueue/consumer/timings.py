@@ -29,6 +29,7 @@ class Timings:
     registration: float = 20.0  # for which senders notify after a consumer has begun to wait
     probe: float = 5.0  # for the notification that shows that LISTEN works
     longest_listen_pause: float = 30.0  # before another connection is opened to listen
+    liveness: float = 5.0  # between two touches of the liveness file
     settings_read: float = 60.0  # between two readings of the settings of the queues
     settings_read_missing: float = 5.0  # the same while one of the queues does not exist
 

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from starlette.types import Send
 
 from ...client import AsyncQueue
@@ -43,7 +44,7 @@ class Target:
         """The queue on a connection. With `keyed`, responses can be stored in its database."""
         async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
             try:
-                yield AsyncQueue(connection, self.name)
+                yield AsyncQueue(connection, self.name, json_loads=msgspec.Raw)
             except QueueNotFound:
                 raise queue_not_found(self.name) from None
 

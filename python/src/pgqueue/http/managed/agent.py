@@ -256,8 +256,8 @@ class Agent:
         async with self._databases.control() as connection:
             letters = await AsyncQueue(connection, self._settings.tasks.queue).browse_dead_messages(max_messages=100)
         for letter in letters:
-            with suppress(KeyError, TypeError, ValueError):  # msgspec's errors are ValueErrors
-                task_id = UUID(msgspec.json.decode(letter.payload)["task_id"])
+            with suppress(KeyError, TypeError, ValueError):
+                task_id = UUID(letter.payload["task_id"])
                 await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
             async with self._databases.control() as connection:
                 await AsyncQueue(connection, self._settings.tasks.queue).purge_dead_messages([letter.id])

@@ -110,7 +110,8 @@ def replay(
     name = app_id if app_id is not None else _digest(str(folder), queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = resolve_conninfo(dsn)
-    _check_queues(existing_archive(spark, folder), dsn, names or [])
+    if names:
+        _check_queues(existing_archive(spark, folder), dsn, names)
     was_done, sent = _committed(dsn, commit_name(name, queue), version)
     set_active_session(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
@@ -163,8 +164,11 @@ def redrive_where(
         Queue(connection, queue).get_queue()
         if app_id is not None and not _record_commit(connection, commit_name(app_id, queue), version):
             return Redriven(len(chosen), 0, True)
-        (row,) = connection.execute(_REDRIVE, values).fetchall()
-        return Redriven(len(chosen), row[0], False)
+        redriven = 0
+        # With a statement_timeout, one call may leave some of them.
+        while moved := connection.execute(_REDRIVE, values).fetchall()[0][0]:
+            redriven += moved
+        return Redriven(len(chosen), redriven, False)
 
 
 def _check_name(queue: str, app_id: str, version: int) -> None:

@@ -1,0 +1,131 @@
+begin;
+-- The locks make test files wait for each other: this file attaches tables and stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+lock table pgqueue.archived_messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+create function pg_temp.pass(span interval) returns void language sql
+as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
+
+select plan(56);
+
+-- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
+select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
+select set_config('test.large', :'large', true) \g /dev/null
+
+create function pg_temp.left_in(queue text) returns bigint language plpgsql
+as $$ begin return (select count(*) from pgqueue.messages m where m.queue_name = queue); end $$;
+-- A queue with 60 messages that no claim returns any more, and a healthy one behind them.
+create function pg_temp.spend(queue text, kind jsonb, expires boolean default false) returns bigint language plpgsql as $$
+declare
+    healthy bigint;
+begin
+    perform pgqueue.create_queue(queue, visibility_timeout => '30 s', max_attempts => 1, dead_letter_expired => true,
+        dedicated => kind ? 'dedicated', group_limit => (kind ->> 'group_limit')::int, priorities => kind ? 'priorities');
+    perform pgqueue.enqueue_batch(queue, bodies => array_fill(current_setting('test.large')::bytea, array[60]),
+        expires_in => case when expires then interval '40 s' end,
+        group_keys => case when kind ? 'group_limit' then (select array_agg('group ' || n) from generate_series(1, 60) n) end);
+    healthy := pgqueue.enqueue(queue, '"healthy"', group_key => case when kind ? 'group_limit' then 'healthy' end);
+    update pgqueue.messages set max_attempts = case when expires then 5 else max_attempts end + (id = healthy)::int where queue_name = queue;
+    perform pgqueue.claim(queue, 100);
+    perform pg_temp.pass('41 s');
+    return healthy;
+end;
+$$;
+create function pg_temp.claims(queue text, verb text, kind jsonb, expires boolean default false) returns setof text language plpgsql as $$
+declare
+    healthy constant bigint := pg_temp.spend(queue, kind, expires);
+    found_ids bigint[] := '{}';
+    n int := 0;
+begin
+    execute format('select array_agg(m.id) from pgqueue.%I(%L) m', verb, queue) into found_ids;
+    return next cmp_ok(pg_temp.left_in(queue), '>=', 60::bigint - 24, format('%s: one %s removes spent messages of about 1 MB', queue, verb));
+    while pg_temp.left_in(queue) > 1 and n < 60 loop
+        n := n + 1;
+        execute format('select %L::bigint[] || array_agg(m.id) from pgqueue.%I(%L) m', found_ids, verb, queue) into found_ids;
+    end loop;
+    return next is(array_remove(found_ids, null), array[healthy], format('%s: the healthy message is returned', queue));
+    return next is((select count(*) from pgqueue.dead_messages d where d.queue_name = queue), 60::bigint, format('%s: later calls remove the rest', queue));
+    return next is((select count(distinct d.body) from pgqueue.dead_messages d where d.queue_name = queue and d.body = current_setting('test.large')::bytea), 1::bigint,
+        format('%s: dead letters have the body of their messages', queue));
+    return next is((select s.dead_total from pgqueue.stats(queue) s), 60::bigint, format('%s: each dead letter is counted once', queue));
+end;
+$$;
+select pg_temp.claims('slices-claim', 'claim', '{}');
+select pg_temp.claims('slices-receive', 'receive', '{"dedicated": true}');
+select pg_temp.claims('slices-expired', 'claim', '{}', true);
+select pg_temp.claims('slices-groups', 'claim', '{"group_limit": 1}');
+select pg_temp.claims('slices-wide-groups', 'claim', '{"group_limit": 2}');
+select pg_temp.claims('slices-priorities', 'claim', '{"priorities": true}');
+
+-- A ready message is found in the call that leaves spent ones before it.
+select pg_temp.spend('slices-ready', '{}') as healthy \gset
+select is((select array_agg(m.id) from pgqueue.claim('slices-ready') m), array[:healthy]::bigint[], 'a claim returns a ready message although it leaves spent messages before it');
+select cmp_ok(pg_temp.left_in('slices-ready'), '>', 1::bigint, 'that claim has left spent messages');
+
+-- Without time, as after half of statement_timeout: the clock of this file is years ahead of the statement.
+create function pg_temp.repeats(queue text, verb text, n bigint, of bigint) returns setof text language plpgsql as $$
+declare
+    counts bigint[] := '{}';
+    done bigint;
+begin
+    loop
+        execute format('select pgqueue.%I(%L)', verb, queue) into done;
+        exit when done = 0;
+        counts := counts || done;
+    end loop;
+    return next cmp_ok(counts[1], '<=', n, verb || ' ends when half of statement_timeout has passed');
+    return next is((select sum(c) from unnest(counts) as c)::bigint, of, verb || ' does the rest when it is repeated until it returns 0');
+end;
+$$;
+select pg_temp.spend('slices-verbs', '{}') as healthy \gset
+set local statement_timeout = '1 d';
+select is((select array_agg(m.id) from pgqueue.claim('slices-verbs') m), array[:healthy]::bigint[], 'a claim without time returns ready messages');
+select is(pg_temp.left_in('slices-verbs'), 61::bigint, 'a claim without time removes no spent message');
+select pg_temp.repeats('slices-verbs', 'sweep_queue', 3, 60);
+select pg_temp.repeats('slices-verbs', 'redrive', 3, 60);
+select pg_temp.repeats('slices-verbs', 'purge_queue', 3, 61);
+select pg_temp.spend('slices-verbs-2', '{}') as healthy \gset
+select pg_temp.repeats('slices-verbs-2', 'redrive', 3, 60);
+select pg_temp.spend('slices-verbs-3', '{}') as healthy \gset
+select pg_temp.repeats('slices-verbs-3', 'purge_dead_messages', 3, 60);
+select pg_temp.repeats('slices-verbs-3', 'purge_queue', 3, 1);
+select pgqueue.create_queue('slices-verbs-4', dead_letter_expired => true) \g /dev/null
+select pgqueue.enqueue_batch('slices-verbs-4', bodies => array_fill(current_setting('test.large')::bytea, array[80]), expires_in => '10 s',
+    delays => (select array_agg(case when n % 2 = 0 then interval '1 h' else '0 s' end) from generate_series(1, 80) n)), pg_temp.pass('11 s') \g /dev/null
+select pg_temp.repeats('slices-verbs-4', 'purge_expired', 3, 80);
+select is((select count(*) from pgqueue.dead_messages d where d.queue_name = 'slices-verbs-4' and d.body = current_setting('test.large')::bytea), 80::bigint, 'dead letters of purge_expired have the body of their messages');
+set local statement_timeout = 0;
+select is(pgqueue.redrive('slices-verbs-4'), 80, 'without statement_timeout redrive returns all dead letters in one call');
+
+-- Messages that come due.
+select cmp_ok((select count(*) from pgqueue.claim('slices-verbs-4', 100)), '<', 80::bigint, 'a claim does not move 5 MB of due messages at once');
+create function pg_temp.claim_all(queue text) returns bigint language plpgsql as $$
+declare
+    found bigint;
+    all_found bigint := 0;
+begin
+    loop
+        select count(*) into found from pgqueue.claim(queue, 100);
+        exit when found = 0;
+        all_found := all_found + found;
+    end loop;
+    return all_found;
+end;
+$$;
+select cmp_ok(pg_temp.claim_all('slices-verbs-4'), '>', 0::bigint, 'later claims return the other messages that are due');
+select is(pg_temp.left_in('slices-verbs-4'), 80::bigint, 'every message that was due has been moved once');
+
+-- Acknowledged messages whose day has no partition.
+select pgqueue.create_queue('slices-archive', archive_for => '1 day') \g /dev/null
+insert into pgqueue.unfiled_messages (id, queue_name, enqueued_at, finished_at, attempt_count, max_attempts, body)
+select n, 'slices-archive', now(), pgqueue._now(), 1, 5, current_setting('test.large')::bytea from generate_series(1, 20) n;
+select pgqueue._on_housekeeping_due_archive(pgqueue._now()) \g /dev/null
+select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), '>=', 14::bigint, 'the housekeeping of a claim files unfiled messages of about 256 kB');
+select cmp_ok((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), '<', 20::bigint, 'the housekeeping of a claim files some unfiled messages');
+select count(*) from pgqueue.maintain_archive() \g /dev/null
+select is((select count(*) from pgqueue.unfiled_messages u where u.queue_name = 'slices-archive'), 0::bigint, 'maintain_archive files the other unfiled messages');
+
+select * from finish();
+rollback;
