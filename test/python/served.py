@@ -232,6 +232,14 @@ def in_process(config: Path, role: Literal["all", "controller"] = "all", ready: 
         yield application
 
 
+def needs() -> dict[str, Any]:
+    """What each route of the application needs, by its method and path."""
+    from pgqueue.http import Service, Settings, create_app
+
+    app = create_app(Settings("", {"one": Service("one", "", ("one",))}, {}), "controller")
+    return {route.name: route.need for route in app.routes}
+
+
 def rights(site: Site) -> dict[str, list[str]]:
     """The users of the server that the tests of a run share, besides admin, by their rights."""
     elsewhere = f"{SERVICE}/{site.databases[1]}/*"

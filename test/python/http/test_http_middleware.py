@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pgqueue.http.page.requests import error_page
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.security.admission import Admission
+    from pgqueue.http.security.rights import NOTHING
     from pgqueue.http.security.sessions import Sessions
     from pgqueue.http.security.tokens import Tokens
     from pgqueue.http.security.users import hash_password
@@ -54,7 +55,7 @@ def wrap(app: Any, seconds: float) -> Edge:
         await app(call.scope, call.receive, send)
 
     table = Table()
-    table.add([Route("GET", "/healthz", endpoint)])
+    table.add([Route("GET", "/healthz", NOTHING, endpoint)])
     return Edge(context, table, app, error_page)
 
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 from clients import PATIENCE
 from hypothesis import example, given
 from hypothesis import strategies as st
-from served import ACCESSES, ADMIN, HASH
+from served import ACCESSES, ADMIN, HASH, needs
 
 if TYPE_CHECKING:
     from pgqueue.http import Service, Settings, User, create_app, memory
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pgqueue.http.errors import ApiError
     from pgqueue.http.json_text import DEPTH_LIMIT, json_size, read_json
     from pgqueue.http.page.requests import message_ids
-    from pgqueue.http.security.rights import NEEDS, parse_rights
+    from pgqueue.http.security.rights import parse_rights
 
     USERS = {
         ADMIN[0]: User(HASH),
@@ -413,7 +413,8 @@ async def test_the_body_of_a_request_that_the_user_may_not_make_is_not_read(
         answer = await web.post(path, content=parts(), headers=given, auth=(user, ADMIN[1]))
         return answer.status_code, read
 
-    routes = [each for each in NEEDS if re.match("POST /(v1|managed-services)/.*({queue_name}|/publish)", each)]
+    needed = needs()
+    routes = [each for each in needed if re.match("POST /(v1|managed-services)/.*({queue_name}|/publish)", each)]
     assert len(routes) > 10
     for route in routes:
         assert await call("nobody", "q") == (403 if route.endswith("/publish") else 404, False), route
@@ -423,7 +424,7 @@ async def test_the_body_of_a_request_that_the_user_may_not_make_is_not_read(
             assert await call(ADMIN[0], "Q") == (404, False), route
         for access in ACCESSES:
             status, was_read = await call(f"the-{access}", "q")
-            if access not in NEEDS[route].accesses:
+            if access not in needed[route].accesses:
                 assert (status, was_read) == (403, False), (route, access)
             else:
                 assert status != 403, (route, access)

@@ -16,7 +16,7 @@ import httpx
 import psycopg
 import pytest
 from clients import PATIENCE
-from served import ACCESSES, ADMIN, PROXY, SERVICE, Server, configuration, in_process, new_name, rights
+from served import ACCESSES, ADMIN, PROXY, SERVICE, Server, configuration, in_process, needs, new_name, rights
 
 if TYPE_CHECKING:
     from pgqueue.http import Settings
@@ -48,38 +48,17 @@ def orders(web: Server) -> None:
     web.create("invoice-1")
 
 
-def routes(given: Any) -> set[str]:
-    found = set()
-    for route in given:
-        inner = getattr(route, "original_router", None)  # of a router that was included
-        found |= (
-            routes(inner.routes)
-            if inner
-            else {f"{method} {route.path}" for method in getattr(route, "methods", ()) if method != "HEAD"}
-        )
-    return found
-
-
-def test_every_route_has_an_entry_in_the_table_of_needs(settings: "Settings") -> None:
-    from pgqueue.http import create_app
-    from pgqueue.http.security.rights import NEEDS
-
-    found = routes(create_app(settings, "controller").routes)
-    assert found == set(NEEDS)
-
-
 def test_direct_routes_need_the_accesses_of_their_sql_functions() -> None:
-    from pgqueue.http.security.rights import NEEDS
-
     matrix = dict(re.findall(r"\('(\w+)', '\{([\w,]+)\}'", (ROOT / "sql/grants.sql").read_text()))
+    found = needs()
     verbs = {
         route: OLD_NAMES.get(verb := route.rpartition("/")[2], verb)
-        for route in NEEDS
+        for route in found
         if route.startswith(("GET /v1", "POST /v1"))
     }
     for route, verb in verbs.items():
         if verb in matrix:
-            assert set(NEEDS[route].accesses) == set(matrix[verb].split(",")) & set(ACCESSES), route
+            assert set(found[route].accesses) == set(matrix[verb].split(",")) & set(ACCESSES), route
     assert [*verbs.values()].count("purge_dead_messages") == 2
 
 
@@ -112,11 +91,9 @@ def code(answer: httpx.Response) -> str:
 
 
 def test_a_user_may_call_exactly_what_an_access_allows(web: Server) -> None:
-    from pgqueue.http.security.rights import NEEDS
-
     database = web.site.databases[0]
     users = {name: allow for name, allow in rights(web.site).items() if name in (*LIMITED, "elsewhere", "none")}
-    for route, need in NEEDS.items():
+    for route, need in needs().items():
         creates = route in ("POST /managed-services/{service_id}/queues", "POST /create")
         own = "order-1" if creates else "order-none"  # exists, so it is not created again
         for user, allow in users.items():
@@ -371,14 +348,12 @@ def test_a_log_in_begins_a_session_and_a_log_out_ends_it(browser: httpx.Client, 
 
 
 def test_a_form_of_a_session_needs_its_token(browser: httpx.Client, web: Server) -> None:
-    from pgqueue.http.security.rights import NEEDS
-
     log_in(browser)
     other = httpx.Client(base_url=web.url, timeout=PATIENCE, trust_env=False)
     log_in(other)
     foreign = csrf(other.get("/"))
     other.close()
-    posts = [each.split()[1].replace("{action}", "pause") for each in NEEDS if each.startswith("POST ")]
+    posts = [each.split()[1].replace("{action}", "pause") for each in needs() if each.startswith("POST ")]
     pages = [path for path in posts if not path.startswith(("/v1", "/managed", "/login"))]
     assert "/logout" in pages
     for path in pages:

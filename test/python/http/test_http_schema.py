@@ -10,7 +10,7 @@ import pytest
 from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import floats
-from served import ADMIN, SERVICE, Server, new_name
+from served import ADMIN, SERVICE, Server, needs, new_name
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::pytest.PytestWarning")
 
@@ -37,8 +37,6 @@ def orders(web: Server) -> str:
 def test_the_schema_is_valid(web: Server) -> None:
     import schemathesis
 
-    from pgqueue.http.security.rights import NEEDS
-
     document = web.get("/openapi.json").json()
     loaded = schemathesis.openapi.from_dict(document)
     loaded.validate()
@@ -46,7 +44,7 @@ def test_the_schema_is_valid(web: Server) -> None:
         each: {"type": "http", "scheme": each} for each in ("basic", "bearer")
     }
     described = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
-    routes = {route for route in NEEDS if re.match("[A-Z]+ /(v1|managed-services)/", route)}
+    routes = {route for route in needs() if re.match("[A-Z]+ /(v1|managed-services)/", route)}
     of_older_clients = {"POST messages", "POST ack-batch", "GET dead-letters", "POST purge-dead-letters"}
     assert {re.sub("/v1/queues/{queue_name}/", "", route) for route in routes - described} == of_older_clients
     paths = {path for path in document["paths"] if path.startswith("/managed-services")}

@@ -19,7 +19,7 @@ from .decoding import check_shape, check_text, convert, decode
 from .errors import ApiError, from_http_status
 from .idempotency import Answer, EffectKey, fingerprint
 from .memory import BodyMemory, run_beside
-from .security.rights import current
+from .security.rights import Need, current
 
 __all__ = ["Call", "ClientDisconnect", "Endpoint", "Operation", "Route", "Table", "respond"]
 
@@ -162,6 +162,7 @@ class Route:
 
     method: str
     path: str
+    need: Need  # the right of the user
     endpoint: Endpoint
     operation: Operation | None = None
     is_page: bool = False
@@ -173,7 +174,7 @@ class Route:
 
     @property
     def name(self) -> str:
-        """Its key in `NEEDS`."""
+        """Its method and path."""
         return f"{self.method} {self.path}"
 
 

@@ -22,7 +22,7 @@ from .errors import ApiError, error_body, from_database_error, from_http_status
 from .idempotency import Answer
 from .memory import PART_BYTES, Bodies, BodyMemory
 from .security.audit import Audit
-from .security.rights import begin, current_user
+from .security.rights import begin, current_user, require
 
 __all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "Edge"]
 
@@ -111,6 +111,7 @@ class Edge:
                 return
             route, names = self._table.find(scope["method"], scope["path"])
             scope["route"] = route
+            require(route.need)
             await route.endpoint(Call(self._context, self._table, names, scope, headers, receive), response.send)
         except ClientDisconnect:
             await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it

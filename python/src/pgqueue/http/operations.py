@@ -6,7 +6,7 @@ from starlette.types import Send
 
 from .calls import Call, Operation, Route
 from .errors import ApiError
-from .security.rights import require
+from .security.rights import NOTHING, Need
 
 __all__ = ["ROUTES", "send_text"]
 
@@ -40,16 +40,15 @@ async def _readyz(call: Call, send: Send) -> None:
 
 async def _metrics(call: Call, send: Send) -> None:
     """Metrics for Prometheus. The depths are those of the last sample, so a scrape costs the databases nothing."""
-    require("GET /metrics")
     await send_text(send, call.context.metrics.exposition(), "text/plain; version=0.0.4; charset=utf-8")
 
 
-def _route(path: str, endpoint: object, errors: tuple[int, ...]) -> Route:
-    return Route("GET", path, endpoint, Operation(endpoint.__doc__ or "", "operations", errors=errors))  # type: ignore[arg-type]
+def _route(path: str, need: Need, endpoint: object, errors: tuple[int, ...]) -> Route:
+    return Route("GET", path, need, endpoint, Operation(endpoint.__doc__ or "", "operations", errors=errors))  # type: ignore[arg-type]
 
 
 ROUTES: Final = [
-    _route("/healthz", _healthz, ()),
-    _route("/readyz", _readyz, (503,)),
-    _route("/metrics", _metrics, (401, 403, 413, 422, 429, 503)),
+    _route("/healthz", NOTHING, _healthz, ()),
+    _route("/readyz", NOTHING, _readyz, (503,)),
+    _route("/metrics", Need(("admin", "reader"), "all"), _metrics, (401, 403, 413, 422, 429, 503)),
 ]

@@ -14,7 +14,7 @@ from ..errors import ApiError
 from ..idempotency import Answer
 from ..json_text import check_json, encode
 from ..memory import run_beside
-from ..security.rights import current
+from ..security.rights import ADMIN, CONSUMER, LISTS, PRODUCER, READER, SEES, SENDER, current
 from ..statements import fetch
 from .claims import BROWSE_DEAD_MESSAGES, claim_from, claim_from_any, listed, seconds, storable_text
 from .structs import (
@@ -54,7 +54,7 @@ _NACK: Final = b"select pgqueue.nack($1, $2, $3, $4, $5, $6)"
 _EXTEND: Final = b"select pgqueue.extend($1, $2, $3, $4)"
 
 
-@verb("enqueue", MessageIds, EnqueueDirect, status=201, old_name="messages")
+@verb("enqueue", PRODUCER, MessageIds, EnqueueDirect, status=201, old_name="messages")
 async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     await run_beside(len(target.body), check_sizes, body.messages, target.body)
@@ -69,7 +69,7 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
     return answer
 
 
-@verb("claim", ClaimedMessages, Claim)
+@verb("claim", CONSUMER, ClaimedMessages, Claim)
 async def claim(target: Target, body: Claim) -> Answer:
     """Claim up to 100 messages. Waits up to 20 seconds for the first; the list is empty if there was none.
 
@@ -79,7 +79,7 @@ async def claim(target: Target, body: Claim) -> Answer:
     return await claim_from(target, body)
 
 
-@verb.of_database("/v1/queues/claim_any", ClaimedFromQueues, ClaimAny)
+@verb.of_database("/v1/queues/claim_any", CONSUMER, ClaimedFromQueues, ClaimAny)
 async def claim_any(call: Call) -> Answer:
     """Claim up to 100 messages from several queues of a database, in the order given, as `claim` does from one."""
     body, _ = await call.json(ClaimAny)
@@ -88,7 +88,7 @@ async def claim_any(call: Call) -> Answer:
     return await claim_from_any(targets, body)
 
 
-@verb.of_database("/v1/queues", ListedSettings)
+@verb.of_database("/v1/queues", LISTS, ListedSettings)
 async def list_queues(call: Call) -> Answer:
     """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
     context = call.context
@@ -104,13 +104,13 @@ async def list_queues(call: Call) -> Answer:
     return Answer(200, encode({"queues": seen}))
 
 
-@verb("ack", Done, Ack, errors=_SETTLE_ERRORS)
+@verb("ack", CONSUMER, Done, Ack, errors=_SETTLE_ERRORS)
 async def ack(target: Target, body: Ack) -> Answer:
     """Acknowledge a message: it is done and deleted. 410 if the claim was lost."""
     return await _settle(target, body, "acked", _ACK)
 
 
-@verb("ack_batch", Count, AckBatch, old_name="ack-batch")
+@verb("ack_batch", CONSUMER, Count, AckBatch, old_name="ack-batch")
 async def ack_batch(target: Target, body: AckBatch) -> Answer:
     """Acknowledge messages of one claim. Returns how many were still claimed."""
 
@@ -121,7 +121,7 @@ async def ack_batch(target: Target, body: AckBatch) -> Answer:
     return await _run_and_count(target, "acked", acknowledge)
 
 
-@verb("nack", Done, Nack, errors=_SETTLE_ERRORS)
+@verb("nack", CONSUMER, Done, Nack, errors=_SETTLE_ERRORS)
 async def nack(target: Target, body: Nack) -> Answer:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
     headers = text_of(body.headers)
@@ -131,20 +131,20 @@ async def nack(target: Target, body: Nack) -> Answer:
     return await _settle(target, body, "nacked", _NACK, *values)
 
 
-@verb("extend", Done, Extend, errors=_SETTLE_ERRORS)
+@verb("extend", CONSUMER, Done, Extend, errors=_SETTLE_ERRORS)
 async def extend(target: Target, body: Extend) -> Answer:
     """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
     return await _settle(target, body, "extended", _EXTEND, seconds(body.visibility_timeout_seconds))
 
 
-@verb("stats", DirectStats)
+@verb("stats", SEES, DirectStats)
 async def stats(target: Target) -> Answer:
     """The depth of a queue. Cheap on a deep queue."""
     async with target.queue() as queue:
         return Answer(200, encode(await queue.stats()))
 
 
-@verb("browse_dead_messages", DeadLetters, query=Page, old_name="dead-letters")
+@verb("browse_dead_messages", READER, DeadLetters, query=Page, old_name="dead-letters")
 async def browse_dead_messages(target: Target, page: Page) -> Answer:
     """Dead letters by id, starting after `after_id`."""
     async with target.queue() as queue:
@@ -152,25 +152,25 @@ async def browse_dead_messages(target: Target, page: Page) -> Answer:
     return Answer(200, listed("dead_messages", rows))
 
 
-@verb("redrive", Count, Redrive)
+@verb("redrive", ADMIN, Count, Redrive)
 async def redrive(target: Target, body: Redrive) -> Answer:
     """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
     return await _run_and_count(target, "redriven", lambda queue: queue.redrive(body.max_messages, body.ids))
 
 
-@verb("purge_dead_messages", Count, Ids, old_name="purge-dead-letters")
+@verb("purge_dead_messages", ADMIN, Count, Ids, old_name="purge-dead-letters")
 async def purge_dead_messages(target: Target, body: Ids) -> Answer:
     """Delete dead letters, all or those in `ids`. Returns how many."""
     return await _run_and_count(target, "purged", lambda queue: queue.purge_dead_messages(body.ids))
 
 
-@verb("cancel", Cancelled, Cancel)
+@verb("cancel", SENDER, Cancelled, Cancel)
 async def cancel(target: Target, body: Cancel) -> Answer:
     """Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone."""
     return await target.run_once(lambda queue: answered("cancelled", queue.cancel(body.id)))
 
 
-@verb("cancel_by_key", Cancelled, CancelByKey)
+@verb("cancel_by_key", SENDER, Cancelled, CancelByKey)
 async def cancel_by_key(target: Target, body: CancelByKey) -> Answer:
     """Remove the message that has a `dedup_key`, as `cancel` does, and make the key free."""
     return await target.run_once(lambda queue: answered("cancelled", queue.cancel_by_key(body.dedup_key)))

@@ -12,6 +12,7 @@ from ..errors import ApiError
 from ..idempotency import Answer
 from ..json_text import check_json, encode
 from ..memory import run_beside
+from ..security.rights import ADMIN, SENDER, Need
 from .structs import (
     AlterSchedule,
     CreateSchedule,
@@ -38,7 +39,7 @@ _SIZE: Final = (
 _IS_OF_QUEUE: Final = "select from pgqueue.list_schedules(queue_name => %s) s where s.name = %s"
 
 
-@verb("list_schedules", Schedules, errors=(*READ_ERRORS, 413))
+@verb("list_schedules", Need(("consumer", "admin", "reader")), Schedules, errors=(*READ_ERRORS, 413))
 async def list_schedules(target: Target) -> Answer:
     """The schedules of the queue, by name. Refused if their payloads and headers are over 8 MB."""
     async with target.queue() as queue:
@@ -49,7 +50,7 @@ async def list_schedules(target: Target) -> Answer:
         return Answer(200, encode({"schedules": await queue.list_schedules()}))
 
 
-@verb("create_schedule", NextTick, CreateSchedule, status=201)
+@verb("create_schedule", ADMIN, NextTick, CreateSchedule, status=201)
 async def create_schedule(target: Target, body: CreateSchedule) -> Answer:
     """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick.
 
@@ -64,7 +65,7 @@ async def create_schedule(target: Target, body: CreateSchedule) -> Answer:
     return await target.run_once(effect)
 
 
-@verb("alter_schedule", NextTick, AlterSchedule)
+@verb("alter_schedule", ADMIN, NextTick, AlterSchedule)
 async def alter_schedule(target: Target, body: AlterSchedule) -> Answer:
     """Change settings of a schedule. Returns the time of the next tick."""
     settings = await _settings(target, body)
@@ -73,13 +74,13 @@ async def alter_schedule(target: Target, body: AlterSchedule) -> Answer:
     )
 
 
-@verb("drop_schedule", Dropped, ScheduleName)
+@verb("drop_schedule", ADMIN, Dropped, ScheduleName)
 async def drop_schedule(target: Target, body: ScheduleName) -> Answer:
     """Drop a schedule. Messages that were claimed stay."""
     return await _run(target, body.name, lambda queues: answered("dropped", queues.drop_schedule(body.name)))
 
 
-@verb("run_schedule", MessageIds, ScheduleName, status=201)
+@verb("run_schedule", SENDER, MessageIds, ScheduleName, status=201)
 async def run_schedule(target: Target, body: ScheduleName) -> Answer:
     """Send the message of a schedule now, also if the schedule is paused. Its ticks stay as they are."""
 
@@ -92,7 +93,7 @@ async def run_schedule(target: Target, body: ScheduleName) -> Answer:
     return answer
 
 
-@verb("reschedule", Rescheduled, Reschedule)
+@verb("reschedule", SENDER, Rescheduled, Reschedule)
 async def reschedule(target: Target, body: Reschedule) -> Answer:
     """Make a message that waits for a delay or a retry due at another time."""
     return await target.run_once(lambda queue: answered("rescheduled", queue.reschedule(body.id, body.due_at)))

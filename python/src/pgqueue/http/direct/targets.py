@@ -15,7 +15,7 @@ from ..context import Context, find_database, find_service, is_queue_name
 from ..errors import queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode
-from ..security.rights import current, require
+from ..security.rights import Need, current
 from ..settings import Service
 from ..statements import note_size
 from .structs import Where
@@ -89,6 +89,7 @@ class Verbs:
     def __call__(
         self,
         name: str,
+        need: Need,
         answer: Any,
         body: Any = None,
         *,
@@ -108,14 +109,14 @@ class Verbs:
             operation = self._operation(function, body, answer, status, query, errors)
             for each in filter(None, (name, old_name)):
                 path = f"/v1/queues/{{queue_name}}/{each}"
-                endpoint = _endpoint(f"{method} {path}", function, body, query)
-                self.routes.append(Route(method, path, endpoint, operation if each == name else None))
+                endpoint = _endpoint(function, body, query)
+                self.routes.append(Route(method, path, need, endpoint, operation if each == name else None))
             return function
 
         return register
 
     def of_database(
-        self, path: str, answer: Any, body: Any = None, status: int = 200
+        self, path: str, need: Need, answer: Any, body: Any = None, status: int = 200
     ) -> Callable[[Endpoint], Endpoint]:
         """Make a function the route of a verb of a database: it is called with the request."""
 
@@ -123,11 +124,10 @@ class Verbs:
             method = "GET" if body is None else "POST"
 
             async def endpoint(call: Call, send: Send) -> None:
-                require(f"{method} {path}")
                 await respond(send, await function(call))
 
             operation = self._operation(function, body, answer, status, Where, None)
-            self.routes.append(Route(method, path, endpoint, operation))
+            self.routes.append(Route(method, path, need, endpoint, operation))
             return function
 
         return register
@@ -142,15 +142,13 @@ class Verbs:
         )
 
 
-def _endpoint(need: str, function: Function, body: Any, query: Any) -> Callable[[Call, Send], Awaitable[None]]:
+def _endpoint(function: Function, body: Any, query: Any) -> Callable[[Call, Send], Awaitable[None]]:
     async def read(call: Call, send: Send) -> None:
-        require(need)
         target = target_of(call, call.names["queue_name"])
         more = () if query is Where else (parameters(call, query),)
         await respond(send, await function(target, *more))
 
     async def change(call: Call, send: Send) -> None:
-        require(need)
         target = target_of(call, call.names["queue_name"])
         given, text = await call.json(body)
         target.key, target.body = await call.key(), text

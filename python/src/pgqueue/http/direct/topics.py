@@ -8,7 +8,7 @@ from ..enqueueing import check_message, publish_message
 from ..idempotency import Answer, run_once
 from ..json_text import encode
 from ..memory import run_beside
-from ..security.rights import ALL, current, forbidden
+from ..security.rights import ALL, SUBSCRIBER, Need, current, forbidden
 from ..settings import Service
 from .structs import Count, Publish, Subscribed, Subscriptions, Topic, Unsubscribed
 from .targets import Target, Verbs, answered
@@ -19,19 +19,19 @@ verb = Verbs("topics")
 ROUTES: Final = verb.routes
 
 
-@verb("subscribe", Subscribed, Topic)
+@verb("subscribe", SUBSCRIBER, Subscribed, Topic)
 async def subscribe(target: Target, body: Topic) -> Answer:
     """Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on."""
     return await target.run_once(lambda queue: answered("subscribed", queue.subscribe(body.topic)))
 
 
-@verb("unsubscribe", Unsubscribed, Topic)
+@verb("unsubscribe", SUBSCRIBER, Unsubscribed, Topic)
 async def unsubscribe(target: Target, body: Topic) -> Answer:
     """End the subscription of the queue to exactly this topic or pattern. Messages that were published before stay."""
     return await target.run_once(lambda queue: answered("unsubscribed", queue.unsubscribe(body.topic)))
 
 
-@verb("list_subscriptions", Subscriptions)
+@verb("list_subscriptions", SUBSCRIBER, Subscriptions)
 async def list_subscriptions(target: Target) -> Answer:
     """The subscriptions of the queue, by topic."""
     async with target.queue() as queue:
@@ -51,7 +51,7 @@ def _all_queues(call: Call) -> tuple[Service, str]:
     return service, database
 
 
-@verb.of_database("/v1/queues/publish", Count, Publish, 201)
+@verb.of_database("/v1/queues/publish", Need(("producer",), "some"), Count, Publish, 201)
 async def publish(call: Call) -> Answer:
     """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of copies.
 

@@ -14,7 +14,7 @@ from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode, utc_text
 from ..memory import run_beside
-from ..security.rights import current, require
+from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
 from .structs import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId, TaskOf
@@ -31,12 +31,13 @@ ROUTES: Final[list[Route]] = []
 Handler = Callable[[Call, Service], Awaitable[tuple[Answer, dict[str, str]] | Answer]]
 
 
-def _route(method: str, path: str, answer: Any, **more: Any) -> Callable[[Handler], Handler]:
+def _route(
+    method: str, path: str, need: Need, answer: Any, body: Any = None, status: int = 200, *, polls: bool = False
+) -> Callable[[Handler], Handler]:
     """Make a function a route of a service. The rights to the service and the queue are checked first."""
 
     def register(function: Handler) -> Handler:
         async def endpoint(call: Call, send: Send) -> None:
-            require(f"{method} {path}")
             service = find_service(call.context, call.names["service_id"])
             if "queue_name" in call.names:
                 _check(service, call.names["queue_name"])
@@ -44,8 +45,11 @@ def _route(method: str, path: str, answer: Any, **more: Any) -> Callable[[Handle
             found, headers = result if isinstance(result[0], Answer) else (result, {})
             await respond(send, found, headers)
 
-        operation = Operation(function.__doc__ or "", "managed queues", answer=answer, **more)
-        ROUTES.append(Route(method, path, endpoint, operation))
+        has_key, of, unfinished = method == "POST", TaskOf if polls else None, answer if polls else None
+        errors = (404, *((409,) if has_key else ()), *((400,) if body else ()))
+        summary = function.__doc__ or ""
+        operation = Operation(summary, "managed queues", body, answer, status, of, errors, has_key, unfinished)
+        ROUTES.append(Route(method, path, need, endpoint, operation))
         return function
 
     return register
@@ -58,7 +62,7 @@ def _check(service: Service, queue_name: str) -> None:
     current().check(service.id, None, queue_name)
 
 
-@_route("POST", _PATH, QueueBody, body=CreateQueue, status=201, errors=(400, 403, 404, 409, 413, 422), has_key=True)
+@_route("POST", _PATH, ADMIN, QueueBody, CreateQueue, 201)
 async def create_queue(call: Call, service: Service) -> tuple[Answer, dict[str, str]]:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     context = call.context
@@ -87,7 +91,7 @@ async def create_queue(call: Call, service: Service) -> tuple[Answer, dict[str, 
         return await run_once(connection, key, effect), {"Location": location}
 
 
-@_route("GET", _PATH, QueueList, errors=(404,))
+@_route("GET", _PATH, LISTS, QueueList)
 async def list_queues(call: Call, service: Service) -> Answer:
     """The queues of a service that the user sees, by name."""
     sees = current().sees
@@ -97,14 +101,14 @@ async def list_queues(call: Call, service: Service) -> Answer:
     return Answer(200, encode({"queues": seen}))
 
 
-@_route("GET", _QUEUE, QueueBody, errors=(404,))
+@_route("GET", _QUEUE, SEES, QueueBody)
 async def get_queue(call: Call, service: Service) -> Answer:
     """A queue, by name."""
     async with call.context.databases.control() as connection:
         return Answer(200, encode(_body(await _found(connection, service, call.names["queue_name"]))))
 
 
-@_route("DELETE", _QUEUE, QueueBody, status=202, errors=(403, 404))
+@_route("DELETE", _QUEUE, ADMIN, QueueBody, status=202)
 async def delete_queue(call: Call, service: Service) -> Answer:
     """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
     context, queue_name = call.context, call.names["queue_name"]
@@ -119,15 +123,7 @@ async def delete_queue(call: Call, service: Service) -> Answer:
     return Answer(202, encode(_body(row)))
 
 
-@_route(
-    "POST",
-    f"{_QUEUE}/messages",
-    TaskId,
-    body=EnqueueRequest,
-    status=202,
-    errors=(400, 403, 404, 409, 413, 422),
-    has_key=True,
-)
+@_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, EnqueueRequest, 202)
 async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     body, text = await call.json(EnqueueRequest)
@@ -135,19 +131,19 @@ async def enqueue(call: Call, service: Service) -> Answer:
     return await _submit(call, service, "enqueue", await call.key(), text)
 
 
-@_route("GET", f"{_QUEUE}/messages", EnqueueTask, parameters=TaskOf, errors=(404, 422), unfinished=EnqueueTask)
+@_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, polls=True)
 async def poll_enqueue(call: Call, service: Service) -> Answer:
     """The result of sending messages: their ids in the order of the request, when the task is completed."""
     return await _poll(call, service, "enqueue")
 
 
-@_route("POST", f"{_QUEUE}/stats", TaskId, status=202, errors=(403, 404, 409, 422), has_key=True)
+@_route("POST", f"{_QUEUE}/stats", SEES, TaskId, status=202)
 async def request_stats(call: Call, service: Service) -> Answer:
     """Have an agent read the depth of a queue. Poll for the result."""
     return await _submit(call, service, "stats", await call.key(), None)
 
 
-@_route("GET", f"{_QUEUE}/stats", StatsTask, parameters=TaskOf, errors=(404, 422), unfinished=StatsTask)
+@_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, polls=True)
 async def poll_stats(call: Call, service: Service) -> Answer:
     """The depth that the agent read."""
     return await _poll(call, service, "stats")

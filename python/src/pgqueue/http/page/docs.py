@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, Response
 
 from ..calls import Call, Table
 from ..openapi import document
+from ..security.rights import NOTHING
 from .rendering import TEMPLATES
 from .requests import Pages
 
@@ -18,14 +19,14 @@ pages = Pages(is_page=False)
 ROUTES: Final = pages.routes
 
 
-@pages.get("/openapi.json")
+@pages.get("/openapi.json", NOTHING)
 async def openapi(call: Call) -> Response:
     """The OpenAPI document."""
     text, _ = await asyncio.to_thread(_documents, call.table)
     return Response(text, media_type="application/json")
 
 
-@pages.get("/docs")
+@pages.get("/docs", NOTHING)
 async def docs(call: Call) -> Response:
     """The OpenAPI document as a page. It loads nothing from another host."""
     _, page = await asyncio.to_thread(_documents, call.table)

@@ -19,7 +19,7 @@ from ..errors import ApiError
 from ..json_text import check_json, read_json
 from ..memory import run_beside
 from ..sampling import Place
-from ..security.rights import current
+from ..security.rights import ADMIN, PRODUCER, Need, current
 from .rendering import pretty_json, queue_url, render
 from .requests import Form, Pages, explain, message_ids, open_queue, place_of, read_form
 from .search import STATES, FoundMessage, SearchRefused, find
@@ -129,7 +129,7 @@ _DEFAULTS: Final = {
 }
 
 
-@pages.get("/create")
+@pages.get("/create", Need(("admin",), "some"))
 async def create_form(call: Call) -> Response:
     """The form for a new queue."""
     return _create_page(call.context, {name: [text] for name, text in _DEFAULTS.items()})
@@ -147,7 +147,7 @@ def _create_page(context: Context, form: Form, problem: ApiError | None = None) 
     return render("create.html", values, problem.status if problem else 200)
 
 
-@pages.post("/create")
+@pages.post("/create", ADMIN)
 async def create(call: Call) -> Response:
     """Create a queue, and redirect to its page."""
     context, form = call.context, await read_form(call)
@@ -167,7 +167,7 @@ async def create(call: Call) -> Response:
     return RedirectResponse(queue_url("queue", (service, database, name), done=f"{name} is created"), 303)
 
 
-@pages.get("/queue/settings")
+@pages.get("/queue/settings", ADMIN)
 async def settings_form(call: Call) -> Response:
     """The form for the settings of a queue."""
     place = place_of(call)
@@ -186,7 +186,7 @@ def _settings_page(place: Place, settings: QueueInfo, form: Form, problem: ApiEr
     return render("settings.html", values, problem.status if problem else 200)
 
 
-@pages.post("/queue/settings")
+@pages.post("/queue/settings", ADMIN)
 async def change_settings(call: Call) -> Response:
     """Change the settings that differ, and redirect to the page of the queue."""
     place, form = place_of(call), await read_form(call)
@@ -210,7 +210,7 @@ async def change_settings(call: Call) -> Response:
     return RedirectResponse("../" + queue_url("queue", place, done="The settings are changed"), 303)
 
 
-@pages.get("/queue/send")
+@pages.get("/queue/send", PRODUCER)
 async def send_form(call: Call) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
     place = place_of(call)
@@ -258,7 +258,7 @@ def _send_page(place: Place, settings: QueueInfo, form: Form, problem: ApiError 
     return render("send.html", values, problem.status if problem else 200)
 
 
-@pages.post("/queue/send")
+@pages.post("/queue/send", PRODUCER)
 async def send(call: Call) -> Response:
     """Send a message, and delete the dead letter that it replaces in the same transaction. Redirect to the queue."""
     context, place, form = call.context, place_of(call), await read_form(call)

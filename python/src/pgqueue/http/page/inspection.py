@@ -16,7 +16,7 @@ from ...message import Finding
 from ..calls import Call
 from ..context import Context
 from ..errors import from_database_error
-from ..security.rights import ALL, current, forbidden
+from ..security.rights import ALL, READER, Need, current, forbidden
 from ..settings import Service
 from .rendering import render
 from .requests import Pages, open_queue, place_of
@@ -79,7 +79,7 @@ class Sessions:
     last_active_at: datetime | None
 
 
-@pages.get("/health")
+@pages.get("/health", Need(("admin",), "some"))
 async def health(call: Call) -> Response:
     """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
     may, context = current().may, call.context
@@ -117,7 +117,7 @@ async def _check(
         return [], (service.id, database, from_database_error(error).message)
 
 
-@pages.get("/queue/consumers")
+@pages.get("/queue/consumers", READER)
 async def consumers(call: Call) -> Response:
     """The page with the consumers of a queue, its streams and its subscriptions."""
     place = place_of(call)

@@ -11,6 +11,7 @@ from ..context import Context
 from ..errors import ApiError
 from ..managed import registry
 from ..sampling import Place
+from ..security.rights import ADMIN
 from .rendering import count, queue_url, render
 from .requests import Pages, explain, open_queue, place_of, read_form
 
@@ -29,7 +30,7 @@ _DROPPED: Final = (*_PURGED, ("dead_messages", "dead letter{s}"))
 _RELATION: Final = "select t.relation::text from pgqueue.transports t where t.queue_name = %s"
 
 
-@pages.get("/queue/purge_queue")
+@pages.get("/queue/purge_queue", ADMIN)
 async def purge_form(call: Call) -> Response:
     """The page that asks before all messages of a queue are removed, except for its dead letters."""
     place = place_of(call)
@@ -37,7 +38,7 @@ async def purge_form(call: Call) -> Response:
         return await _confirmation_page("Purge", queue, place)
 
 
-@pages.get("/queue/drop_queue")
+@pages.get("/queue/drop_queue", ADMIN)
 async def drop_form(call: Call) -> Response:
     """The page that asks before a queue is dropped."""
     place = place_of(call)
@@ -73,7 +74,7 @@ async def _relations(queue: AsyncQueue) -> list[str]:
     return [relation for (relation,) in await cursor.fetchall()]
 
 
-@pages.post("/queue/purge_queue")
+@pages.post("/queue/purge_queue", ADMIN)
 async def purge(call: Call) -> Response:
     """Remove all messages of a queue, except for its dead letters. Redirect to the page of the queue."""
     context, place = call.context, place_of(call)
@@ -89,7 +90,7 @@ async def purge(call: Call) -> Response:
     return RedirectResponse("../" + queue_url("queue", place, done=f"Purged: {count(removed, 'message')}"), 303)
 
 
-@pages.post("/queue/drop_queue")
+@pages.post("/queue/drop_queue", ADMIN)
 async def drop(call: Call) -> Response:
     """Drop a queue, and delete it from the managed queues. Redirect to the page of all queues."""
     context, place = call.context, place_of(call)

@@ -18,7 +18,7 @@ from ..context import Context, find_database, find_service, is_queue_name
 from ..errors import ApiError, from_database_error, queue_not_found
 from ..memory import run_beside
 from ..sampling import Place
-from ..security.rights import current, current_or_none, require
+from ..security.rights import Need, current, current_or_none
 from .rendering import render
 
 __all__ = ["Form", "Pages", "error_page", "explain", "message_ids", "open_queue", "place_of", "read_form"]
@@ -37,25 +37,21 @@ class Pages:
         self.routes: list[Route] = []
         self._is_page = is_page
 
-    def get(self, path: str) -> Callable[[Function], Function]:
+    def get(self, path: str, need: Need) -> Callable[[Function], Function]:
         """Make a function a route that shows something."""
-        return self._add("GET", path)
+        return self._add("GET", path, need)
 
-    def post(self, path: str) -> Callable[[Function], Function]:
+    def post(self, path: str, need: Need) -> Callable[[Function], Function]:
         """Make a function a route that changes something."""
-        return self._add("POST", path)
+        return self._add("POST", path, need)
 
-    def _add(self, method: str, path: str) -> Callable[[Function], Function]:
-        async def respond(function: Function, call: Call, send: Send) -> None:
-            require(f"{method} {path}")
-            response = await function(call)
-            await response(call.scope, _nothing, send)
-
+    def _add(self, method: str, path: str, need: Need) -> Callable[[Function], Function]:
         def register(function: Function) -> Function:
             async def endpoint(call: Call, send: Send) -> None:
-                await respond(function, call, send)
+                response = await function(call)
+                await response(call.scope, _nothing, send)
 
-            self.routes.append(Route(method, path, endpoint, is_page=self._is_page))
+            self.routes.append(Route(method, path, need, endpoint, is_page=self._is_page))
             return function
 
         return register

@@ -20,7 +20,7 @@ from ..errors import ApiError
 from ..managed import registry
 from ..memory import run_beside, run_in_thread
 from ..sampling import Place
-from ..security.rights import current
+from ..security.rights import ADMIN, LISTS, READER, current
 from .rendering import Row, build_rows, count, pretty_json, queue_url, render
 from .requests import MAX_ID, Pages, message_ids, open_queue, place_of, read_form
 from .search import (
@@ -56,13 +56,13 @@ _JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body 
 _CANCEL: Final = "select count(*) filter (where pgqueue.cancel(%s, u.id)) from unnest(%s::bigint[]) as u (id)"
 
 
-@pages.get("/")
+@pages.get("/", LISTS)
 async def queues(call: Call) -> Response:
     """The page of all queues, or of those whose service, database and name contain `find`."""
     return await _table(call, "queues.html", {"done": call.query.get("done", "")[:200], "sorts": _SORTS})
 
 
-@pages.get("/page/queues")
+@pages.get("/page/queues", LISTS)
 async def table(call: Call) -> Response:
     """The table of these queues, with which the script replaces the table on the page."""
     return await _table(call, "table.html", {})
@@ -112,7 +112,7 @@ class _Shown(Struct):
     done: str = ""
 
 
-@pages.get("/queue")
+@pages.get("/queue", READER)
 async def queue(call: Call) -> Response:
     """The page of a queue: its figures, its charts, and its messages in one state."""
     context, place, wanted, shown = call.context, place_of(call), _filter(call), parameters(call, _Shown)
@@ -170,7 +170,7 @@ class _Message(Struct):
     id: str
 
 
-@pages.get("/queue/message")
+@pages.get("/queue/message", READER)
 async def message(call: Call) -> Response:
     """The page of one message, with its whole payload."""
     context, place, given = call.context, place_of(call), parameters(call, _Message)
@@ -196,7 +196,7 @@ class _Confirmed(Struct):
     state: str = "dead"
 
 
-@pages.get("/queue/confirm")
+@pages.get("/queue/confirm", ADMIN)
 async def confirm(call: Call) -> Response:
     """The page that asks before dead letters are redriven or deleted: all, the selected, or those that a filter finds.
 
@@ -234,7 +234,7 @@ async def confirm(call: Call) -> Response:
     return render("confirm.html", values)
 
 
-@pages.post("/queue/{action}")
+@pages.post("/queue/{action}", ADMIN)
 async def act(call: Call) -> Response:
     """Run an action, and redirect to the page of the queue or of all queues."""
     context, place, action = call.context, place_of(call), call.names["action"]

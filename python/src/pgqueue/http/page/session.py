@@ -7,7 +7,7 @@ from starlette.responses import RedirectResponse, Response
 from ..calls import Call
 from ..errors import ApiError
 from ..security.admission import address_of, safe_target
-from ..security.rights import current
+from ..security.rights import NOTHING, current
 from .rendering import render
 from .requests import Pages, read_form
 
@@ -17,7 +17,7 @@ pages = Pages()
 ROUTES: Final = pages.routes
 
 
-@pages.get("/login")
+@pages.get("/login", NOTHING)
 async def login_form(call: Call) -> Response:
     """The form for name and password. `to` is the page that the user wanted."""
     return _login_page(safe_target(call.query.get("to", "")))
@@ -28,7 +28,7 @@ def _login_page(to: str, name: str = "", problem: ApiError | None = None) -> Res
     return render("login.html", values, problem.status if problem else 200, problem.headers if problem else None)
 
 
-@pages.post("/login")
+@pages.post("/login", NOTHING)
 async def log_in(call: Call) -> Response:
     """Begin a session, and redirect to the page that the user wanted."""
     form, context = await read_form(call), call.context
@@ -43,7 +43,7 @@ async def log_in(call: Call) -> Response:
     return RedirectResponse(f"./{to}", 303, {"Set-Cookie": cookie})
 
 
-@pages.post("/logout")
+@pages.post("/logout", NOTHING)
 async def log_out(call: Call) -> Response:
     """End the session, and redirect to the log-in form."""
     await read_form(call)

@@ -4,17 +4,25 @@ An access has the meaning that it has in SQL (`grant_access`). A pattern is a na
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from ..errors import ApiError, queue_not_found
 
 __all__ = [
     "ACCESSES",
+    "ADMIN",
     "ALL",
-    "NEEDS",
+    "CONSUMER",
+    "LISTS",
+    "NOTHING",
+    "PRODUCER",
+    "READER",
+    "SEES",
+    "SENDER",
+    "SUBSCRIBER",
     "Caller",
     "Need",
     "Right",
@@ -86,87 +94,19 @@ class Need(NamedTuple):
     A route that needs an access to a queue calls `Caller.check` with it; one that lists shows what the caller sees.
     """
 
-    accesses: tuple[str, ...] = ACCESSES
-    of: str = "queue"
+    accesses: tuple[str, ...]
+    of: Literal["queue", "some", "all", "nothing"] = "queue"
 
 
-_PRODUCER: Final = Need(("producer",))
-_SENDER: Final = Need(("producer", "admin"))
-_CONSUMER: Final = Need(("consumer",))
-_SUBSCRIBER: Final = Need(("consumer", "admin"))
-_ADMIN: Final = Need(("admin",))
-_READER: Final = Need(("admin", "reader"))
-_SEES: Final = Need()
-_LISTS: Final = Need(of="some")
-_NOTHING: Final = Need(of="nothing")
-
-_DIRECT: Final = "/v1/queues/{queue_name}"
-_MANAGED: Final = "/managed-services/{service_id}/queues"
-# Every route of the application; one that is not here cannot be called.
-NEEDS: Final[Mapping[str, Need]] = {
-    "GET /v1/queues": _LISTS,
-    f"POST {_DIRECT}/enqueue": _PRODUCER,
-    f"POST {_DIRECT}/messages": _PRODUCER,
-    "POST /v1/queues/claim_any": _CONSUMER,
-    f"POST {_DIRECT}/claim": _CONSUMER,
-    f"POST {_DIRECT}/ack": _CONSUMER,
-    f"POST {_DIRECT}/ack_batch": _CONSUMER,
-    f"POST {_DIRECT}/ack-batch": _CONSUMER,
-    f"POST {_DIRECT}/nack": _CONSUMER,
-    f"POST {_DIRECT}/extend": _CONSUMER,
-    f"GET {_DIRECT}/stats": _SEES,
-    f"GET {_DIRECT}/browse_dead_messages": _READER,
-    f"GET {_DIRECT}/dead-letters": _READER,
-    f"POST {_DIRECT}/redrive": _ADMIN,
-    f"POST {_DIRECT}/purge_dead_messages": _ADMIN,
-    f"POST {_DIRECT}/purge-dead-letters": _ADMIN,
-    f"POST {_DIRECT}/cancel": _SENDER,
-    f"POST {_DIRECT}/cancel_by_key": _SENDER,
-    f"POST {_DIRECT}/reschedule": _SENDER,
-    f"GET {_DIRECT}/list_schedules": Need(("consumer", "admin", "reader")),
-    f"POST {_DIRECT}/create_schedule": _ADMIN,
-    f"POST {_DIRECT}/alter_schedule": _ADMIN,
-    f"POST {_DIRECT}/drop_schedule": _ADMIN,
-    f"POST {_DIRECT}/run_schedule": _SENDER,
-    "POST /v1/queues/publish": Need(("producer",), "some"),  # to all queues of the database
-    f"POST {_DIRECT}/subscribe": _SUBSCRIBER,
-    f"POST {_DIRECT}/unsubscribe": _SUBSCRIBER,
-    f"GET {_DIRECT}/list_subscriptions": _SUBSCRIBER,
-    f"GET {_MANAGED}": _LISTS,
-    f"POST {_MANAGED}": _ADMIN,
-    f"GET {_MANAGED}/{{queue_name}}": _SEES,
-    f"DELETE {_MANAGED}/{{queue_name}}": _ADMIN,
-    f"POST {_MANAGED}/{{queue_name}}/messages": _PRODUCER,
-    f"GET {_MANAGED}/{{queue_name}}/messages": _PRODUCER,
-    f"POST {_MANAGED}/{{queue_name}}/stats": _SEES,
-    f"GET {_MANAGED}/{{queue_name}}/stats": _SEES,
-    "GET /": _LISTS,
-    "GET /page/queues": _LISTS,
-    "GET /health": Need(("admin",), "some"),  # to all queues of some database
-    "GET /create": Need(("admin",), "some"),
-    "POST /create": _ADMIN,
-    "GET /queue": _READER,
-    "GET /queue/message": _READER,
-    "GET /queue/consumers": _READER,
-    "GET /queue/settings": _ADMIN,
-    "POST /queue/settings": _ADMIN,
-    "GET /queue/send": _PRODUCER,
-    "POST /queue/send": _PRODUCER,
-    "GET /queue/confirm": _ADMIN,
-    "GET /queue/purge_queue": _ADMIN,
-    "POST /queue/purge_queue": _ADMIN,
-    "GET /queue/drop_queue": _ADMIN,
-    "POST /queue/drop_queue": _ADMIN,
-    "POST /queue/{action}": _ADMIN,
-    "GET /metrics": Need(("admin", "reader"), "all"),
-    "GET /openapi.json": _NOTHING,
-    "GET /docs": _NOTHING,
-    "POST /logout": _NOTHING,
-    "GET /login": _NOTHING,
-    "POST /login": _NOTHING,
-    "GET /healthz": _NOTHING,
-    "GET /readyz": _NOTHING,
-}
+PRODUCER: Final = Need(("producer",))
+CONSUMER: Final = Need(("consumer",))
+ADMIN: Final = Need(("admin",))
+READER: Final = Need(("admin", "reader"))
+SENDER: Final = Need(("producer", "admin"))
+SUBSCRIBER: Final = Need(("consumer", "admin"))
+SEES: Final = Need(ACCESSES)
+LISTS: Final = Need(ACCESSES, "some")
+NOTHING: Final = Need((), "nothing")
 
 
 @dataclass(slots=True)
@@ -183,7 +123,7 @@ class Caller:
     token: str | None = None
     session: str | None = None
     csrf: str = ""
-    needs: Need = _NOTHING
+    needs: Need = NOTHING
     place: tuple[str, ...] = ()
 
     @property
@@ -266,9 +206,8 @@ def current_user() -> str:
     return caller.name if caller else ""
 
 
-def require(route: str) -> None:
-    """Check what a route in `NEEDS` needs as far as it names no queue. Raises `ApiError` 403."""
-    need = NEEDS[route]
+def require(need: Need) -> None:
+    """Check what a route needs as far as it names no queue. Raises `ApiError` 403."""
     if need.of == "nothing":
         return
     caller = current()
