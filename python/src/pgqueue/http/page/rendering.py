@@ -230,13 +230,5 @@ def _may(access: str, place: Sequence[str] = ()) -> bool:
     return caller is not None and caller.may(access.split(), *place)
 
 
-def _csrf() -> Markup:
-    """The field of a form that shows that the form is of the session."""
-    caller = current_or_none()
-    if caller is None or not caller.csrf:
-        return Markup("")
-    return Markup('<input type="hidden" name="csrf" value="{}">').format(caller.csrf)
-
-
 TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
-TEMPLATES.globals |= {"caller": current_or_none, "may": _may, "csrf": _csrf, "ALL": ALL}
+TEMPLATES.globals |= {"caller": current_or_none, "may": _may, "ALL": ALL}

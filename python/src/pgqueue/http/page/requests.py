@@ -1,6 +1,5 @@
 """What the routes of the page share: the queue of a request, the fields of a form, and the pages of errors."""
 
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -18,7 +17,7 @@ from ..context import Context, find_database, find_service, is_queue_name
 from ..errors import ApiError, from_database_error, queue_not_found
 from ..memory import run_beside
 from ..sampling import Place
-from ..security.rights import Need, current, current_or_none
+from ..security.rights import Need, current
 from .rendering import render
 
 __all__ = ["Form", "Pages", "error_page", "explain", "message_ids", "open_queue", "place_of", "read_form"]
@@ -88,22 +87,14 @@ async def open_queue(context: Context, place: Place, is_slow: bool = False) -> A
 
 
 async def read_form(call: Call) -> Form:
-    """The fields of a form. Empty fields are left out.
-
-    Raises `ApiError` 403 if the request belongs to a session whose token the form lacks: another site cannot know it.
-    """
+    """The fields of a form. Empty fields are left out."""
     body = await call.body()
     text = body.decode(errors="replace")
     try:
-        form = await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
+        return await run_beside(len(text), parse_qs, text, max_num_fields=_MAX_FORM_FIELDS)
     except ValueError:
         limit = f"at most {_MAX_FORM_FIELDS}"
         raise ApiError(422, "invalid", "the form has too many fields", "body", limit=limit) from None
-    caller = current_or_none()
-    given = form.pop("csrf", [""])[0]
-    if caller is not None and caller.csrf and not hmac.compare_digest(given.encode(), caller.csrf.encode()):
-        raise ApiError(403, "csrf", "the form is not of this session: load the page again", "csrf")
-    return form
 
 
 def message_ids(given: list[str]) -> list[int]:

@@ -82,7 +82,7 @@ class Admission:
         if session is None or session.user not in self._users:
             return None
         caller = self._of_user(session.user)
-        caller.session, caller.csrf = session.id, session.csrf
+        caller.session = session.id
         return caller
 
     def _of_user(self, name: str) -> Caller:

@@ -114,15 +114,13 @@ class Caller:
     """The user of a request, and how the user was recognized.
 
     Each of `rights` must allow what is done: those of the user, and those of the token. `needs` is what the route needs
-    or, after `check` with accesses, the request. `place` is the queue that was checked. `csrf` is the token of the
-    forms in a session, else empty.
+    or, after `check` with accesses, the request. `place` is the queue that was checked.
     """
 
     name: str
     rights: tuple[tuple[Right, ...], ...] = ()
     token: str | None = None
     session: str | None = None
-    csrf: str = ""
     needs: Need = NOTHING
     place: tuple[str, ...] = ()
 

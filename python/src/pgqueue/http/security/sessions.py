@@ -1,11 +1,11 @@
-"""Sessions of the page: a signed cookie that a log-in sets, and the token of the forms in a session."""
+"""Sessions of the page: a signed cookie that a log-in sets."""
 
 import hashlib
 import secrets
 import time
 from typing import Final, NamedTuple
 
-from itsdangerous import BadData, Signer, URLSafeTimedSerializer
+from itsdangerous import BadData, URLSafeTimedSerializer
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
@@ -17,11 +17,10 @@ _MOST_ENDED: Final = 100_000  # sessions that are kept
 
 
 class Session(NamedTuple):
-    """A session: its random id, the name of its user, and the token that its forms carry."""
+    """A session: its random id, and the name of its user."""
 
     id: str
     user: str
-    csrf: str
 
 
 class Sessions:
@@ -29,7 +28,6 @@ class Sessions:
 
     def __init__(self, key: str, seconds: int) -> None:
         self._cookies = URLSafeTimedSerializer(key, salt="pgqueue session", signer_kwargs=_SIGNING)
-        self._forms = Signer(key, salt="pgqueue form", key_derivation="hmac", digest_method=hashlib.sha256)
         self._seconds = seconds
         self._ended: dict[str, float] = {}  # ids, and when their cookies expire in any case
 
@@ -55,7 +53,7 @@ class Sessions:
             return None
         if session in self._ended:
             return None
-        return Session(session, user, self._forms.get_signature(session).decode())
+        return Session(session, user)
 
     def _cookie(self, scope: Scope, value: str, seconds: int) -> str:
         secure = "; Secure" if _is_secure(scope) else ""
