@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -177,10 +176,11 @@ async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
 
 
 async def test_one_client_has_a_limited_number_of_passwords_verified(hashed: list[str]) -> None:
+    number = passwords._MOST_WAITING + 10
     authenticator = Authenticator(HASHED_BEFORE)
-    results = await asyncio.gather(*flood(authenticator, ["admin"], 100), return_exceptions=True)
+    results = await asyncio.gather(*flood(authenticator, ["admin"], number), return_exceptions=True)
     refused = [each for each in results if isinstance(each, ApiError)]
-    assert len(hashed) + len(refused) == 100
+    assert len(hashed) + len(refused) == number
     assert refused
     assert {(each.status, each.code, each.field, each.headers["Retry-After"]) for each in refused} == {
         (429, "too_many_logins", "Authorization", "1")
@@ -204,21 +204,14 @@ async def test_a_password_that_the_server_has_hashed_needs_no_turn(hashed: list[
 
 
 @pytest.mark.usefixtures("hashed")
-async def test_failed_logins_are_logged_once_a_minute_without_the_password(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_logins_are_logged_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
     authenticator = Authenticator(HASHED_BEFORE)
-    for number in range(3):
-        assert await authenticator.user(basic("a\nb" + 200 * "x", f"secret{number}"), "192.0.2.1") is None
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert await authenticator.user(basic("admin", "secret"), "192.0.2.1") is None
+    assert await authenticator.user(basic("a\nb" + 200 * "x", "secret"), "192.0.2.1") is None
     assert await authenticator.user(basic("admin", "secret"), "2001:db8::1") is None
     assert await authenticator.user("") is None
     assert [each.getMessage() for each in caplog.records] == [
-        f"failed log-ins from 192.0.2.1: 1, the last as 'a\\nb{97 * 'x'}…'",
-        "failed log-ins from 192.0.2.1: 3, the last as 'admin'",
-        "failed log-ins from 2001:db8::/64: 1, the last as 'admin'",
+        f"failed log-in from 192.0.2.1 as 'a\\nb{97 * 'x'}…'",
+        "failed log-in from 2001:db8::1 as 'admin'",
     ]
     assert {each.levelname for each in caplog.records} == {"WARNING"}
 

@@ -21,7 +21,7 @@ from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
 from .json_text import TimestampLoader
 from .migrations import CONTROL, TARGET, install, migrate
-from .security.rights import current_user
+from .security.rights import current
 from .settings import Limits, Service, Settings
 from .statements import PooledConnection
 from .turns import Gate
@@ -82,7 +82,7 @@ class _Lease:
 
     async def __aenter__(self) -> PooledConnection:
         self._pool = await self._open()
-        self._user = current_user()
+        self._user = current().name
         self._passed: list[Gate] = []
         try:
             for gate in (self._pool.slow_gate, self._pool.gate) if self._is_slow else (self._pool.gate,):

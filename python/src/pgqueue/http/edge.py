@@ -22,7 +22,7 @@ from .errors import ApiError, error_body, from_database_error, from_http_status
 from .idempotency import Answer
 from .memory import PART_BYTES, Bodies, BodyMemory
 from .security.audit import Audit
-from .security.rights import begin, current_user, require
+from .security.rights import begin, current, require
 
 __all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "Edge"]
 
@@ -128,7 +128,7 @@ class Edge:
 
     def _enter(self) -> str:
         """Count a request of the user. Raises `ApiError` 503 if the user, or all, have too many."""
-        user = current_user()
+        user = current().name
         most = self._most * 4 // 5
         if self._running.total() >= self._most or self._running[user] >= most:
             message = "too many requests run: try again"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 from .errors import ApiError
-from .security.rights import current_user
+from .security.rights import current
 from .turns import Gate
 
 __all__ = ["BODIES_LIMIT", "PART_BYTES", "Bodies", "BodyMemory", "run_beside", "run_in_thread"]
@@ -52,7 +52,7 @@ class BodyMemory:
         leave of `BODIES_LIMIT`. So there is always a rest for a further user.
         """
         if not self._taken:
-            self._user = current_user()
+            self._user = current().name
         held = self._held[self._user]
         limit = (BODIES_LIMIT - self._held.total() + held) * 4 // 5
         if held + size > limit:
@@ -88,7 +88,7 @@ async def run_in_thread(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
 ) -> _Result:
     """Call a function in a thread. A user has one of the threads at a time."""
-    user = current_user()
+    user = current().name
     if not _GATE.try_pass(user):
         await _GATE.wait(user)
     work = asyncio.get_running_loop().run_in_executor(

@@ -15,7 +15,7 @@ from ..._wording import counted as count
 from ...message import QueueStats
 from ..managed.registry import QueueRow
 from ..sampling import History, Place, Sampler
-from ..security.rights import ALL, current_or_none
+from ..security.rights import ALL, current
 from ..throughput import Throughput
 
 __all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
@@ -226,9 +226,8 @@ TEMPLATES.filters |= {
 
 
 def _may(access: str, place: Sequence[str] = ()) -> bool:
-    caller = current_or_none()
-    return caller is not None and caller.may(access.split(), *place)
+    return current().may(access.split(), *place)
 
 
 TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
-TEMPLATES.globals |= {"caller": current_or_none, "may": _may, "ALL": ALL}
+TEMPLATES.globals |= {"caller": current, "may": _may, "ALL": ALL}

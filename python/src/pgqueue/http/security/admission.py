@@ -14,7 +14,7 @@ from starlette.types import Scope
 from ..errors import ApiError
 from .rights import Caller
 from .sessions import Sessions
-from .tokens import Tokens
+from .tokens import KnownToken, Tokens
 from .users import Authenticator, User
 
 __all__ = ["Admission", "address_of", "safe_target"]
@@ -69,40 +69,29 @@ class Admission:
             raise ApiError(429, "too_many_requests", message, limit=limit, headers={"Retry-After": "1"})
 
     async def _caller(self, scope: Scope, authorization: str) -> Caller | None:
-        address = address_of(scope)
-        scheme, _, token = authorization.partition(" ")
+        token = session = None
+        scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "bearer":
-            return await self._by_token(token.strip(), address)
-        if authorization:
-            name = await self.passwords.user(authorization, address)
-            return None if name is None else self._of_user(name)
-        if _is_api(scope["path"]):
+            token = await self._token(given.strip())
+            name = token and token.user
+        elif authorization:
+            name = await self.passwords.user(authorization, address_of(scope))
+        else:
+            session = None if _is_api(scope["path"]) else self.sessions.find(scope)
+            name = session and session.user
+        user = self._users.get(name or "")
+        if name is None or user is None:
             return None
-        session = self.sessions.find(scope)
-        if session is None or session.user not in self._users:
-            return None
-        caller = self._of_user(session.user)
-        caller.session = session.id
-        return caller
+        limits = (user.allow, token and token.allow)
+        rights = tuple(each for each in limits if each is not None)
+        return Caller(name, rights, token and token.name, session and session.id)
 
-    def _of_user(self, name: str) -> Caller:
-        allow = self._users[name].allow
-        return Caller(name, () if allow is None else (allow,))
-
-    async def _by_token(self, token: str, address: str) -> Caller | None:
+    async def _token(self, given: str) -> KnownToken | None:
         try:
-            known = await self._tokens.find(token) if len(token) <= _MOST_CHARACTERS else None
+            return await self._tokens.find(given) if len(given) <= _MOST_CHARACTERS else None
         except (psycopg.Error, PoolTimeout, OSError):
             message = "the control database, which has the tokens, cannot be reached now: try again"
             raise ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"}) from None
-        if known is None or known.user not in self._users:
-            self.passwords.log_failure(address, "a token")
-            return None
-        caller = self._of_user(known.user)
-        caller.token = known.name
-        if known.allow is not None:
-            caller.rights = (*caller.rights, known.allow)
-        return caller
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError:
         """401; or, for a browser that wants a page, a redirect to the log-in form."""

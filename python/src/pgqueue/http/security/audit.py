@@ -3,7 +3,6 @@ database.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
@@ -13,17 +12,15 @@ from psycopg import AsyncConnection
 from psycopg_pool import PoolTimeout
 from starlette.types import Scope
 
-from ..._wording import counted
 from .admission import address_of
-from .rights import Caller, current_or_none
+from .rights import Caller, current
 
 __all__ = ["Audit"]
 
 logger = logging.getLogger("pgqueue.audit")
 
 _MOST_CHARACTERS: Final = 300
-_MOST_WAITING: Final = 10_000  # records that are not stored yet
-_MOST_AT_ONCE: Final = 500  # records in one transaction
+_MOST_WAITING: Final = 1000  # records that are not stored yet
 _INSERT: Final = (
     "insert into pgqueue_http.audit (user_name, token_name, address, act, place, status)"
     " values (%(user)s, %(token)s, %(address)s, %(act)s, %(place)s, %(status)s)"
@@ -40,41 +37,29 @@ class Audit:
     ) -> None:
         self._connect = connect
         self._run_in_background = run_in_background
-        self._waiting: deque[dict[str, object]] = deque()
-        self._is_storing = False
+        self._waiting = 0
 
     def note(self, scope: Scope, status: int) -> None:
         """Record the request that this task has served, if it is such a request."""
-        caller = current_or_none()
-        if caller is None or not caller.administers or scope["method"] == "GET":
+        caller = current()
+        if not caller.administers or scope["method"] == "GET":
             return
         record = _record(scope, caller, status)
         logger.info("audit", extra=record)
-        if len(self._waiting) == _MOST_WAITING:
+        if self._waiting == _MOST_WAITING:
             logger.warning("an act is not in the control database: %s others wait to be stored", _MOST_WAITING)
             return
-        self._waiting.append(record)
-        if not self._is_storing:
-            self._is_storing = True
-            self._run_in_background(self._store())
+        self._waiting += 1
+        self._run_in_background(self._store(record))
 
-    async def _store(self) -> None:
-        """Store the records that wait, several in a transaction, on one connection."""
+    async def _store(self, record: dict[str, object]) -> None:
         try:
-            while self._waiting:
-                records = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
-                try:
-                    async with (
-                        self._connect() as connection,
-                        connection.transaction(),
-                        connection.cursor() as cursor,
-                    ):
-                        await cursor.executemany(_INSERT, records)
-                except (psycopg.Error, PoolTimeout, OSError) as error:
-                    acts = counted(len(records), "act is", "acts are")
-                    logger.warning("%s not in the control database: %s", acts, type(error).__name__)
+            async with self._connect() as connection:
+                await connection.execute(_INSERT, record)
+        except (psycopg.Error, PoolTimeout, OSError) as error:
+            logger.warning("an act is not in the control database: %s", type(error).__name__)
         finally:
-            self._is_storing = False
+            self._waiting -= 1
 
 
 def _record(scope: Scope, caller: Caller, status: int) -> dict[str, object]:

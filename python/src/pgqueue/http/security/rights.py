@@ -1,4 +1,4 @@
-"""The rights of users: what `allow` gives, what each route needs, and whether the caller of a request has it.
+"""The rights of users: what `allow` gives, what a route needs, and whether the caller of a request has it.
 
 An access has the meaning that it has in SQL (`grant_access`). A pattern is a name, or the begin of names and `*`.
 """
@@ -11,30 +11,6 @@ from typing import Final, Literal, NamedTuple, Self
 
 from ..errors import ApiError, queue_not_found
 
-__all__ = [
-    "ACCESSES",
-    "ADMIN",
-    "ALL",
-    "CONSUMER",
-    "LISTS",
-    "NOTHING",
-    "PRODUCER",
-    "READER",
-    "SEES",
-    "SENDER",
-    "SUBSCRIBER",
-    "Caller",
-    "Need",
-    "Right",
-    "begin",
-    "current",
-    "current_or_none",
-    "current_user",
-    "forbidden",
-    "parse_rights",
-    "require",
-]
-
 ACCESSES: Final = ("producer", "consumer", "admin", "reader")
 ALL: Final = "*"  # as the name of a service, database or queue: all of them
 _QUEUE_PATTERN: Final = re.compile(r"[a-z0-9_-]{1,128}|[a-z0-9_-]{0,127}\*")
@@ -44,8 +20,7 @@ _FORM: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
+class Right(NamedTuple):
     """An access to the queues that fit three patterns."""
 
     access: str
@@ -61,14 +36,13 @@ class Right:
         service, _, database = where.partition("/")
         right = cls(access, service or ALL, database or ALL, queue)
         is_whole = path.count("/") < 2 or (service and database)
-        patterns = (right.service, right.database)
         if access not in ACCESSES or not is_whole or path.startswith("/") or not _QUEUE_PATTERN.fullmatch(queue):
             raise ValueError(f"{text!r} {_FORM}")
-        if any(ALL in each[:-1] for each in patterns):
+        if ALL in right.service[:-1] or ALL in right.database[:-1]:
             raise ValueError(f"{text!r} {_FORM}; * stands at the end of a name")
         return right
 
-    def covers(self, service: str | None, database: str | None, queue: str | None) -> bool:
+    def covers(self, service: str | None = None, database: str | None = None, queue: str | None = None) -> bool:
         """Whether the right covers a place; None stands for any name."""
         return _fits(self.service, service) and _fits(self.database, database) and _fits(self.queue, queue)
 
@@ -83,7 +57,7 @@ def _fits(pattern: str, name: str | None) -> bool:
 
 def parse_rights(given: object) -> tuple[Right, ...]:
     """The rights of a list of texts. Raises `ValueError`."""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(each, str) for each in given):
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise ValueError(f"{given!r} must be a list of strings")
     return tuple(Right.parse(each) for each in given)
 
@@ -132,34 +106,27 @@ class Caller:
             return False
         return not others or (self.may(("admin",), *self.place) and not self.may(others, *self.place))
 
-    def may(
-        self,
-        accesses: Sequence[str],
-        service: str | None = None,
-        database: str | None = None,
-        queue: str | None = None,
-    ) -> bool:
-        """Whether the user has one of the accesses to a place; None stands for any name."""
+    def may(self, accesses: Sequence[str], *place: str | None) -> bool:
+        """Whether the user has one of the accesses to a service, a database and a queue; None stands for any name."""
         if not self.rights:
             return True
         return any(
-            all(any(each.access == access and each.covers(service, database, queue) for each in given)
-                for given in self.rights)
+            all(any(each.access == access and each.covers(*place) for each in given) for given in self.rights)
             for access in accesses
-        )  # fmt: skip
+        )
 
-    def sees(self, service: str, database: str | None = None, queue: str | None = None) -> bool:
-        """Whether the user has an access to a place; None stands for any name."""
-        return self.may(ACCESSES, service, database, queue)
+    def sees(self, *place: str | None) -> bool:
+        """Whether the user has an access to a place, as `may` has it."""
+        return self.may(ACCESSES, *place)
 
     def check(self, service: str, database: str | None, queue: str, accesses: Sequence[str] = ()) -> None:
         """Raise `ApiError` unless the user may do with a queue what the route needs; `accesses` replace its need.
 
         404 if the user does not see the queue, 403 if the user sees it.
         """
-        self.place = service, database or "", queue
         if accesses:
             self.needs = Need(tuple(accesses))
+        self.place = service, database or "", queue
         if not self.sees(service, database, queue):
             raise queue_not_found(queue)
         if not self.may(self.needs.accesses, service, database, queue):
@@ -186,22 +153,8 @@ def begin(caller: Caller | None) -> None:
 
 
 def current() -> Caller:
-    """The caller of the request that this task serves. Raises `LookupError` if there is none."""
-    caller = _current.get()
-    if caller is None:
-        raise LookupError("the request has no caller")
-    return caller
-
-
-def current_or_none() -> Caller | None:
-    """The caller of the request that this task serves; None if the route needs none."""
-    return _current.get()
-
-
-def current_user() -> str:
-    """The name of the user of the request that this task serves; empty for what the server does by itself."""
-    caller = _current.get()
-    return caller.name if caller else ""
+    """The caller of the request that this task serves. Without one, its name is empty, and it may do nothing."""
+    return _current.get() or Caller("", ((),))
 
 
 def require(need: Need) -> None:

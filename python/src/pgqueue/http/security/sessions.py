@@ -6,8 +6,7 @@ import time
 from typing import Final, NamedTuple
 
 from itsdangerous import BadData, URLSafeTimedSerializer
-from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 __all__ = ["Session", "Sessions"]
@@ -46,26 +45,22 @@ class Sessions:
 
     def find(self, scope: Scope) -> Session | None:
         """The session of a request; None if it has no cookie, or one that is forged, expired or logged out."""
-        cookie = cookie_parser(Headers(scope=scope).get("cookie", "")).get(_name(scope), "")
+        name, _ = _name(scope)
         try:
-            session, user = self._cookies.loads(cookie, max_age=self._seconds)
+            session = Session(*self._cookies.loads(HTTPConnection(scope).cookies.get(name, ""), self._seconds))
         except BadData:
             return None
-        if session in self._ended:
-            return None
-        return Session(session, user)
+        return None if session.id in self._ended else session
 
     def _cookie(self, scope: Scope, value: str, seconds: int) -> str:
-        secure = "; Secure" if _is_secure(scope) else ""
-        return f"{_name(scope)}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}"
+        name, secure = _name(scope)
+        return f"{name}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}"
 
 
-def _name(scope: Scope) -> str:
-    # Browsers accept __Host- only from this host and by TLS, so a sibling domain cannot set such a cookie.
-    return "__Host-pgqueue" if _is_secure(scope) else "pgqueue"
+def _name(scope: Scope) -> tuple[str, str]:
+    """The name of the cookie, and what marks it if the client uses TLS. A client that lies weakens only its own.
 
-
-def _is_secure(scope: Scope) -> bool:
-    """Whether the client uses TLS. A client that lies here weakens only its own cookie."""
-    forwarded = Headers(scope=scope).get("x-forwarded-proto", "")
-    return scope.get("scheme") == "https" or forwarded.partition(",")[0].strip().lower() == "https"
+    Browsers accept `__Host-` only from this host and by TLS, so a sibling domain cannot set such a cookie.
+    """
+    forwarded = HTTPConnection(scope).headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return ("__Host-pgqueue", "; Secure") if "https" in (scope.get("scheme"), forwarded) else ("pgqueue", "")

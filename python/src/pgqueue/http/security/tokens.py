@@ -6,7 +6,6 @@ run, and all servers know it.
 
 import asyncio
 import hashlib
-import hmac
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg.rows import class_row
 from psycopg_pool import PoolTimeout
 
 from .rights import Right, parse_rights
@@ -52,7 +50,6 @@ class KnownToken(NamedTuple):
 
     name: str
     user: str
-    digest: bytes
     allow: tuple[Right, ...] | None
     until: float
 
@@ -85,9 +82,10 @@ async def create(
 
 async def list_all(connection: Connection) -> list[Token]:
     """All tokens by name, the expired ones included."""
-    cursor = connection.cursor(row_factory=class_row(Token))
-    await cursor.execute("select name, user_name, allow, created_at, expires_at from pgqueue_http.tokens order by name")
-    return await cursor.fetchall()
+    cursor = await connection.execute(
+        "select name, user_name, allow, created_at, expires_at from pgqueue_http.tokens order by name"
+    )
+    return [Token(*row) async for row in cursor]
 
 
 async def revoke(connection: Connection, name: str) -> bool:
@@ -109,8 +107,8 @@ class Tokens:
 
     def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Connection]]) -> None:
         self._connect = connect
-        self._known: Mapping[bytes, KnownToken] | None = None
-        self._read_at = float("-inf")
+        self._known: Mapping[bytes, KnownToken] | None = None  # by digest
+        self._stale_at = 0.0
         self._fails = False
         self._reading = asyncio.Lock()
 
@@ -119,17 +117,14 @@ class Tokens:
 
         Raises the errors of a connection if the tokens were never read.
         """
-        digest = _digest(token)
-        known = (await self._all()).get(digest)
-        if known is None or not hmac.compare_digest(known.digest, digest):
-            return None
-        return known if time.monotonic() < known.until else None
+        known = (await self._all()).get(_digest(token))
+        return known if known is not None and time.monotonic() < known.until else None
 
     async def _all(self) -> Mapping[bytes, KnownToken]:
-        if self._known is not None and (self._is_fresh() or (self._fails and self._reading.locked())):
+        if self._known is not None and self._fails and self._reading.locked():
             return self._known
         async with self._reading:
-            if self._known is None or not self._is_fresh():
+            if self._known is None or time.monotonic() >= self._stale_at:
                 try:
                     self._known = await self._read()
                     self._fails = False
@@ -137,11 +132,8 @@ class Tokens:
                     if self._known is None:
                         raise
                     self._fails = True
-                self._read_at = time.monotonic()
+                self._stale_at = time.monotonic() + (_RETRY_SECONDS if self._fails else _REFRESH_SECONDS)
             return self._known
-
-    def _is_fresh(self) -> bool:
-        return time.monotonic() - self._read_at < (_RETRY_SECONDS if self._fails else _REFRESH_SECONDS)
 
     async def _read(self) -> dict[bytes, KnownToken]:
         async with self._connect() as connection:
@@ -152,7 +144,7 @@ class Tokens:
             rows = await cursor.fetchall()
         now = time.monotonic()
         return {
-            bytes(digest): KnownToken(name, user, bytes(digest), _rights(allow), now + seconds)
+            bytes(digest): KnownToken(name, user, _rights(allow), now + seconds)
             for name, user, digest, allow, seconds in rows
         }
 
