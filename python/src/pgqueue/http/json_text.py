@@ -25,7 +25,6 @@ __all__ = [
     "nesting_error",
     "read_json",
     "refuse_over",
-    "utc_text",
 ]
 
 DEPTH_LIMIT: Final = 500  # of lists and objects in each other
@@ -52,11 +51,6 @@ class TimestampLoader(TimestamptzLoader):
         except DataError:
             limit = datetime.min if text.startswith(b"-") or text.endswith(b"BC") else datetime.max
             return limit.replace(tzinfo=UTC)
-
-
-def utc_text(at: datetime) -> str:
-    """A timestamp in UTC, to the second, as `2026-06-22T14:00:00Z`."""
-    return f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 class ExactNumber:

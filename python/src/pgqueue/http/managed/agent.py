@@ -8,7 +8,7 @@ import asyncio
 import logging
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 from uuid import UUID
 
 import msgspec
@@ -29,20 +29,21 @@ from ..metrics import Metrics
 from ..settings import Settings
 from ..turns import Gate
 from . import registry
-from .registry import AgentTask, QueueRow
+from .registry import AgentTask
+from .structs import QueueBody, StatsResult
 
 __all__ = ["Agent"]
 
 logger = logging.getLogger("pgqueue.http")
 
-# A task is not started after this time. The limit is far below `_RECORD_DAYS`, after which the record of its effect is
-# deleted.
+# A task is not started after this time, which is far below that after which the record of its effect is deleted.
 _MAX_TASK_AGE: Final = timedelta(days=3)
-_RECORD_DAYS: Final = 7
 _RETRY_SECONDS: Final = 1.0
 _LARGE_BYTES: Final = 2 * 1024 * 1024  # of a request
 _MAINTENANCE_SECONDS: Final = 30.0
 _CLEANUP_SECONDS: Final = 3600.0
+# The status of a queue in which a task changes it.
+_CHANGED: Final = {"provision": ("Pending", "Provisioning"), "deprovision": ("Deprovisioning",)}
 _CONNECTION_REFUSED: Final = {
     "3D000": "the database does not exist; create it, delete this queue, and create the queue again",
     "28000": "the server refuses the user or the password of the service; correct its dsn",
@@ -110,88 +111,68 @@ class Agent:
             raise Reject("the message is not a task") from None
         async with self._databases.control() as connection:
             task = await registry.start(connection, task_id)
-        if task is None:
-            return  # another agent has finished it, and died before it acknowledged the message
+            if task is None:
+                return  # another agent has finished it, and died before it acknowledged the message
+            queue = await registry.get(connection, task.queue_id)
         try:
-            await self._run_task(task)
+            result = await self._run_task(task, queue)
         except Exception as error:
             last = delivery.attempt >= delivery.message.max_attempts
             if _is_retryable(error) and not last:
-                await self._note(task.id, f"{_error_message(error)}; the agent tries again")
+                with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
+                    async with self._databases.control() as connection:
+                        message = f"{_error_message(error)}; the agent tries again"
+                        await registry.set_status(connection, task.id, "running", message=message)
                 raise
             if not isinstance(error, (_TaskRefused, psycopg.Error, ApiError)) and not is_temporary(error):
                 logger.exception("task %s (%s) failed", task.id, task.kind)
-            await self._fail(task.id, task.kind, _error_message(error))
+            await self._end(task.id, task.kind, "failed", message=_error_message(error))
         else:
-            self._metrics.task(task.kind, "completed")
+            await self._end(task.id, task.kind, "completed", result)
 
-    async def _run_task(self, task: AgentTask) -> None:
+    async def _end(
+        self,
+        id: UUID,
+        kind: str,
+        status: Literal["completed", "failed"],
+        result: str | None = None,
+        message: str | None = None,
+    ) -> None:
+        async with self._databases.control() as connection:
+            await registry.set_status(connection, id, status, result, message)
+        self._metrics.task(kind, status)
+
+    async def _run_task(self, task: AgentTask, queue: QueueBody | None) -> str | None:
+        """Do what the task says. Returns its result as JSON."""
         if datetime.now(UTC) - task.created_at > _MAX_TASK_AGE:
             raise _TaskRefused(f"the task was not started within {_MAX_TASK_AGE.days} days")
-        async with self._databases.control() as connection:
-            queue = await registry.get(connection, task.queue_id)
-        if task.kind == "provision":
-            await self._provision(task, queue)
-        elif task.kind == "deprovision":
-            await self._deprovision(task, queue)
-        elif queue is None or queue.status != "Active":
+        if task.kind in ("provision", "deprovision"):
+            if queue is not None and queue.status in _CHANGED[task.kind]:
+                await self._change(task, queue)
+            return None
+        if queue is None or queue.status != "Active":
             raise _TaskRefused(f"the queue is {'deleted' if queue is None else queue.status}")
-        elif task.kind == "enqueue":
-            await self._enqueue(task, queue)
-        else:
-            await self._read_stats(task, queue)
+        return await (self._enqueue(task, queue) if task.kind == "enqueue" else self._read_stats(queue))
 
-    async def _provision(self, task: AgentTask, queue: QueueRow | None) -> None:
-        if queue is not None and queue.status in ("Pending", "Provisioning"):
-            service = self._databases.service(queue.service_id)
-            await self._try_connection(queue)
-            async with (
-                self._databases.target(service, queue.database_name, prepare=True) as target,
-                target.transaction(),
-            ):
-                if await self._lock_queue(target, queue.id, ("Pending", "Provisioning")):
-                    await _create(target, queue)
-        await self._finish(task, queue="activate")
-
-    async def _deprovision(self, task: AgentTask, queue: QueueRow | None) -> None:
-        if queue is not None and queue.status == "Deprovisioning" and await self._has_database(queue):
-            service = self._databases.service(queue.service_id)
-            async with (
-                self._databases.target(service, queue.database_name, prepare=True) as target,
-                target.transaction(),
-            ):
-                if await self._lock_queue(target, queue.id, ("Deprovisioning",)):
-                    await _drop(target, queue)
-        await self._finish(task, queue="delete")
-
-    async def _try_connection(self, queue: QueueRow) -> None:
-        """Connect once to the database of a queue, because a pool does not say why a connection fails."""
+    async def _change(self, task: AgentTask, queue: QueueBody) -> None:
+        """Create or drop a queue."""
         service = self._databases.service(queue.service_id)
-        connection = await connect_async(self._databases.conninfo(service, queue.database_name))
-        await connection.close()
-
-    async def _has_database(self, queue: QueueRow) -> bool:
-        """Whether the database of a queue exists. If it does not, there is nothing to drop."""
-        try:
-            await self._try_connection(queue)
+        try:  # to connect once, because a pool does not say why a connection fails
+            await (await connect_async(self._databases.conninfo(service, queue.database_name))).close()
         except psycopg.OperationalError as error:
-            if connection_sqlstate(error) == "3D000":
-                return False
+            if task.kind == "deprovision" and connection_sqlstate(error) == "3D000":
+                return  # without the database there is nothing to drop
             raise
-        return True
+        async with self._databases.target(service, queue.database_name, prepare=True) as target, target.transaction():
+            # Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it
+            # would exist.
+            await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{queue.id}"])
+            async with self._databases.control() as connection:
+                now = await registry.get(connection, queue.id)
+            if now is not None and now.status in _CHANGED[task.kind]:
+                await (_create if task.kind == "provision" else _drop)(target, queue)
 
-    async def _lock_queue(self, target: psycopg.AsyncConnection[Any], id: UUID, wanted: tuple[str, ...]) -> bool:
-        """Lock a queue for the rest of the transaction, and return whether its status is still one of `wanted`.
-
-        Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it would
-        exist.
-        """
-        await target.execute("select pg_advisory_xact_lock(hashtextextended(%s, 0))", [f"pgqueue_http:{id}"])
-        async with self._databases.control() as connection:
-            queue = await registry.get(connection, id)
-        return queue is not None and queue.status in wanted
-
-    async def _enqueue(self, task: AgentTask, queue: QueueRow) -> None:
+    async def _enqueue(self, task: AgentTask, queue: QueueBody) -> str:
         service = self._databases.service(queue.service_id)
         async with (
             self._large_requests.turn(str(queue.id)) if task.request_bytes > _LARGE_BYTES else nullcontext(),
@@ -208,34 +189,14 @@ class Agent:
         if not answer.replayed:
             number = len(msgspec.json.decode(answer.json)["message_ids"])
             self._metrics.messages(queue.service_id, queue.database_name, queue.name, "enqueued", number)
-        await self._finish(task, answer.json.decode())
+        return answer.json.decode()
 
-    async def _read_stats(self, task: AgentTask, queue: QueueRow) -> None:
+    async def _read_stats(self, queue: QueueBody) -> str:
         service = self._databases.service(queue.service_id)
         async with self._databases.target(service, queue.database_name) as target:
-            stats = await AsyncQueue(target, queue.name).stats()
-        result = {
-            "queue_name": queue.name,
-            "ready_messages": stats.ready_messages,
-            "inflight_messages": stats.inflight_messages,
-            "dead_messages": stats.dead_messages,
-            "oldest_age_seconds": round(stats.oldest_age_seconds or 0.0, 3),
-        }
-        await self._finish(task, encode(result).decode())
-
-    async def _finish(self, task: AgentTask, result: str | None = None, queue: str | None = None) -> None:
-        async with self._databases.control() as connection, connection.transaction():
-            await registry.finish(connection, task.id, result, queue)
-
-    async def _note(self, id: UUID, message: str) -> None:
-        with suppress(psycopg.Error, PoolTimeout, OSError):  # the task is tried again in any case
-            async with self._databases.control() as connection:
-                await registry.note(connection, id, message)
-
-    async def _fail(self, id: UUID, kind: str, message: str) -> None:
-        async with self._databases.control() as connection, connection.transaction():
-            await registry.fail(connection, id, message)
-        self._metrics.task(kind, "failed")
+            found = await AsyncQueue(target, queue.name).stats()
+        depth = found.ready_messages, found.inflight_messages, found.dead_messages
+        return encode(StatsResult(queue.name, *depth, round(found.oldest_age_seconds or 0.0, 3))).decode()
 
     async def _maintain(self) -> None:
         """Fail tasks whose agents all died, and delete old records."""
@@ -254,23 +215,23 @@ class Agent:
     async def fail_dead_tasks(self) -> None:
         """Set the tasks whose messages are dead letters to failed: no agent lived long enough to do so."""
         async with self._databases.control() as connection:
-            letters = await AsyncQueue(connection, self._settings.tasks.queue).browse_dead_messages(max_messages=100)
-        for letter in letters:
-            with suppress(KeyError, TypeError, ValueError):
-                task_id = UUID(letter.payload["task_id"])
-                await self._fail(task_id, "buried", letter.last_error or "every agent that started the task died")
-            async with self._databases.control() as connection:
-                await AsyncQueue(connection, self._settings.tasks.queue).purge_dead_messages([letter.id])
+            tasks = AsyncQueue(connection, self._settings.tasks.queue)
+            for letter in await tasks.browse_dead_messages(max_messages=100):
+                with suppress(KeyError, TypeError, ValueError):
+                    message = letter.last_error or "every agent that started the task died"
+                    await registry.set_status(connection, UUID(letter.payload["task_id"]), "failed", message=message)
+                    self._metrics.task("buried", "failed")
+                await tasks.purge_dead_messages([letter.id])
 
     async def delete_old_records(self) -> None:
         """Delete tasks and stored responses that are older than a week, in every database."""
         async with self._databases.control() as connection:
-            await registry.delete_old_tasks(connection, _RECORD_DAYS)
+            await registry.delete_old_records(connection)
         for service in self._settings.services.values():
             for database in service.databases:
                 try:
                     async with self._databases.target(service, database) as connection:
-                        await registry.delete_old_effects(connection, _RECORD_DAYS)
+                        await registry.delete_old_records(connection, "effects")
                 except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
                     pass  # the server has stored nothing there
                 except (psycopg.Error, PoolTimeout, OSError) as error:
@@ -278,7 +239,7 @@ class Agent:
                     logger.warning(message, service.id, database, type(error).__name__)
 
 
-async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+async def _create(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> None:
     cursor = await target.execute(
         "insert into pgqueue_http.provisioned (queue_id, queue_name) values (%s, %s) on conflict do nothing",
         [queue.id, queue.name],
@@ -291,7 +252,7 @@ async def _create(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None
         )
 
 
-async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueRow) -> None:
+async def _drop(target: psycopg.AsyncConnection[Any], queue: QueueBody) -> None:
     # Drop only a queue that the server made: a queue of the same name may belong to another application.
     cursor = await target.execute("delete from pgqueue_http.provisioned where queue_id = %s", [queue.id])
     if cursor.rowcount:

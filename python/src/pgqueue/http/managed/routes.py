@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import quote
 
+import msgspec
+from msgspec.json import decode
 from psycopg import AsyncConnection
 from starlette.types import Send
 
@@ -12,23 +14,30 @@ from ..context import check_not_reserved, find_database, find_service, is_queue_
 from ..enqueueing import check_sizes
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
-from ..json_text import encode, utc_text
+from ..json_text import encode
 from ..memory import run_beside
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
-from .structs import CreateQueue, EnqueueRequest, EnqueueTask, QueueBody, QueueList, StatsTask, TaskId, TaskOf
+from .structs import (
+    CreateQueue,
+    EnqueueRequest,
+    EnqueueTask,
+    ListedQueue,
+    QueueBody,
+    QueueList,
+    StatsTask,
+    TaskId,
+    TaskOf,
+)
 
 __all__ = ["ROUTES"]
 
 _PATH: Final = "/managed-services/{service_id}/queues"
 _QUEUE: Final = f"{_PATH}/{{queue_name}}"
-_SETTINGS: Final = ("visibility_timeout_seconds", "max_attempts", "dlq_enabled")
-_BODY: Final = ("id", "service_id", "name", "database_name", *_SETTINGS, "status")
-_LISTED: Final = ("id", "name", "database_name", "status", *_SETTINGS)
 ROUTES: Final[list[Route]] = []
 
-Handler = Callable[[Call, Service], Awaitable[tuple[Answer, dict[str, str]] | Answer]]
+Handler = Callable[[Call, Service], Awaitable[Answer]]
 
 
 def _route(
@@ -41,9 +50,12 @@ def _route(
             service = find_service(call.context, call.names["service_id"])
             if "queue_name" in call.names:
                 _check(service, call.names["queue_name"])
-            result = await function(call, service)
-            found, headers = result if isinstance(result[0], Answer) else (result, {})
-            await respond(send, found, headers)
+            answered = await function(call, service)
+            headers = {}
+            if answered.status == 201:
+                name = decode(answered.json)["name"]
+                headers["Location"] = f"/managed-services/{quote(service.id, safe='')}/queues/{name}"
+            await respond(send, answered, headers)
 
         has_key, of, unfinished = method == "POST", TaskOf if polls else None, answer if polls else None
         errors = (404, *((409,) if has_key else ()), *((400,) if body else ()))
@@ -63,7 +75,7 @@ def _check(service: Service, queue_name: str) -> None:
 
 
 @_route("POST", _PATH, ADMIN, QueueBody, CreateQueue, 201)
-async def create_queue(call: Call, service: Service) -> tuple[Answer, dict[str, str]]:
+async def create_queue(call: Call, service: Service) -> Answer:
     """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
     context = call.context
     body, _ = await call.json(CreateQueue)
@@ -78,34 +90,29 @@ async def create_queue(call: Call, service: Service) -> tuple[Answer, dict[str, 
     async with context.databases.control() as connection:
 
         async def effect() -> Answer:
-            async with connection.transaction():
-                settings = body.visibility_timeout_seconds, body.max_attempts, body.dlq_enabled
-                row = await registry.create(connection, service.id, body.name, database, *settings)
-                if row is None:
-                    message = f"service {service.id} already has a queue {body.name}"
-                    raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
-                await registry.submit(connection, context.settings.tasks.queue, "provision", row.id)
-            return Answer(201, encode(_body(row)))
+            queue = await registry.create(connection, context.settings.tasks.queue, service.id, database, body)
+            if queue is None:
+                message = f"service {service.id} already has a queue {body.name}"
+                raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
+            return Answer(201, encode(queue))
 
-        location = f"/managed-services/{quote(service.id, safe='')}/queues/{body.name}"
-        return await run_once(connection, key, effect), {"Location": location}
+        return await run_once(connection, key, effect)
 
 
 @_route("GET", _PATH, LISTS, QueueList)
 async def list_queues(call: Call, service: Service) -> Answer:
     """The queues of a service that the user sees, by name."""
-    sees = current().sees
     async with call.context.databases.control() as connection:
-        rows = await registry.list_all(connection, service.id)
-    seen = [_fields(row, _LISTED) for row in rows if sees(service.id, row.database_name, row.name)]
-    return Answer(200, encode({"queues": seen}))
+        queues = await registry.list_all(connection, service.id)
+    seen = [each for each in queues if current().sees(service.id, each.database_name, each.name)]
+    return Answer(200, encode({"queues": msgspec.convert(seen, list[ListedQueue], from_attributes=True)}))
 
 
 @_route("GET", _QUEUE, SEES, QueueBody)
 async def get_queue(call: Call, service: Service) -> Answer:
     """A queue, by name."""
     async with call.context.databases.control() as connection:
-        return Answer(200, encode(_body(await _found(connection, service, call.names["queue_name"]))))
+        return Answer(200, encode(await _found(connection, service, call.names["queue_name"])))
 
 
 @_route("DELETE", _QUEUE, ADMIN, QueueBody, status=202)
@@ -113,14 +120,9 @@ async def delete_queue(call: Call, service: Service) -> Answer:
     """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
     context, queue_name = call.context, call.names["queue_name"]
     async with context.databases.control() as connection:
-        before = await _found(connection, service, queue_name)
-        async with connection.transaction():
-            row = await registry.begin_deletion(connection, before.service_id, queue_name)
-            if row is not None:
-                await registry.submit(connection, context.settings.tasks.queue, "deprovision", row.id)
-        if row is None:
-            row = await _found(connection, service, queue_name)
-    return Answer(202, encode(_body(row)))
+        await _found(connection, service, queue_name)
+        queue = await registry.delete(connection, context.settings.tasks.queue, service.id, queue_name)
+        return Answer(202, encode(queue or await _found(connection, service, queue_name)))
 
 
 @_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, EnqueueRequest, 202)
@@ -149,7 +151,7 @@ async def poll_stats(call: Call, service: Service) -> Answer:
     return await _poll(call, service, "stats")
 
 
-async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> registry.QueueRow:
+async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> QueueBody:
     row = await registry.find(connection, service.id, queue_name)
     if row is None:
         raise queue_not_found(queue_name)
@@ -176,22 +178,8 @@ async def _submit(
 async def _poll(call: Call, service: Service, kind: registry.TaskKind) -> Answer:
     queue_name, task_id = call.names["queue_name"], parameters(call, TaskOf).task_id
     async with call.context.databases.control() as connection:
-        task = await registry.find_task(connection, service.id, queue_name, kind, task_id)
-    if task is None or not current().may(current().needs.accesses, service.id, task.database_name, queue_name):
+        found = await registry.find_task(connection, service.id, queue_name, kind, task_id)
+    if found is None or not current().may(current().needs.accesses, service.id, found[0], queue_name):
         raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
-    body: dict[str, Any] = {"task_id": task.id, "status": task.status}
-    if task.result is not None:
-        body["result"] = task.result
-    if task.error_message is not None:
-        body["error_message"] = task.error_message
-    return Answer(200 if task.status in ("completed", "failed") else 202, encode(body))
-
-
-def _body(row: registry.QueueRow) -> dict[str, Any]:
-    times = {"created_at": utc_text(row.created_at), "updated_at": utc_text(row.updated_at)}
-    return _fields(row, _BODY) | times
-
-
-def _fields(row: registry.QueueRow, names: tuple[str, ...]) -> dict[str, Any]:
-    failure = {} if row.error_message is None else {"error_message": row.error_message}
-    return {name: getattr(row, name) for name in names} | failure
+    _, status, task = found
+    return Answer(200 if status in ("completed", "failed") else 202, bytes(task))

@@ -1,6 +1,5 @@
 """The bodies of the managed routes. msgspec checks requests by them, and OpenAPI documents them."""
 
-from datetime import datetime
 from typing import Annotated, Literal
 from uuid import UUID
 
@@ -9,7 +8,6 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT, MessageIds
 
-Moment = Annotated[datetime, Meta(tz=True)]
 Status = Literal["Pending", "Provisioning", "Active", "Deprovisioning", "Failed"]
 
 
@@ -68,7 +66,7 @@ class TaskOf(Struct):
     task_id: Annotated[UUID, Meta(description="The id that the request returned")]
 
 
-class ListedQueue(Struct, omit_defaults=True):
+class ListedQueue(Struct, omit_defaults=True, kw_only=True):
     """A queue in a list."""
 
     id: UUID
@@ -78,15 +76,23 @@ class ListedQueue(Struct, omit_defaults=True):
     visibility_timeout_seconds: int
     max_attempts: int
     dlq_enabled: bool
-    error_message: str | UnsetType = UNSET
+    error_message: str | None = None
 
 
-class QueueBody(ListedQueue, kw_only=True):
-    """A queue. `error_message` is present if it failed, and while an agent retries."""
+class QueueBody(Struct, omit_defaults=True, kw_only=True):
+    """A queue, as the registry has it. `error_message` is present if it failed, and while an agent retries."""
 
+    id: UUID
     service_id: str
-    created_at: Moment
-    updated_at: Moment
+    name: str
+    database_name: str
+    visibility_timeout_seconds: int
+    max_attempts: int
+    dlq_enabled: bool
+    status: Status
+    error_message: str | None = None
+    created_at: str
+    updated_at: str
 
 
 class QueueList(Struct):

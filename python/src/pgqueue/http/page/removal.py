@@ -10,6 +10,7 @@ from ..calls import Call
 from ..context import Context
 from ..errors import ApiError
 from ..managed import registry
+from ..managed.structs import QueueBody
 from ..sampling import Place
 from ..security.rights import ADMIN
 from .rendering import count, queue_url, render
@@ -104,15 +105,14 @@ async def drop(call: Call) -> Response:
         except (ApiError, psycopg.Error) as error:
             return await _confirmation_page("Drop", queue, place, typed, _explain(error))
     if managed is not None:
-        async with context.databases.control() as connection, connection.transaction():
-            if await registry.begin_deletion(connection, place[0], place[2]) is not None:
-                await registry.submit(connection, context.settings.tasks.queue, "deprovision", managed.id)
+        async with context.databases.control() as connection:
+            await registry.delete(connection, context.settings.tasks.queue, place[0], place[2])
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     done = f"{place[2]} is dropped with {count(removed, 'message')}"
     return RedirectResponse(f"../{queue_url('', place, done=done)}", 303)
 
 
-async def _managed(context: Context, place: Place) -> registry.QueueRow | None:
+async def _managed(context: Context, place: Place) -> QueueBody | None:
     """The queue among the managed queues; None if it is not one of them."""
     service, database, name = place
     async with context.databases.control() as connection:

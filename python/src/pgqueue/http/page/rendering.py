@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse
 
 from ..._wording import counted as count
 from ...message import QueueStats
-from ..managed.registry import QueueRow
+from ..managed.structs import QueueBody
 from ..sampling import History, Place, Sampler
 from ..security.rights import ALL, current
 from ..throughput import Throughput
@@ -79,7 +79,7 @@ class Row:
         return Throughput() if self.history is None else self.history.throughput
 
 
-def build_rows(sampler: Sampler, registered: Sequence[QueueRow], hidden: str) -> list[Row]:
+def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -> list[Row]:
     """A row for each queue that was sampled or is registered, without the queue of the name `hidden`.
 
     Later samples do not change a row, so a thread can render it.
