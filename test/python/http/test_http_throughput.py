@@ -249,9 +249,6 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     now, given_at = 0.0, 5.0
 
-    async def can_connect(_lease: object, _seconds: float) -> bool:
-        return True
-
     async def give_late(seconds: float) -> Any:
         nonlocal now
         now += seconds
@@ -266,15 +263,16 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     give = pool.connections.getconn
     monkeypatch.setattr(pool.connections, "getconn", give_late)
     monkeypatch.setattr(databases, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(databases._Lease, "_can_connect", can_connect)
     async with asyncio.timeout(PATIENCE):
         async with made.target(service, sql.info.dbname) as connection:
             assert await (await connection.execute("select 1")).fetchone() == (1,)
         assert 5 <= now < 9
-        assert not pool.is_failing
         given_at = 1000.0
-        with pytest.raises(PoolTimeout):
-            await made.target(service, sql.info.dbname).__aenter__()
+        for failure, most in ((None, 9), (psycopg.OperationalError(), 3)):
+            now, pool.failure = 0.0, failure
+            with pytest.raises(PoolTimeout):
+                await made.target(service, sql.info.dbname).__aenter__()
+            assert now == most
     await made.close()
 
 

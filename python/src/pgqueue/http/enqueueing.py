@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
+from .databases import LARGE_BYTES
 from .json_text import check_json, is_harmless, refuse_over
 from .statements import as_json, fetch, note_size
 
@@ -15,6 +16,7 @@ __all__ = [
     "PAYLOAD_LIMIT",
     "MessageIds",
     "SentMessage",
+    "are_large",
     "check_message",
     "check_sizes",
     "enqueue_messages",
@@ -112,6 +114,11 @@ def check_sizes(messages: Sequence[SentMessage], body: bytes | bytearray) -> Non
         return
     for place, message in enumerate(messages):
         check_message(message, f"messages[{place}].")
+
+
+def are_large(messages: Sequence[SentMessage], body: bytes | bytearray) -> bool:
+    """Whether messages are so large on average that a claim of many can be large."""
+    return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
 
 
 def check_message(message: SentMessage, prefix: str = "") -> None:

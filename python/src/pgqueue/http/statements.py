@@ -41,6 +41,7 @@ def as_json(body: bytes | bytearray) -> str | Jsonb:
 
 
 def note_size(connection: AsyncConnection[Any], size: int) -> None:
-    """Note the size of a statement or an answer in bytes."""
+    """Note the size of a statement or an answer in bytes. The result of a large one is dropped."""
     if size > _LARGE_BYTES and isinstance(connection, PooledConnection):
         connection.is_outgrown = True
+        connection.raw_cursor = None

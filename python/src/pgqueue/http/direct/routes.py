@@ -9,13 +9,14 @@ import psycopg
 from ...client import AsyncQueue, AsyncQueues
 from ..calls import Call
 from ..context import find_database, find_service
-from ..enqueueing import HEADERS_LIMIT, MessageIds, check_sizes, enqueue_messages
+from ..databases import LARGE_BYTES
+from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT, MessageIds, are_large, check_sizes, enqueue_messages
 from ..errors import ApiError
 from ..idempotency import Answer
 from ..json_text import check_json, encode
 from ..memory import run_beside
 from ..security.rights import ADMIN, CONSUMER, LISTS, PRODUCER, READER, SEES, SENDER, current
-from ..statements import fetch
+from ..statements import fetch, note_size
 from .claims import BROWSE_DEAD_MESSAGES, claim_from, claim_from_any, listed, seconds, storable_text
 from .structs import (
     Ack,
@@ -63,6 +64,8 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
         sent = enqueue_messages(queue.connection, target.name, target.body, body.messages)
         return await answered("message_ids", sent, 201)
 
+    if are_large(body.messages, target.body):
+        target.context.databases.note_large(target.place)
     answer = await target.run_once(effect)
     if not answer.replayed:
         target.count("enqueued", len(body.messages))
@@ -147,9 +150,13 @@ async def stats(target: Target) -> Answer:
 @verb("browse_dead_messages", READER, DeadLetters, query=Page, old_name="dead-letters")
 async def browse_dead_messages(target: Target, page: Page) -> Answer:
     """Dead letters by id, starting after `after_id`."""
-    async with target.queue() as queue:
+    is_large = page.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
+    async with target.queue(is_large=is_large) as queue:
         rows = await fetch(queue.connection, BROWSE_DEAD_MESSAGES, target.name, page.max_messages, page.after_id)
-    return Answer(200, listed("dead_messages", rows))
+        size = sum(len(row[0]) for row in rows)
+        target.call.memory.take_response(size)
+        note_size(queue.connection, size)
+        return Answer(200, listed("dead_messages", rows))
 
 
 @verb("redrive", ADMIN, Count, Redrive)

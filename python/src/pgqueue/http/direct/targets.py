@@ -12,6 +12,7 @@ from ...client import AsyncQueue
 from ...errors import QueueNotFound
 from ..calls import Call, Operation, Route, parameters, respond
 from ..context import Context, find_database, find_service, is_queue_name
+from ..databases import LARGE_BYTES
 from ..errors import queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode
@@ -40,9 +41,10 @@ class Target:
     body: bytes | bytearray = b""
 
     @asynccontextmanager
-    async def queue(self, keyed: bool = False) -> AsyncIterator[AsyncQueue]:
+    async def queue(self, keyed: bool = False, is_large: bool = False) -> AsyncIterator[AsyncQueue]:
         """The queue on a connection. With `keyed`, responses can be stored in its database."""
-        async with self.context.databases.target(self.service, self.database, prepare=keyed) as connection:
+        found = self.context.databases.target(self.service, self.database, prepare=keyed, is_large=is_large)
+        async with found as connection:
             try:
                 yield AsyncQueue(connection, self.name, json_loads=msgspec.Raw)
             except QueueNotFound:
@@ -52,9 +54,18 @@ class Target:
         """Add to the metrics of the queue."""
         self.context.metrics.messages(self.service.id, self.database, self.name, operation, number)
 
-    async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]]) -> Answer:
-        """Run an effect on a connection; only once if the request has an idempotency key."""
-        async with self.queue(keyed=self.key is not None) as queue:
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """The names of the service, the database and the queue."""
+        return self.service.id, self.database, self.name
+
+    async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]], is_large: bool = False) -> Answer:
+        """Run an effect on a connection; only once if the request has an idempotency key.
+
+        It is large if its body is, or if it says that its answer can be large.
+        """
+        is_large = is_large or len(self.body) > LARGE_BYTES
+        async with self.queue(self.key is not None, is_large) as queue:
             answer = await run_once(queue.connection, self.key, lambda: effect(queue))
             note_size(queue.connection, len(answer.json))
             return answer

@@ -6,7 +6,7 @@ in the target database, under the task's id, in the transaction of the effect. A
 
 import asyncio
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 from uuid import UUID
@@ -20,14 +20,13 @@ from ..._connections import connect_async, is_proxied
 from ..._tasks import end_tasks
 from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
-from ..databases import Databases
+from ..databases import LARGE_BYTES, Databases
 from ..enqueueing import enqueue_messages
 from ..errors import ApiError, connection_failure, connection_sqlstate, from_database_error, is_temporary
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode
 from ..metrics import Metrics
 from ..settings import Settings
-from ..turns import Gate
 from . import registry
 from .registry import AgentTask
 from .structs import QueueBody, StatsResult
@@ -39,7 +38,6 @@ logger = logging.getLogger("pgqueue.http")
 # A task is not started after this time, which is far below that after which the record of its effect is deleted.
 _MAX_TASK_AGE: Final = timedelta(days=3)
 _RETRY_SECONDS: Final = 1.0
-_LARGE_BYTES: Final = 2 * 1024 * 1024  # of a request
 _MAINTENANCE_SECONDS: Final = 30.0
 _CLEANUP_SECONDS: Final = 3600.0
 # The status of a queue in which a task changes it.
@@ -62,7 +60,6 @@ class Agent:
         self._settings = settings
         self._databases = databases
         self._metrics = metrics
-        self._large_requests = Gate(1)  # for the memory of one at a time
         self.is_running = False
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -175,8 +172,9 @@ class Agent:
     async def _enqueue(self, task: AgentTask, queue: QueueBody) -> str:
         service = self._databases.service(queue.service_id)
         async with (
-            self._large_requests.turn(str(queue.id)) if task.request_bytes > _LARGE_BYTES else nullcontext(),
-            self._databases.target(service, queue.database_name, prepare=True) as target,
+            self._databases.target(
+                service, queue.database_name, prepare=True, is_large=task.request_bytes > LARGE_BYTES
+            ) as target,
         ):
             async with self._databases.control() as connection:
                 request = await registry.read_request(connection, task.id)

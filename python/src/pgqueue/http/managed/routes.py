@@ -11,7 +11,8 @@ from starlette.types import Send
 
 from ..calls import Call, Operation, Route, parameters, respond
 from ..context import check_not_reserved, find_database, find_service, is_queue_name
-from ..enqueueing import check_sizes
+from ..databases import LARGE_BYTES
+from ..enqueueing import are_large, check_sizes
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode
@@ -130,6 +131,9 @@ async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     body, text = await call.json(EnqueueRequest)
     await run_beside(len(text), check_sizes, body.messages, text)
+    if are_large(body.messages, text):
+        databases = call.context.databases
+        databases.note_large(*((service.id, each, call.names["queue_name"]) for each in service.databases))
     return await _submit(call, service, "enqueue", await call.key(), text)
 
 
@@ -163,7 +167,7 @@ async def _submit(
     call: Call, service: Service, kind: registry.TaskKind, key: EffectKey | None, request: bytes | bytearray | None
 ) -> Answer:
     queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
-    async with call.context.databases.control() as connection:
+    async with call.context.databases.control(is_large=len(request or b"") > LARGE_BYTES) as connection:
 
         async def effect() -> Answer:
             row = await _found(connection, service, queue_name)
