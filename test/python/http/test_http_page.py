@@ -1006,7 +1006,8 @@ def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str]
 
 def test_the_server_records_each_queue(site: Site, name: str, tmp_path: Path) -> None:
     """A server records when it starts, and then each minute. The rate is null if there was only one sample."""
-    found = "select depth, dead, coalesce(outgoing, 0) from pgqueue_http.depth_history where queue_name = %s"
+    recorded = "from pgqueue_http.depth_history where queue_name = %s and minutes = 1"
+    found = f"select depth, dead, coalesce(outgoing, 0) {recorded}"
     with psycopg.connect(site.target, autocommit=True) as sql:
         sql.execute("create extension pgqueue")
         dead_letters(sql, name, "declined")
@@ -1019,10 +1020,8 @@ def test_the_server_records_each_queue(site: Site, name: str, tmp_path: Path) ->
 
 
 def test_the_history_is_bounded(web: Server, name: str) -> None:
-    """Quarters of an hour are summarized, what was recorded twice is kept once, and what is old is deleted."""
+    """The quarter of an hour is summarized, what was recorded twice is kept once, and what is old is deleted."""
     from pgqueue.http import depth_history
-    from pgqueue.http.throughput import Throughput
-    from pgqueue.message import QueueStats
 
     quarter = "date_bin('15 min', now(), '2000-01-01 00:00+00')"
     insert = (
@@ -1036,15 +1035,13 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
             await connection.execute("lock table pgqueue_http.depth_history in share row exclusive mode")
             await connection.execute("delete from pgqueue_http.depth_history where minutes = 15")
             for minutes, begin in (
-                (1, f"{quarter} - n * interval '1 min'"),
+                (1, f"{quarter} + n * interval '1 s'"),
                 (1, "now() - interval '76 min' - n * interval '1 min'"),
                 (15, "now() - interval '25 h' - n * interval '15 min'"),
             ):
                 await connection.execute(insert.format(at=begin).encode(), [name, minutes])
             for depth in (7, 8):
-                stats = QueueStats(name, depth, 0, 0, 1, 2.0, False, [])
-                row = depth_history.recorded_row(("s", "d", name), stats, Throughput(3.0))
-                await depth_history.record(connection, [row])
+                await depth_history.record(connection, [("s", "d", name, depth, 1, 2.0, 3.0, None)])
             kept = await connection.execute(
                 "select minutes, depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
                 " order by minutes desc, depth",
@@ -1056,7 +1053,7 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
 
     with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
         kept = pool.submit(asyncio.run, record()).result()
-    assert kept == [(15, 20, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
+    assert kept == [(15, 17, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
 
 
 @pytest.mark.parametrize(

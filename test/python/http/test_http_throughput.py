@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
     from pgqueue.http import databases, notifications, sampling
     from pgqueue.http.databases import Databases
-    from pgqueue.http.sampling import History, Sampler
+    from pgqueue.http.sampling import History, Sample, Sampler
     from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
-    from pgqueue.http.throughput import throughput_between
 
 
 LONG = pytest.mark.long(part="http")
@@ -52,11 +51,11 @@ def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: i
 def test_the_throughput_is_the_increase_of_the_totals(
     totals: list[Any], expected: tuple[float | None, float | None]
 ) -> None:
-    history = History()
+    history = History(())
     for number, each in enumerate(totals):
-        history.add(2.0 * number, stats_of(*each))
-    assert history.throughput == expected
-    assert history.throughput_over(60) == expected
+        history = history.extended(2.0 * number, stats_of(*each))
+    for sample in (history.last, history.last_over(60)):
+        assert (sample.incoming, sample.outgoing) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,8 @@ def test_the_throughput_is_the_increase_of_the_totals(
 def test_what_goes_out_is_unknown_if_most_of_it_is_not_counted(
     earlier: tuple[Any, ...], later: tuple[Any, ...], outgoing: float | None
 ) -> None:
-    assert throughput_between(stats_of(*earlier), stats_of(*later), 2.0).outgoing == outgoing
+    sample = Sample(2.0, stats_of(*later)).since(Sample(0.0, stats_of(*earlier)))
+    assert sample.outgoing == outgoing
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ async def test_a_listener_unlistens_channels_without_waiters(
         while [row[0] for row in sql.execute(seen)] != list(texts):  # noqa: ASYNC110 - nothing tells what another session runs
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(PATIENCE), listeners.waiter(conninfo, "always") as always:
+    async with asyncio.timeout(PATIENCE), listeners.waiter(conninfo, ["always"]) as always:
         await always.listen()
         for _ in range(2):
-            async with listeners.waiter(conninfo, "now and then") as waiter:
+            async with listeners.waiter(conninfo, ["now and then"]) as waiter:
                 await waiter.listen()
                 await said('listen "now and then"')
                 sql.execute('notify "now and then"')

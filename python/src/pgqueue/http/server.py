@@ -6,12 +6,13 @@ import errno
 import gc
 import ipaddress
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Literal
 
 import uvicorn
@@ -33,7 +34,7 @@ logger = logging.getLogger("pgqueue.http")
 _HANGUP: Final = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
 _M_MMAP_THRESHOLD: Final = -3
 _BACKLOG: Final = 4096  # connections that the kernel accepts before the server does; beyond, a client waits seconds
-_OTHER_FILES: Final = 100  # of the process, besides connections
+_FILES: Final = 110_000  # that the process may open if the system allows it
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, *_HANGUP)
 
 
@@ -56,14 +57,8 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._stop)
-        try:
+        with _signals(self._stop):
             yield
-        finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
 
     def _stop(self) -> None:
         self.force_exit = self.should_exit
@@ -71,31 +66,40 @@ class _Server(uvicorn.Server):
         self._app.state.context.stopping.set()
 
 
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
 def listen(host: str = "127.0.0.1", port: int = 8080) -> list[socket.socket]:
     """Listen on all addresses of a host. Raises OSError, whose text names host and port."""
     found: list[socket.socket] = []
-    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    unusable: OSError | None = None
     try:
-        addresses = dict.fromkeys(socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE))
-        for place, (family, kind, protocol, _, address) in enumerate(addresses):
-            listening = socket.socket(family, kind, protocol)
-            found.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(addresses):
             try:
-                listening.bind(address)
+                found.append(socket.create_server(address, family=family, backlog=_BACKLOG))
             except OSError as error:
                 # A name such as localhost can have an address of a family that this machine does not use.
-                if error.errno != errno.EADDRNOTAVAIL or (place == len(addresses) - 1 and len(found) == 1):
+                if error.errno != errno.EADDRNOTAVAIL:
                     raise
-                found.pop().close()
-            else:
-                listening.listen(_BACKLOG)
+                unusable = error
+        if unusable and not found:
+            raise unusable
     except OSError as error:
         for each in found:
             each.close()
-        raise OSError(f"cannot listen on {at}: {error.strerror or error}") from error
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise OSError(f"cannot listen on {at}: {why}") from error
     return found
 
 
@@ -126,7 +130,7 @@ def serve(
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     _return_large_memory()
-    _open_files(settings)
+    _open_files()
     config = uvicorn.Config(
         app,
         lifespan="on",
@@ -144,16 +148,10 @@ def serve(
     uvloop.run(_Server(app, config, started).serve([*sockets]))
 
 
-def _open_files(settings: Settings) -> None:
-    """Raise the limit of open files as far as the connections need it."""
-    databases = 1 + sum(len(each.databases) for each in settings.services.values())
-    # A connection to a database listens, and those of agents are not in a pool.
-    others = databases * (settings.limits.connections + 2) + settings.tasks.concurrency + _OTHER_FILES
-    files = settings.limits.client_connections + others
+def _open_files() -> None:
+    """Raise the limit of open files, of which each connection needs one, also an idle connection of a client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < files:
-        logger.warning("the system allows %d open files; limits.client_connections needs %d", hard, files)
-        files = hard
+    files = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
@@ -192,12 +190,6 @@ async def _run_agent(settings: Settings) -> None:
             working.cancel()
         stopping.set()
 
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop)
-    try:
+    with _signals(stop), suppress(asyncio.CancelledError):
         await working
-    except asyncio.CancelledError:
-        pass
-    finally:
-        await databases.close()
+    await databases.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
@@ -185,26 +184,21 @@ async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: fl
     conninfo = context.databases.conninfo(target.service, target.database)
     stopping = asyncio.create_task(context.stopping.wait())
     try:
-        async with AsyncExitStack() as stack:
-            waiters = [
-                await stack.enter_async_context(context.listeners.waiter(conninfo, channel)) for channel in channels
-            ]
+        async with context.listeners.waiter(conninfo, channels) as waiter:
             # A client that has disconnected must not be given a message.
             while time.monotonic() < until and not stopping.done() and not await target.call.is_disconnected():
                 if not proxied:
-                    for waiter in waiters:
-                        await waiter.listen()
+                    await waiter.listen()
                 rest = min([interval.total_seconds(), *[await _seconds_until_due(each, interval) for each in targets]])
                 # A claim can find messages that the look did not count.
                 if (answer := await claiming.run_once()) is not None:
                     return answer
                 rest = max(0.01, min(until - time.monotonic(), rest))
-                notifications = [asyncio.create_task(waiter.notified.wait()) for waiter in waiters]
+                notified = asyncio.create_task(waiter.notified.wait())
                 try:
-                    await asyncio.wait({stopping, *notifications}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-                finally:  # nothing else refers to these tasks: one that still waits would be collected as garbage
-                    for notification in notifications:
-                        notification.cancel()
+                    await asyncio.wait({stopping, notified}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                finally:  # nothing else refers to the task: one that still waits would be collected as garbage
+                    notified.cancel()
     finally:
         stopping.cancel()
     return None

@@ -16,7 +16,6 @@ from ...message import QueueStats
 from ..managed.structs import QueueBody
 from ..sampling import History, Place, Sampler
 from ..security.rights import ALL, current
-from ..throughput import Throughput
 
 __all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
 
@@ -60,37 +59,29 @@ class Row:
     @property
     def incoming(self) -> list[float | None]:
         """Incoming messages per second at each sample; None where unknown."""
-        return [] if self.history is None else [each.incoming for each in self.history.throughputs]
+        return [] if self.history is None else [each.incoming for each in self.history.samples]
 
     @property
     def outgoing(self) -> list[float | None]:
         """Outgoing messages per second at each sample; None where unknown."""
-        return [] if self.history is None else [each.outgoing for each in self.history.throughputs]
+        return [] if self.history is None else [each.outgoing for each in self.history.samples]
 
     @property
     def ages(self) -> list[float]:
         """The age of the oldest ready message at each sample, in seconds."""
         samples = () if self.history is None else self.history.samples
-        return [each.stats.oldest_age_seconds or 0.0 for each in samples]
-
-    @property
-    def throughput(self) -> Throughput:
-        """The throughput at the last sample."""
-        return Throughput() if self.history is None else self.history.throughput
+        return [each.oldest_age for each in samples]
 
 
 def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -> list[Row]:
-    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`.
-
-    Later samples do not change a row, so a thread can render it.
-    """
+    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
     known = {(row.service_id, row.database_name, row.name): row for row in registered}
     rows = {}
     for place, history in sampler.histories():
         row = known.pop(place, None)
         if place[2] != hidden:
             status, message = (row.status, row.error_message) if row else ("", None)
-            rows[place] = Row(place, history.last.stats, history.copy(), status, message)
+            rows[place] = Row(place, history.last.stats, history, status, message)
     for place, row in known.items():
         rows[place] = Row(place, status=row.status, error_message=row.error_message)
     return [row for _, row in sorted(rows.items())]
