@@ -81,22 +81,20 @@ class SentMessage(Protocol):
 
     payload: Raw
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has a payload, headers and a delay only."""
-
 
 async def enqueue_messages(
-    connection: AsyncConnection[Any], queue: str, request: bytes | bytearray, messages: Sequence[SentMessage] = ()
+    connection: AsyncConnection[Any],
+    queue: str,
+    request: bytes | bytearray,
+    is_one: bool = False,
+    is_plain: bool = True,
 ) -> list[int]:
-    """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request.
+    """Enqueue the messages of a request, all or none. Returns their ids in the order of the request.
 
-    `messages` are the same ones, parsed; without them, each has a payload and a delay only.
+    Plain messages have a payload, headers and a delay only.
     """
-    statement = _SEND if all(each.is_plain for each in messages) else _SEND_MANY
-    if len(messages) == 1:
-        statement = _SEND_ONE
     note_size(connection, len(request))
+    statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
     return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from msgspec.json import encode
@@ -31,8 +32,7 @@ DEPTH_LIMIT: Final = 500  # of lists and objects in each other
 WHOLE_DIGITS: Final = 131_072  # that PostgreSQL's numeric has before the decimal point at most
 FRACTION_DIGITS: Final = 16_383  # that it has after the decimal point at most
 _PYTHON_DIGITS: Final = 4300  # of the longest integer that Python parses by default
-_PARTS: Final = re.compile(r"-?(\d+)(?:\.(\d+))?(?:[eE]([-+]?)0*(\d+))?")
-_EXPONENT: Final = re.compile(rb"[0-9][eE]")
+_SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")  # an exponent becomes 0e
 _NUL: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -66,16 +66,16 @@ class ExactNumber:
         """How many characters PostgreSQL writes for it: 131,072 for 1e131071. Raises `ValueError` if it cannot store
         it.
         """
-        found = _PARTS.fullmatch(self.text)
-        assert found is not None  # noqa: S101 - the JSON parser has found it
-        whole, fraction, sign, power = found[1], found[2] or "", found[3], found[4] or "0"
-        shift = int(power[:10]) * (-1 if sign == "-" else 1)
-        digits = (whole + fraction).lstrip("0")
-        before = max(len(digits) - len(fraction) + shift, 1) if digits else 1
-        after = max(len(fraction) - shift, 0)
+        try:
+            number = Decimal(self.text)
+        except InvalidOperation:  # its exponent is beyond those of Decimal
+            raise ValueError(self.text) from None
+        sign, digits, power = number.as_tuple()
+        before = max(len(digits) + int(power), 1) if number else 1
+        after = max(-int(power), 0)
         if before > WHOLE_DIGITS or after > FRACTION_DIGITS:
             raise ValueError(self.text)
-        return (bool(digits) and self.text[0] == "-") + before + (after + 1 if after else 0)
+        return (sign if number else 0) + before + after + bool(after)
 
 
 def read_json(text: str) -> Any:
@@ -132,7 +132,7 @@ def is_harmless(text: bytes | bytearray, limit: int) -> bool:
 
     PostgreSQL writes a space after a comma and a colon: else only a number with an exponent becomes longer.
     """
-    return len(text) <= limit // 2 and b"\\u0000" not in text and not _EXPONENT.search(text)
+    return len(text) <= limit // 2 and b"\\u0000" not in text and b"0e" not in text.translate(_SHAPES)
 
 
 def check_json(text: bytes, field: str, limit: int) -> None:

@@ -7,6 +7,9 @@ from datetime import timedelta
 from typing import Any, Final
 from uuid import UUID
 
+from msgspec import Struct
+from msgspec.json import decode
+
 from ..._calls import prepare_wait_and_look
 from ..._connections import is_proxied
 from ...client import AsyncQueue
@@ -19,7 +22,7 @@ from ..statements import fetch, note_size
 from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter
 from .targets import Target
 
-__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from", "claim_from_any", "listed", "seconds", "storable_text"]
+__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from", "seconds", "storable_text"]
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
@@ -36,36 +39,38 @@ _COLUMNS: Final = {
 }
 
 
-def _rows(struct: Any, function: str, more: str = "") -> bytes:
-    """The statement whose rows are the JSON text of structs, and `more` columns of m.
+def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
+    """The statement whose row is a number of structs, and the JSON text of an object that lists them. `more` is a
+    column.
 
     PostgreSQL writes the JSON of each message, at a tenth of the CPU time that Python takes.
     """
     columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
-    own = ", c.queue_name" if "queue_name" in more else ""
-    return f"select to_json(m)::text{more} from (select {columns}{own} from pgqueue.{function} c) m".encode()  # noqa: S608
+    rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
+    listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"
+    return f"select count(*), {listed} from {rows}".encode()  # noqa: S608 - constants
 
 
-_CLAIM: Final = _rows(ClaimedMessage, "claim($1, $2, $3, $4)", ", m.id, m.claim_token")
-_CLAIM_ANY: Final = _rows(ClaimedMessage, "claim_any($1, $2, $3, $4)", ", m.id, m.claim_token, m.queue_name")
-BROWSE_DEAD_MESSAGES: Final = _rows(DeadLetter, "browse_dead_messages($1, $2, $3)")
+_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)")
+_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name")
+BROWSE_DEAD_MESSAGES: Final = _listing("dead_messages", DeadLetter, "browse_dead_messages($1, $2, $3)")
 
 
-async def claim_from(target: Target, body: Claim) -> Answer:
-    """The answer to a claim from one queue."""
-    return await _answer(ClaimOperation(target, body), [target])
+class _Held(Struct):
+    """A message of an answer, as far as its release needs it."""
+
+    id: int
+    claim_token: UUID
+    queue_name: str = ""
 
 
-async def claim_from_any(targets: list[Target], body: ClaimAny) -> Answer:
-    """The answer to a claim from several queues. The first of the targets has the idempotency key."""
-    return await _answer(_ClaimAnyOperation(targets[0], body), targets)
-
-
-async def _answer(claiming: "ClaimOperation", targets: list[Target]) -> Answer:
+async def claim_from(targets: list[Target], body: Claim) -> Answer:
+    """The answer to a claim. The first of the queues has the idempotency key."""
+    claiming = ClaimOperation(targets, body)
     answer = await claiming.run_once()
-    if answer is None and claiming.body.wait_seconds:
+    if answer is None and body.wait_seconds:
         most = _MAX_WAIT_SHARE * targets[0].context.settings.limits.request_seconds
-        answer = await _wait_for(targets, claiming, min(claiming.body.wait_seconds, most))
+        answer = await _wait_for(targets, claiming, min(body.wait_seconds, most))
     return answer or Answer(200, b'{"messages": []}')
 
 
@@ -76,11 +81,10 @@ class _NothingReady(Exception):
 class ClaimOperation:
     """The claims of a request. Messages that were claimed but cannot be delivered to the client are released."""
 
-    def __init__(self, target: Target, body: Claim) -> None:
-        self._target = target
-        self.body = body
-        # For each queue the ids of the claimed messages, and the token.
-        self._held: list[tuple[str, list[int], UUID]] = []
+    def __init__(self, targets: list[Target], body: Claim) -> None:
+        self._target = targets[0]
+        self._places = [target.place for target in targets]
+        self._body = body
 
     async def run_once(self) -> Answer | None:
         """Claim once; None if no message was ready."""
@@ -90,7 +94,7 @@ class ClaimOperation:
             answer = await asyncio.shield(claiming)
             if answer is not None:
                 self._target.call.memory.take_response(len(answer.json))
-            is_gone = bool(self._held) and await self._target.call.is_disconnected()
+            is_gone = answer is not None and await self._target.call.is_disconnected()
         except (asyncio.CancelledError, ApiError):
             self._target.context.run_in_background(self._release(claiming))
             raise
@@ -106,70 +110,50 @@ class ClaimOperation:
 
     def _can_be_large(self) -> bool:
         target = self._target
-        is_known = target.key is not None or target.context.databases.has_large(*self._places())
-        return is_known and self.body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
-
-    def _places(self) -> list[tuple[str, str, str]]:
-        return [self._target.place]
+        is_known = target.key is not None or target.context.databases.has_large(*self._places)
+        return is_known and self._body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
 
     async def _effect(self, queue: AsyncQueue) -> Answer:
-        rows = await self._fetch(queue)
-        if not rows:
+        body, target = self._body, self._target
+        names = body.queue_names if isinstance(body, ClaimAny) else None
+        settings = body.max_messages, seconds(body.visibility_timeout_seconds), storable_text(body.claimed_by)
+        statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
+        try:
+            ((number, text),) = await fetch(queue.connection, statement, where, *settings)
+        except QueueNotFound as error:
+            said = error.diag.message_primary or ""
+            raise queue_not_found(next((each for each in names or () if f"'{each}'" in said), target.name)) from None
+        if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
-        size = sum(len(row[0]) for row in rows)
-        note_size(queue.connection, size)
-        claims: dict[tuple[str, UUID], list[int]] = {}
-        for _, claimed, token, *from_queue in rows:
-            claims.setdefault((from_queue[0] if from_queue else self._target.name, token), []).append(claimed)
-        target = self._target
-        for (name, _), ids in claims.items():
-            (target if name == target.name else replace(target, name=name)).count("claimed", len(ids))
-        if self._target.key is None:  # with a key the client can ask for the stored response again
-            self._held = [(name, ids, token) for (name, token), ids in claims.items()]
-        answer = Answer(200, listed("messages", rows))
-        if size > LARGE_BYTES:
-            target.context.databases.note_large(*self._places())
-        if self._target.key is not None:  # it is stored, by way of copies
-            self._target.call.memory.take_response(2 * len(answer.json))
+        note_size(queue.connection, len(text))
+        if len(text) > LARGE_BYTES:
+            target.context.databases.note_large(*self._places)
+        answer = Answer(200, text.encode())
+        for name, _, ids in [(target.name, None, range(number))] if names is None else self._held(answer):
+            replace(target, name=name).count("claimed", len(ids))
+        if target.key is not None:  # it is stored, by way of copies
+            target.call.memory.take_response(2 * len(answer.json))
         return answer
 
-    async def _fetch(self, queue: AsyncQueue) -> list[tuple[Any, ...]]:
-        """The rows of the claimed messages: JSON, id, token, and perhaps the queue."""
-        return await fetch(queue.connection, _CLAIM, self._target.name, *self._settings())
-
-    def _settings(self) -> tuple[Any, ...]:
-        body = self.body
-        return body.max_messages, seconds(body.visibility_timeout_seconds), storable_text(body.claimed_by)
+    def _held(self, answer: Answer) -> list[tuple[str, UUID, list[int]]]:
+        """For each queue and token the ids of the claimed messages."""
+        claims: dict[tuple[str, UUID], list[int]] = {}
+        for each in decode(answer.json, type=dict[str, list[_Held]])["messages"]:
+            claims.setdefault((each.queue_name or self._target.name, each.claim_token), []).append(each.id)
+        return [(name, token, ids) for (name, token), ids in claims.items()]
 
     async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
         await asyncio.wait({claiming})
-        is_claimed = not claiming.cancelled() and claiming.exception() is None
-        del claiming  # it has the answer, which is not counted any more
-        if is_claimed and self._held:
-            for name, ids, token in self._held:
-                target = replace(self._target, name=name)
-                async with target.queue() as queue:
-                    await queue.release(ids, token)
-                target.count("released", len(ids))
-            self._held = []
-
-
-class _ClaimAnyOperation(ClaimOperation):
-    """The same for several queues."""
-
-    body: ClaimAny
-
-    def _places(self) -> list[tuple[str, str, str]]:
-        return [replace(self._target, name=name).place for name in self.body.queue_names]
-
-    async def _fetch(self, queue: AsyncQueue) -> list[tuple[Any, ...]]:
-        names = self.body.queue_names
-        try:
-            return await fetch(queue.connection, _CLAIM_ANY, names, *self._settings())
-        except QueueNotFound as error:
-            said = error.diag.message_primary or ""
-            raise queue_not_found(next((name for name in names if f"'{name}'" in said), names[0])) from None
+        answer = None if claiming.cancelled() or claiming.exception() else claiming.result()
+        # With a key the client can ask for the stored response again.
+        held = [] if answer is None or self._target.key is not None else self._held(answer)
+        del claiming, answer  # it is not counted any more
+        for name, token, ids in held:
+            target = replace(self._target, name=name)
+            async with target.queue() as queue:
+                await queue.release(ids, token)
+            target.count("released", len(ids))
 
 
 async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: float) -> Answer | None:
@@ -211,14 +195,6 @@ async def _seconds_until_due(target: Target, interval: timedelta) -> float:
         cursor = await queue.connection.execute(waiting.text, waiting.values)
         found, _ = await cursor.fetchone() or (0.0, 0)
     return float(found)
-
-
-def listed(name: str, rows: list[tuple[Any, ...]]) -> bytes:
-    """A JSON object with a list: the first column of the rows. Each row is copied twice, which takes little memory."""
-    parts = [row[0].encode() for row in rows] or [b""]
-    parts[0] = b'{"%b": [%b' % (name.encode(), parts[0])
-    parts[-1] += b"]}"
-    return b", ".join(parts)
 
 
 def seconds(number: int | None) -> str | None:

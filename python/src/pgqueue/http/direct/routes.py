@@ -17,7 +17,7 @@ from ..json_text import check_json, encode
 from ..memory import run_beside
 from ..security.rights import ADMIN, CONSUMER, LISTS, PRODUCER, READER, SEES, SENDER, current
 from ..statements import fetch, note_size
-from .claims import BROWSE_DEAD_MESSAGES, claim_from, claim_from_any, listed, seconds, storable_text
+from .claims import BROWSE_DEAD_MESSAGES, claim_from, seconds, storable_text
 from .structs import (
     Ack,
     AckBatch,
@@ -39,6 +39,7 @@ from .structs import (
     Nack,
     Page,
     Redrive,
+    is_plain,
     settings_of,
     text_of,
 )
@@ -59,9 +60,10 @@ _EXTEND: Final = b"select pgqueue.extend($1, $2, $3, $4)"
 async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
     """Send up to 100 messages in one transaction. Returns their ids in the order of the request."""
     await run_beside(len(target.body), check_sizes, body.messages, target.body)
+    is_one, are_plain = len(body.messages) == 1, all(map(is_plain, body.messages))
 
     async def effect(queue: AsyncQueue) -> Answer:
-        sent = enqueue_messages(queue.connection, target.name, target.body, body.messages)
+        sent = enqueue_messages(queue.connection, target.name, target.body, is_one, are_plain)
         return await answered("message_ids", sent, 201)
 
     if are_large(body.messages, target.body):
@@ -79,7 +81,7 @@ async def claim(target: Target, body: Claim) -> Answer:
     If the client disconnects meanwhile, or the response does not fit into the server's memory, the messages are
     released: they are ready again, and the attempt is not counted.
     """
-    return await claim_from(target, body)
+    return await claim_from([target], body)
 
 
 @verb.of_database("/v1/queues/claim_any", CONSUMER, ClaimedFromQueues, ClaimAny)
@@ -88,7 +90,7 @@ async def claim_any(call: Call) -> Answer:
     body, _ = await call.json(ClaimAny)
     targets = [target_of(call, name) for name in body.queue_names]
     targets[0] = replace(targets[0], key=await call.key())
-    return await claim_from_any(targets, body)
+    return await claim_from(targets, body)
 
 
 @verb.of_database("/v1/queues", LISTS, ListedSettings)
@@ -150,13 +152,12 @@ async def stats(target: Target) -> Answer:
 @verb("browse_dead_messages", READER, DeadLetters, query=Page, old_name="dead-letters")
 async def browse_dead_messages(target: Target, page: Page) -> Answer:
     """Dead letters by id, starting after `after_id`."""
-    is_large = page.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
-    async with target.queue(is_large=is_large) as queue:
-        rows = await fetch(queue.connection, BROWSE_DEAD_MESSAGES, target.name, page.max_messages, page.after_id)
-        size = sum(len(row[0]) for row in rows)
-        target.call.memory.take_response(size)
-        note_size(queue.connection, size)
-        return Answer(200, listed("dead_messages", rows))
+    values = target.name, page.max_messages, page.after_id
+    async with target.queue(is_large=page.max_messages * PAYLOAD_LIMIT > LARGE_BYTES) as queue:
+        ((_, text),) = await fetch(queue.connection, BROWSE_DEAD_MESSAGES, *values)
+        target.call.memory.take_response(len(text))
+        note_size(queue.connection, len(text))
+        return Answer(200, text.encode())
 
 
 @verb("redrive", ADMIN, Count, Redrive)

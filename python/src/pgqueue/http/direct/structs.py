@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, get_args
 from uuid import UUID
 
@@ -51,7 +52,7 @@ def text_of(json: Raw) -> bytes | None:
 
 def check_object(json: Raw, name: str) -> None:
     """Raise `Violation` unless a value is an object, null or absent."""
-    if json is not _NOTHING and bytes(json)[:1] not in (b"{", b"n"):
+    if bytes(json)[:1] not in (b"{", b"n", b""):
         raise Violation(name, "a JSON object")
 
 
@@ -85,23 +86,24 @@ class DirectMessage(Request):
     priority: Annotated[Priority, Meta(description="For a queue with priorities; 9 is the highest")] | None = None
 
     def __post_init__(self) -> None:
-        if self.body is None and self.payload is _NOTHING:
+        if self.body is not None:
+            if text_of(self.payload) is not None:
+                raise Violation("payload", "null if body is given: a message has exactly one of the two")
+        elif self.payload is _NOTHING:
             raise Violation("payload", "any JSON, unless body is given", is_missing=True)
-        if self.body is not None and text_of(self.payload) is not None:
-            raise Violation("payload", "null if body is given: a message has exactly one of the two")
-        check_object(self.headers, "headers")
+        if self.headers is not _NOTHING:
+            check_object(self.headers, "headers")
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has a payload, headers and a delay only."""
-        return (
-            self.body is None
-            and self.message_id is None
-            and self.expires_in_seconds is None
-            and self.dedup_key is None
-            and self.group_key is None
-            and self.priority is None
-        )
+
+_more: Final = attrgetter(
+    *(name for name in DirectMessage.__struct_fields__ if name not in ("payload", "delay_seconds", "headers"))
+)
+_NO_MORE: Final = _more(DirectMessage(Raw(b"1")))
+
+
+def is_plain(message: DirectMessage) -> bool:
+    """Whether a message has a payload, headers and a delay only."""
+    return bool(_more(message) == _NO_MORE)
 
 
 class Topic(Request):

@@ -48,11 +48,6 @@ class BrokeredMessage(Struct, forbid_unknown_fields=True):
         if bytes(self.payload)[:1] != b"{":
             raise Violation("payload", "a JSON object")
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has a payload, headers and a delay only."""
-        return True
-
 
 class EnqueueRequest(Struct, forbid_unknown_fields=True):
     """A batch of messages, sent in one transaction."""
