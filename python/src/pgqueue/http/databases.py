@@ -36,7 +36,6 @@ _RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a l
 _MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
 _TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
 _MOST_QUEUES: Final = 10_000  # that are known to have large messages
-_REFUSALS: Final = ("3D000", "42501")  # no such database, no right to connect to it
 _MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
@@ -89,22 +88,21 @@ class _Pool:
         await connection.wait(set_up(connection, isolation + settings))
 
     async def take(self) -> _Connection:
-        """A free connection. Raises `PoolTimeout` after `connect_seconds` if the last attempt to connect has failed,
-        and else after `request_seconds`: another client can have delayed the connections.
+        """A free connection. Raises the `psycopg.OperationalError` of the last attempt to connect after
+        `connect_seconds`, but at once if the database of a service does not exist, or refuses the role. If no attempt
+        has failed, raises `PoolTimeout` after `request_seconds`: another client can have delayed the connections.
 
-        Raises the `psycopg.OperationalError` if the database of a service does not exist, or refuses the role. The pool
-        gives up after its first failed attempt, and starts again with the next call; therefore the call is repeated.
+        The pool gives up after its first failed attempt, and starts again with the next call, so the call is repeated.
         """
         began = time.monotonic()
         while True:
             try:
                 return await self.connections.getconn(_RETRY_SECONDS)
-            except PoolTimeout:
+            except PoolTimeout as error:
                 failure = self.failure
-                if failure is not None and self.place is not None and connection_sqlstate(failure) in _REFUSALS:
-                    raise failure.with_traceback(None) from None
-                if time.monotonic() >= began + self.patience:
-                    raise
+                is_final = self.place is not None and failure is not None and connection_sqlstate(failure) is not None
+                if is_final or time.monotonic() >= began + self.patience:
+                    raise (failure or error).with_traceback(None) from None
 
     @property
     def patience(self) -> float:

@@ -16,7 +16,7 @@ import psycopg
 from psycopg_pool import PoolTimeout
 
 from ... import errors as queue_errors
-from ..._connections import connect_async, is_proxied
+from ..._connections import is_proxied
 from ..._tasks import end_tasks
 from ...client import AsyncQueue
 from ...consumer import AsyncConsumer, Delivery, Reject
@@ -145,7 +145,11 @@ class Agent:
             raise _TaskRefused(f"the task was not started within {_MAX_TASK_AGE.days} days")
         if task.kind in ("provision", "deprovision"):
             if queue is not None and queue.status in _CHANGED[task.kind]:
-                await self._change(task, queue)
+                try:
+                    await self._change(task, queue)
+                except psycopg.OperationalError as error:  # without the database there is nothing to drop
+                    if task.kind == "provision" or connection_sqlstate(error) != "3D000":
+                        raise
             return None
         if queue is None or queue.status != "Active":
             raise _TaskRefused(f"the queue is {'deleted' if queue is None else queue.status}")
@@ -154,12 +158,6 @@ class Agent:
     async def _change(self, task: AgentTask, queue: QueueBody) -> None:
         """Create or drop a queue."""
         service = self._databases.service(queue.service_id)
-        try:  # to connect once, because a pool does not say why a connection fails
-            await (await connect_async(self._databases.conninfo(service, queue.database_name))).close()
-        except psycopg.OperationalError as error:
-            if task.kind == "deprovision" and connection_sqlstate(error) == "3D000":
-                return  # without the database there is nothing to drop
-            raise
         async with self._databases.target(service, queue.database_name, prepare=True) as target, target.transaction():
             # Without the lock, a stalled agent could create a queue that was deleted in the meantime. No record of it
             # would exist.
