@@ -243,6 +243,27 @@ async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
     await made.close()
 
 
+async def test_requests_with_large_bodies_run_one_at_a_time(dsn: str, sql: psycopg.Connection[Any]) -> None:
+    service = Service("one", dsn, (sql.info.dbname,))
+    made = Databases(Settings("", {"one": service}, {}))
+
+    async def use() -> None:
+        async with made.target(service, sql.info.dbname, is_large=True):
+            pass
+
+    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname, is_large=True):
+        waiting = asyncio.create_task(use())
+        async with made.target(service, sql.info.dbname) as connection:  # others do not wait
+            await connection.execute("select 1")
+        assert not waiting.done()
+    async with asyncio.timeout(PATIENCE):
+        await waiting
+    assert not made.has_large(("one", "a", "x"))
+    made.note_large(("one", "a", "x"), ("one", "a", "y"))
+    assert made.has_large(("one", "a", "z"), ("one", "a", "y"))
+    await made.close()
+
+
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
