@@ -26,11 +26,12 @@ from .managed import routes as managed_routes
 from .managed.agent import Agent
 from .metrics import Metrics
 from .notifications import NotificationListeners
+from .page import actions as page_actions
 from .page import docs as page_docs
 from .page import forms as page_forms
 from .page import inspection as page_inspection
-from .page import removal as page_removal
 from .page import routes as page_routes
+from .page import schedules as page_schedules
 from .page import session as page_session
 from .page.requests import error_page
 from .sampling import Sampler
@@ -51,7 +52,8 @@ _ROOMS = (
     page_routes,
     page_forms,
     page_inspection,
-    page_removal,
+    page_schedules,
+    page_actions,
     page_session,
     page_docs,
 )

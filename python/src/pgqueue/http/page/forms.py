@@ -1,9 +1,7 @@
 """The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg.types.json import Jsonb
@@ -12,17 +10,17 @@ from starlette.responses import RedirectResponse, Response
 from ...client import AsyncQueue
 from ...message import QueueInfo
 from ..calls import Call
-from ..context import Context, check_not_reserved, find_database, find_service
+from ..context import check_not_reserved, find_database, find_service
 from ..decoding import check_shape
 from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT
 from ..errors import ApiError
 from ..json_text import check_json, read_json
 from ..memory import run_beside
 from ..sampling import Place
-from ..security.rights import ADMIN, PRODUCER, Need, current
+from ..security.rights import ADMIN, PRODUCER, READER, Need, current
 from .rendering import pretty_json, queue_url, render
-from .requests import Form, Pages, explain, message_ids, open_queue, place_of, read_form
-from .search import STATES, FoundMessage, SearchRefused, find
+from .requests import Form, Pages, back_to, check_choice, explain, message_ids, open_queue, place_of, read_form
+from .search import STATES, Filter, Message, search
 
 __all__ = ["ROUTES"]
 
@@ -30,81 +28,74 @@ pages = Pages()
 ROUTES: Final = pages.routes
 
 _ERRORS: Final = (ApiError, psycopg.Error)
-_READER: Final = ("admin", "reader")  # may read payloads
+_UNITS: Final = {"s": 1, "days": 86_400}  # in seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A setting of a queue in a form. `unit` is the number of seconds of its unit, if it is a duration."""
+class Field(NamedTuple):
+    """A setting of a queue in a form.
+
+    `kind` is the type of its value, the unit of a duration, or the choices with | between them.
+    """
 
     name: str
     label: str
-    parse: Callable[[str], Any]
-    unit: int = 0
+    kind: str
     explanation: str = ""
 
     def read(self, form: Form) -> Any:
         """The value in a form; None if the field is empty. Raises `ApiError`."""
-        if self.parse is bool:
+        if self.kind == "bool":
             return self.name in form
         text = form.get(self.name, [""])[0].strip()
         try:
-            return self.parse(text) if text else None
+            if self.kind in _UNITS and text:
+                return timedelta(seconds=float(text) * _UNITS[self.kind])
+            return {"int": int, "float": float}.get(self.kind, str)(text) if text else None
         except (ValueError, OverflowError):
-            limit = "a whole number" if self.parse is int else "a number"
+            limit = "a whole number" if self.kind == "int" else "a number"
             message = f"{self.label} is invalid: {text[:50]}; must be {limit}"
             raise ApiError(422, "invalid", message, self.name, text, limit) from None
 
     def text(self, value: Any) -> str:
         """The text of a value in the form."""
-        if value is None:
-            return ""
         if isinstance(value, timedelta):
-            return f"{value.total_seconds() / self.unit:.15g}"
+            value = value.total_seconds() / _UNITS[self.kind]
         return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def _duration(name: str, label: str, unit: str = "s", explanation: str = "") -> Field:
-    seconds = {"s": 1, "days": 86_400}[unit]
-    return Field(name, f"{label} ({unit})", lambda text: timedelta(seconds=float(text) * seconds), seconds, explanation)
-
-
+_BASICS: Final = (
+    Field("visibility_timeout", "Visibility timeout (s)", "s", "how long a claimed message stays hidden"),
+    Field("max_attempts", "Attempts", "int", "after these a message becomes a dead letter"),
+    Field("dlq_enabled", "Keep dead letters", "bool"),
+)
 _FIELDS: Final = (
-    _duration("visibility_timeout", "Visibility timeout", explanation="how long a claimed message stays hidden"),
-    Field("max_attempts", "Attempts", int, explanation="after these a message becomes a dead letter"),
-    Field("dlq_enabled", "Keep dead letters", bool),
-    Field("dead_letter_expired", "Expired messages become dead letters", bool),
-    Field("max_payload_bytes", "Largest payload (bytes)", int),
-    _duration("backoff_base", "First backoff", explanation="the wait after the first failed attempt"),
-    Field("backoff_factor", "Backoff factor", float, explanation="multiplies the wait for each further attempt"),
-    _duration("backoff_max", "Longest backoff"),
-    Field("backoff_jitter", "Backoff jitter", float, explanation="the largest part of the wait that is subtracted"),
-    _duration("archive_for", "Archive for", "days", "empty: acknowledged messages are deleted"),
-    _duration("expires_after_idle", "Drop after idle", explanation="empty: the queue is never dropped"),
-    _duration(
-        "dedup_window", "Deduplication window", explanation="how long a key is taken; 0: while its message lives"
-    ),
-    Field(
-        "group_limit",
-        "Group limit",
-        int,
-        explanation="messages of a group in flight at a time; empty at creation: no groups",
-    ),
-    Field("on_dead", "After a dead letter", str, explanation="its group goes on (skip) or waits (hold)"),
-    Field("max_in_flight", "Most in flight", int, explanation="messages of the queue at a time; empty: no limit"),
-    Field("rate_limit", "Rate limit", int, explanation="messages claimed in each period; empty: no limit"),
-    _duration("rate_period", "Rate period"),
+    *_BASICS,
+    Field("dead_letter_expired", "Expired messages become dead letters", "bool"),
+    Field("max_payload_bytes", "Largest payload (bytes)", "int"),
+    Field("backoff_base", "First backoff (s)", "s", "the wait after the first failed attempt"),
+    Field("backoff_factor", "Backoff factor", "float", "multiplies the wait for each further attempt"),
+    Field("backoff_max", "Longest backoff (s)", "s"),
+    Field("backoff_jitter", "Backoff jitter", "float", "the largest part of the wait that is subtracted"),
+    Field("archive_for", "Archive for (days)", "days", "empty: acknowledged messages are deleted"),
+    Field("expires_after_idle", "Drop after idle (s)", "s", "empty: the queue is never dropped"),
+    Field("dedup_window", "Deduplication window (s)", "s", "how long a key is taken; 0: while its message lives"),
+    Field("group_limit", "Group limit", "int", "messages of a group in flight; empty at creation: no groups"),
+    Field("on_dead", "After a dead letter", "skip|hold", "its group goes on (skip) or waits (hold)"),
+    Field("max_in_flight", "Most in flight", "int", "messages of the queue at a time; empty: no limit"),
+    Field("rate_limit", "Rate limit", "int", "messages claimed in each period; empty: no limit"),
+    Field("rate_period", "Rate period (s)", "s"),
 )
 _ONLY_NEW: Final = (  # what the page of the settings does not change
-    Field("priorities", "Priorities", bool, explanation="messages with a higher priority are claimed first"),
-    Field("counters", "Counters", bool, explanation="count what is sent and acknowledged; costs some processor time"),
-    Field("dedicated", "Table of its own", bool, explanation="for a few queues with a high load"),
+    Field("priorities", "Priorities", "bool", "messages with a higher priority are claimed first"),
+    Field("counters", "Counters", "bool", "count what is sent and acknowledged; costs some processor time"),
+    Field("dedicated", "Table of its own", "bool", "for a few queues with a high load"),
 )
+_DELAY: Final = Field("delay", "Delay (s)", "s")
 _DEDUP_KEY: Final = Field(
-    "dedup_key", "Deduplication key", str, explanation="nothing is added while another message of the queue has it"
+    "dedup_key", "Deduplication key", "str", "nothing is added while another message of the queue has it"
 )
-_GROUP_KEY: Final = Field("group_key", "Group", str, explanation="few messages of a group are in flight at a time")
-_PRIORITY: Final = Field("priority", "Priority", int, explanation="0 to 9; 9 is claimed first")
+_GROUP_KEY: Final = Field("group_key", "Group", "str", "few messages of a group are in flight at a time")
+_PRIORITY: Final = Field("priority", "Priority", "int", "0 to 9; 9 is claimed first")
 # An empty field turns these off: the value that alter_queue gets then.
 _NULLABLE: Final = {
     "archive_for": timedelta(0),
@@ -132,19 +123,21 @@ _DEFAULTS: Final = {
 @pages.get("/create", Need(("admin",), "some"))
 async def create_form(call: Call) -> Response:
     """The form for a new queue."""
-    return _create_page(call.context, {name: [text] for name, text in _DEFAULTS.items()})
+    return _create_page(call, {name: [text] for name, text in _DEFAULTS.items()})
 
 
-def _create_page(context: Context, form: Form, problem: ApiError | None = None) -> Response:
+def _create_page(call: Call, form: Form, problem: ApiError | None = None) -> Response:
     may = current().may
     databases = [
-        (each.id, database)
-        for each in context.settings.services.values()
+        f"{each.id}/{database}"
+        for each in call.context.settings.services.values()
         for database in each.databases
         if may(("admin",), each.id, database)
     ]
-    values = {"databases": databases, "fields": (*_FIELDS, *_ONLY_NEW), "form": form, "problem": problem}
-    return render("create.html", values, problem.status if problem else 200)
+    more = (*_FIELDS[len(_BASICS) :], *_ONLY_NEW)
+    return render(
+        "create.html", call.scope, problem=problem, databases=databases, basics=_BASICS, fields=more, form=form
+    )
 
 
 @pages.post("/create", ADMIN)
@@ -162,7 +155,7 @@ async def create(call: Call) -> Response:
         async with context.databases.target(chosen, database, prepare=True) as connection:
             await AsyncQueue(connection, name).create_queue(**values)
     except _ERRORS as error:
-        return _create_page(context, form, explain(error))
+        return _create_page(call, form, explain(error))
     await context.sampler.sample(chosen, database)
     return RedirectResponse(queue_url("queue", (service, database, name), done=f"{name} is created"), 303)
 
@@ -173,17 +166,16 @@ async def settings_form(call: Call) -> Response:
     place = place_of(call)
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-    return _settings_page(place, settings, _form_of(settings))
-
-
-def _form_of(settings: QueueInfo) -> Form:
     values = {each: getattr(settings, each.name) for each in _FIELDS}
-    return {each.name: [each.text(value)] for each, value in values.items() if value not in (None, False)}
+    form = {each.name: [each.text(value)] for each, value in values.items() if value not in (None, False)}
+    return _settings_page(call, place, settings, form)
 
 
-def _settings_page(place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
-    values = {"up": "../", "place": place, "settings": settings, "fields": _FIELDS, "form": form, "problem": problem}
-    return render("settings.html", values, problem.status if problem else 200)
+def _settings_page(
+    call: Call, place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None
+) -> Response:
+    values: dict[str, Any] = {"place": place, "settings": settings, "fields": _FIELDS, "form": form}
+    return render("settings.html", call.scope, problem=problem, **values)
 
 
 @pages.post("/queue/settings", ADMIN)
@@ -206,56 +198,52 @@ async def change_settings(call: Call) -> Response:
                         message = f"{field.label} is empty; it must have a value in this queue"
                         raise ApiError(422, "invalid", message, field.name, "", "a value")
         except _ERRORS as error:
-            return _settings_page(place, settings, form, explain(error))
-    return RedirectResponse("../" + queue_url("queue", place, done="The settings are changed"), 303)
+            return _settings_page(call, place, settings, form, explain(error))
+    return back_to("queue", place, done="The settings are changed")
 
 
 @pages.get("/queue/send", PRODUCER)
 async def send_form(call: Call) -> Response:
     """The form for a message: empty, or with the content of another message. A dead letter is replaced."""
-    place = place_of(call)
+    place, form = place_of(call), Form()
     state, copied = call.query.get("state", ""), call.query.get("id", "")
+    if copied:
+        current().check(*place, READER.accesses)
+        check_choice("state", state, STATES)
     async with open_queue(call.context, place) as queue:
         settings = await queue.get_queue()
-        found = await _find_copied(place, queue, state, message_ids([copied])[0]) if copied else None
-    form: Form = {}
+        found = await _find_copied(queue, state, message_ids([copied])[0]) if copied else None
     if found is not None:
-        form["copy_of"] = [str(found.id)]
+        form["copy_of"] = [copied]
         if state == "dead":
-            form["replaces"] = [str(found.id)]
-        for name, text in (("payload", found.payload), ("headers", found.headers)):
-            if text:
+            form["replaces"] = [copied]
+        for name in ("payload", "headers"):
+            if text := found[name]:
                 form[name] = [await run_beside(len(text), pretty_json, text, 8 * PAYLOAD_LIMIT)]
-    return _send_page(place, settings, form)
+    return _send_page(call, place, settings, form)
 
 
-async def _find_copied(place: Place, queue: AsyncQueue, state: str, id: int) -> FoundMessage:
-    current().check(*place, _READER)
-    if state not in STATES:
-        raise ApiError(422, "invalid", "state is invalid", "state", state, f"one of {', '.join(STATES)}")
-    try:
-        found = await find(queue.connection, queue.name, state, id, PAYLOAD_LIMIT)
-    except SearchRefused as refused:
-        raise ApiError(refused.status, "timeout", str(refused)) from None
-    if found is None:
+async def _find_copied(queue: AsyncQueue, state: str, id: int) -> Message:
+    messages = (await search(queue.connection, queue.name, state, Filter(id=id), 1, PAYLOAD_LIMIT)).messages
+    if not messages:
         raise ApiError(404, "message_not_found", f"message {id} is not there any more", "id", id)
-    if found.payload is None:
+    found = messages[0]
+    if found["payload"] is None:
         raise ApiError(422, "invalid", f"message {id} has a body of bytes, which cannot be edited here", "id", id)
-    if len(found.payload) < (found.payload_size or 0):
+    if len(found["payload"]) < found["payload_size"]:
         message = f"the payload of message {id} is too long to be edited here"
         raise ApiError(422, "invalid", message, "id", id, f"at most {PAYLOAD_LIMIT} characters")
     return found
 
 
-def _send_page(place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
+def _send_page(call: Call, place: Place, settings: QueueInfo, form: Form, problem: ApiError | None = None) -> Response:
     fields = [
         # The key of a dead letter can still be taken by the dead letter itself.
         *([] if "replaces" in form else [_DEDUP_KEY]),
         *([] if settings.group_limit is None else [_GROUP_KEY]),
         *([_PRIORITY] if settings.priorities else []),
     ]
-    values = {"up": "../", "place": place, "fields": fields, "form": form, "problem": problem}
-    return render("send.html", values, problem.status if problem else 200)
+    return render("send.html", call.scope, problem=problem, place=place, fields=fields, form=form)
 
 
 @pages.post("/queue/send", PRODUCER)
@@ -269,7 +257,7 @@ async def send(call: Call) -> Response:
         settings = await queue.get_queue()
     try:
         payload, headers = await _json(form, "payload"), await _json(form, "headers")
-        delay = _duration("delay", "Delay").read(form)
+        delay = _DELAY.read(form)
         dedup_key = None if replaced else _DEDUP_KEY.read(form)
         group_key, priority = _GROUP_KEY.read(form), _PRIORITY.read(form)
         async with open_queue(context, place) as queue, queue.connection.transaction():
@@ -280,16 +268,15 @@ async def send(call: Call) -> Response:
                 payload, delay, headers, dedup_key=dedup_key, group_key=group_key, priority=priority
             )
     except _ERRORS as error:
-        return _send_page(place, settings, form, explain(error))
+        return _send_page(call, place, settings, form, explain(error))
     context.metrics.messages(*place, "enqueued", 1)
     await context.sampler.sample(context.databases.service(place[0]), place[1])
     state = "scheduled" if delay else "ready"
     # enqueue returns the id of an earlier message if that one has the key.
     done = f"Message {sent} has the key {dedup_key}" if dedup_key else f"Sent as message {sent}"
     done += f"; dead letter {replaced[0]} is deleted" if replaced else ""
-    if not current().may(_READER, *place):  # the page of the queue is not for this user
-        return RedirectResponse(f"../{queue_url('', place, done=done)}", 303)
-    return RedirectResponse("../" + queue_url("queue", place, state=state, done=done), 303)
+    # The page of the queue is not for each user.
+    return back_to("queue" if current().may(READER.accesses, *place) else "", place, state=state, done=done)
 
 
 async def _json(form: Form, name: str) -> Any:

@@ -1,13 +1,12 @@
-"""The pages that inspect: what `doctor` finds in every database, and the consumers and subscriptions of a queue."""
+"""The pages that inspect: what `doctor` finds in every database, and the consumers of a queue."""
 
 import asyncio
-from dataclasses import dataclass
-from datetime import datetime
+from collections import defaultdict
 from typing import Any, Final
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg.rows import class_row
+from psycopg.rows import dict_row
 from psycopg_pool import PoolTimeout
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from ...message import Finding
 from ..calls import Call
 from ..context import Context
 from ..errors import from_database_error
+from ..sampling import Place
 from ..security.rights import ALL, READER, Need, current, forbidden
 from ..settings import Service
 from .rendering import render
@@ -28,7 +28,7 @@ pages = Pages()
 ROUTES: Final = pages.routes
 
 _SEVERITIES: Final = {"error": 0, "warning": 1, "info": 2}
-_MAX_FINDINGS: Final = 200  # on the page
+_MAX_FINDINGS: Final = 50  # of a kind on the page
 # Only the index scan has the same cost on a deep queue.
 _CLAIMS: Final = f"""
 set local enable_seqscan = off;
@@ -56,29 +56,6 @@ order by 6 desc nulls last, 1 limit 100
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """The messages in flight of one consumer: since when, when it claimed last, and when the first claim ends."""
-
-    claimed_by: str | None
-    messages: int
-    since: datetime | None
-    last_claimed_at: datetime | None
-    ends_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Sessions:
-    """The database sessions of a consumer: since when they exist, and when they ran a statement last."""
-
-    application_name: str
-    address: str
-    role: str
-    sessions: int
-    since: datetime | None
-    last_active_at: datetime | None
-
-
 @pages.get("/health", Need(("admin",), "some"))
 async def health(call: Call) -> Response:
     """The page with the findings of `doctor` in every database that the user may administer, the worst first."""
@@ -92,23 +69,28 @@ async def health(call: Call) -> Response:
     if not places:
         raise forbidden(("admin",), "all queues of a database")
     checked = await asyncio.gather(*(_check(context, *place) for place in places))
-    findings = [each for found, _ in checked for each in found]
-    findings.sort(key=lambda each: _SEVERITIES.get(each[2].severity, len(_SEVERITIES)))
-    values = {
-        "findings": findings[:_MAX_FINDINGS],
-        "more": max(0, len(findings) - _MAX_FINDINGS),
-        "failing": [failure for _, failure in checked if failure is not None],
-    }
-    return render("health.html", values)
+    # One finding, also of many queues: they are named together.
+    cards: dict[tuple[str, str], list[tuple[Place, Finding]]] = defaultdict(list)
+    for found, _ in checked:
+        for place, finding in found:
+            cards[finding.severity, finding.finding].append((place, finding))
+    return render(
+        "health.html",
+        call.scope,
+        cards=sorted(cards.items(), key=lambda card: _SEVERITIES.get(card[0][0], len(_SEVERITIES))),
+        most=_MAX_FINDINGS,
+        failing=[failure for _, failure in checked if failure is not None],
+    )
 
 
 async def _check(
     context: Context, service: Service, database: str
-) -> tuple[list[tuple[str, str, Finding]], tuple[str, str, str] | None]:
+) -> tuple[list[tuple[Place, Finding]], tuple[str, str, str] | None]:
     """The findings in one database, and why it could not be checked."""
     try:
         async with context.databases.target(service, database, is_slow=True) as connection:
-            return [(service.id, database, each) for each in await AsyncQueues(connection).doctor()], None
+            found = await AsyncQueues(connection).doctor()
+            return [((service.id, database, each.queue_name or ""), each) for each in found], None
     except (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction):
         return [], None  # pgqueue is not installed there yet
     except psycopg.errors.InsufficientPrivilege:
@@ -119,32 +101,31 @@ async def _check(
 
 @pages.get("/queue/consumers", READER)
 async def consumers(call: Call) -> Response:
-    """The page with the consumers of a queue, its streams and its subscriptions."""
+    """The page with the consumers and the streams of a queue."""
     place = place_of(call)
     async with open_queue(call.context, place, is_slow=True) as queue:
         settings = await queue.get_queue()
-        subscriptions, streams = await queue.list_subscriptions(), await queue.list_streams()
+        streams = await queue.list_streams()
         claims = await _claims(queue.connection, queue.name)
         sessions, sees_all = await _sessions(queue.connection, queue.name)
-    values = {
-        "up": "../",
-        "place": place,
-        "settings": settings,
-        "subscriptions": subscriptions,
-        "streams": streams,
-        "claims": claims,
-        "sessions": sessions,
-        "sees_all": sees_all,
-        "look_limit": LOOK_LIMIT,
-    }
-    return render("consumers.html", values)
+    return render(
+        "consumers.html",
+        call.scope,
+        place=place,
+        settings=settings,
+        streams=streams,
+        claims=claims,
+        sessions=sessions,
+        sees_all=sees_all,
+        look_limit=LOOK_LIMIT,
+    )
 
 
-async def _claims(connection: AsyncConnection[Any], name: str) -> list[Claims] | None:
+async def _claims(connection: AsyncConnection[Any], name: str) -> list[dict[str, Any]] | None:
     """The consumers that hold messages; None if the role may not read the tables."""
     statements = psycopg.sql.SQL(_CLAIMS).format(name=name)
     try:
-        cursor = connection.cursor(row_factory=class_row(Claims))
+        cursor = connection.cursor(row_factory=dict_row)
         async with connection.transaction():
             await cursor.execute(statements)
     except psycopg.errors.InsufficientPrivilege:
@@ -154,9 +135,9 @@ async def _claims(connection: AsyncConnection[Any], name: str) -> list[Claims] |
     return await cursor.fetchall()
 
 
-async def _sessions(connection: AsyncConnection[Any], name: str) -> tuple[list[Sessions], bool]:
+async def _sessions(connection: AsyncConnection[Any], name: str) -> tuple[list[dict[str, Any]], bool]:
     """The sessions of consumers, and whether the role sees those of other roles."""
-    cursor = connection.cursor(row_factory=class_row(Sessions))
+    cursor = connection.cursor(row_factory=dict_row)
     sessions = await (await cursor.execute(_SESSIONS, {"name": name})).fetchall()
     seeing = await connection.execute("select pg_has_role('pg_read_all_stats', 'usage')")
     (sees_all,) = await seeing.fetchone() or (False,)

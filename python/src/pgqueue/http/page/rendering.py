@@ -1,20 +1,22 @@
 """How the page shows figures and JSON: rows of the table, lines, durations; and the Jinja environment."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
+from starlette.types import Scope
 
 from ..._wording import counted as count
 from ...message import QueueStats
+from ..errors import ApiError
 from ..managed.structs import QueueBody
-from ..sampling import History, Place, Sampler
+from ..sampling import Place, Sample, Sampler
 from ..security.rights import ALL, current
 
 __all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
@@ -31,7 +33,7 @@ class Row:
 
     place: Place
     stats: QueueStats | None = None
-    history: History | None = None
+    samples: Sequence[Sample] = ()
     status: str = ""
     error_message: str | None = None
 
@@ -43,34 +45,7 @@ class Row:
     @property
     def state(self) -> str:
         """The state of the queue in one word."""
-        if self.stats is not None and self.stats.paused:
-            return "Paused"
-        return self.status or "Active"
-
-    def is_estimated(self, number: str) -> bool:
-        """Whether the figure of this name is an estimate."""
-        return self.stats is not None and number in self.stats.estimates
-
-    @property
-    def depths(self) -> list[float]:
-        """The depth at each sample."""
-        return [] if self.history is None else [float(each.depth) for each in self.history.samples]
-
-    @property
-    def incoming(self) -> list[float | None]:
-        """Incoming messages per second at each sample; None where unknown."""
-        return [] if self.history is None else [each.incoming for each in self.history.samples]
-
-    @property
-    def outgoing(self) -> list[float | None]:
-        """Outgoing messages per second at each sample; None where unknown."""
-        return [] if self.history is None else [each.outgoing for each in self.history.samples]
-
-    @property
-    def ages(self) -> list[float]:
-        """The age of the oldest ready message at each sample, in seconds."""
-        samples = () if self.history is None else self.history.samples
-        return [each.oldest_age for each in samples]
+        return "Paused" if self.stats is not None and self.stats.paused else self.status or "Active"
 
 
 def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -> list[Row]:
@@ -81,7 +56,7 @@ def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -
         row = known.pop(place, None)
         if place[2] != hidden:
             status, message = (row.status, row.error_message) if row else ("", None)
-            rows[place] = Row(place, history.last.stats, history, status, message)
+            rows[place] = Row(place, history.last.stats, history.samples, status, message)
     for place, row in known.items():
         rows[place] = Row(place, status=row.status, error_message=row.error_message)
     return [row for _, row in sorted(rows.items())]
@@ -154,10 +129,18 @@ def format_seconds(value: float | None) -> str:
     return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
 
 
-def format_moment(at: datetime) -> Markup:
-    """A timestamp in UTC as an HTML time element."""
+def format_moment(at: datetime | None) -> Markup:
+    """A timestamp as an HTML time element: in UTC, until the script shows it in the viewer's time zone; – for None."""
+    if at is None:
+        return Markup("–")
     at = at.astimezone(UTC)
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def format_clock(at: datetime) -> Markup:
+    """The time of the day of a timestamp, for the axis of a chart."""
+    at = at.astimezone(UTC)
+    return Markup('<time datetime="{}" data-clock>{}</time>').format(at.isoformat(), f"{at:%H:%M}")
 
 
 def pretty_json(text: str, limit: int) -> str:
@@ -194,11 +177,11 @@ def queue_url(page: str, place: Place, /, **more: object) -> str:
     return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
 
 
-def render(
-    template: str, values: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> HTMLResponse:
-    """The response with a page. `up` in `values` is the path to the page of all queues."""
-    return HTMLResponse(TEMPLATES.get_template(template).render({"up": ""} | dict(values)), status, headers)
+def render(template: str, scope: Scope, *, problem: ApiError | None = None, **values: object) -> HTMLResponse:
+    """The response with a page. `problem` is the error that it shows."""
+    up = "../" * (scope["path"].count("/") - 1)  # the path to the page of all queues
+    page = TEMPLATES.get_template(template).render(values, up=up, problem=problem)
+    return HTMLResponse(page, problem.status if problem else 200, problem.headers if problem else None)
 
 
 TEMPLATES: Final = Environment(
@@ -211,6 +194,7 @@ TEMPLATES: Final = Environment(
 TEMPLATES.filters |= {
     "seconds": format_seconds,
     "moment": format_moment,
+    "clock": format_clock,
     "rate": _compact_number,
     "number": lambda n: f"{n:,}",
 }

@@ -1,13 +1,13 @@
 """What the routes of the page share: the queue of a request, the fields of a form, and the pages of errors."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 from urllib.parse import parse_qs
 
 import psycopg
 from msgspec import Struct
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import Scope, Send
 
 from ...client import AsyncQueue
@@ -18,11 +18,22 @@ from ..errors import ApiError, from_database_error, queue_not_found
 from ..memory import run_beside
 from ..sampling import Place
 from ..security.rights import Need, current
-from .rendering import render
+from .rendering import queue_url, render
+from .search import MAX_ID
 
-__all__ = ["Form", "Pages", "error_page", "explain", "message_ids", "open_queue", "place_of", "read_form"]
+__all__ = [
+    "Form",
+    "Pages",
+    "back_to",
+    "check_choice",
+    "error_page",
+    "explain",
+    "message_ids",
+    "open_queue",
+    "place_of",
+    "read_form",
+]
 
-MAX_ID: Final = 2**63 - 1
 _MAX_FORM_FIELDS: Final = 10_000
 _MOST_IDS: Final = 10_000  # of a request, as in the API
 Form = dict[str, list[str]]
@@ -64,6 +75,18 @@ class _Place(Struct):
     service: str
     database: str
     name: str
+
+
+def check_choice(field: str, value: str, choices: Iterable[str]) -> None:
+    """Raise `ApiError` 422 unless the value is one of the choices."""
+    if value not in choices:
+        limit = f"one of {', '.join(choices)}"
+        raise ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, value, limit)
+
+
+def back_to(path: str, place: Place, **more: object) -> RedirectResponse:
+    """The redirect from an action on a queue to a page; more are parameters of its URL."""
+    return RedirectResponse("../" + queue_url(path, place, **more), 303)
 
 
 def place_of(call: Call) -> Place:
@@ -123,6 +146,4 @@ def explain(error: Any) -> ApiError:
 
 def error_page(scope: Scope, error: ApiError) -> Response:
     """The page that shows an error."""
-    up = "../" * (scope["path"].count("/") - 1)
-    values = {"up": up, "status": error.status, "message": error.message}
-    return render("error.html", values, error.status, error.headers)
+    return render("error.html", scope, problem=error)

@@ -20,12 +20,7 @@ ROUTES: Final = pages.routes
 @pages.get("/login", NOTHING)
 async def login_form(call: Call) -> Response:
     """The form for name and password. `to` is the page that the user wanted."""
-    return _login_page(safe_target(call.query.get("to", "")))
-
-
-def _login_page(to: str, name: str = "", problem: ApiError | None = None) -> Response:
-    values = {"to": to, "user": name, "problem": problem}
-    return render("login.html", values, problem.status if problem else 200, problem.headers if problem else None)
+    return render("login.html", call.scope, to=safe_target(call.query.get("to", "")), user="")
 
 
 @pages.post("/login", NOTHING)
@@ -38,7 +33,7 @@ async def log_in(call: Call) -> Response:
         if not await context.admission.passwords.verify(name, password, address_of(call.scope)):
             raise ApiError(401, "unauthorized", "name or password is wrong")
     except ApiError as error:
-        return _login_page(to, name[:128], error)
+        return render("login.html", call.scope, to=to, user=name[:128], problem=error)
     cookie = context.admission.sessions.begin(call.scope, name)
     return RedirectResponse(f"./{to}", 303, {"Set-Cookie": cookie})
 

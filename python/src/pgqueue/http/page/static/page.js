@@ -1,5 +1,5 @@
 // Replaces the table of queues with the one that the server renders, every two seconds while the page is visible, and
-// selects all messages of a page. Without scripts, the table reloads itself instead.
+// selects all messages of a page, and shows times in the viewer's time zone. Without scripts, the table reloads itself instead.
 "use strict";
 
 const live = document.querySelector("[data-live]");
@@ -19,6 +19,12 @@ async function refresh() {
     } catch {
         stale.hidden = false;
     }
+}
+
+for (const time of document.querySelectorAll("time")) {
+    const at = new Date(time.dateTime), text = at.toLocaleString("sv-SE");  // year-month-day, and 24 hours
+    time.title = time.textContent;
+    time.textContent = "clock" in time.dataset ? text.slice(11, 16) : text;
 }
 
 async function keepFresh() {
