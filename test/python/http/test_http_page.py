@@ -1020,6 +1020,10 @@ def test_charts_show_an_hour_and_a_day(
 ) -> None:
     dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
     place = (at["service"], at["database"], name)
+    for _ in range(2):  # a new queue is drawn from its samples
+        web.look(web.site.databases[0], name)
+    young = web.get("/queue", params=at).text
+    assert ('data-clock="8"' in young, 'aria-label="Depth, from 0 to 0"' in young) == (True, True)
     with psycopg.connect(web.site.control, autocommit=True) as control:
         record_history(control, place)
     hour, day = (web.get("/queue", params=at | {"range": each}) for each in ("hour", "day"))

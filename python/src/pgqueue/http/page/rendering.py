@@ -137,10 +137,11 @@ def format_moment(at: datetime | None) -> Markup:
     return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
 
 
-def format_clock(at: datetime) -> Markup:
+def format_clock(at: datetime, has_seconds: bool) -> Markup:
     """The time of the day of a timestamp, for the axis of a chart."""
     at = at.astimezone(UTC)
-    return Markup('<time datetime="{}" data-clock>{}</time>').format(at.isoformat(), f"{at:%H:%M}")
+    text = f"{at:%H:%M:%S}" if has_seconds else f"{at:%H:%M}"
+    return Markup('<time datetime="{}" data-clock="{}">{}</time>').format(at.isoformat(), len(text), text)
 
 
 def pretty_json(text: str, limit: int) -> str:

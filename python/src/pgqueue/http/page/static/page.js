@@ -24,7 +24,7 @@ async function refresh() {
 for (const time of document.querySelectorAll("time")) {
     const at = new Date(time.dateTime), text = at.toLocaleString("sv-SE");  // year-month-day, and 24 hours
     time.title = time.textContent;
-    time.textContent = "clock" in time.dataset ? text.slice(11, 16) : text;
+    time.textContent = "clock" in time.dataset ? text.slice(11, 11 + Number(time.dataset.clock)) : text;
 }
 
 async function keepFresh() {
