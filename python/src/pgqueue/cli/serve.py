@@ -172,11 +172,11 @@ def list_tokens(session: Session, config: Config = None) -> None:
         found,
         ("token", "user", "allow", "created", "expires"),
         lambda each: (
-            each.name,
-            each.user_name,
-            "all of the user" if each.allow is None else ", ".join(each.allow),
-            f"{each.created_at:%Y-%m-%d %H:%M} UTC",
-            f"{each.expires_at:%Y-%m-%d %H:%M} UTC",
+            each["name"],
+            each["user_name"],
+            "all of the user" if each["allow"] is None else ", ".join(each["allow"]),
+            f"{each['created_at']:%Y-%m-%d %H:%M} UTC",
+            f"{each['expires_at']:%Y-%m-%d %H:%M} UTC",
         ),
         "there is no token",
     )

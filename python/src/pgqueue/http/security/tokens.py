@@ -10,17 +10,17 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import AsyncConnection
+from psycopg.rows import dict_row
 from psycopg_pool import PoolTimeout
 
 from .rights import Right, parse_rights
 
-__all__ = ["KnownToken", "Token", "Tokens", "create", "list_all", "revoke"]
+__all__ = ["KnownToken", "Tokens", "create", "list_all", "revoke"]
 
 Connection = AsyncConnection[Any]
 
@@ -32,17 +32,6 @@ _RECORD: Final = (
     "insert into pgqueue_http.audit (user_name, token_name, address, act, place, status)"
     " values (session_user, %s, 'command line', %s, %s, %s)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token as it is listed. The token itself is shown when it is made, and nowhere kept."""
-
-    name: str
-    user_name: str
-    allow: list[str] | None
-    created_at: datetime
-    expires_at: datetime
 
 
 class KnownToken(NamedTuple):
@@ -80,12 +69,11 @@ async def create(
     return None if row is None else (token, row[0])
 
 
-async def list_all(connection: Connection) -> list[Token]:
-    """All tokens by name, the expired ones included."""
-    cursor = await connection.execute(
-        "select name, user_name, allow, created_at, expires_at from pgqueue_http.tokens order by name"
-    )
-    return [Token(*row) async for row in cursor]
+async def list_all(connection: Connection) -> list[dict[str, Any]]:
+    """All tokens by name, the expired ones included. Their texts are shown when they are made, and nowhere kept."""
+    cursor = connection.cursor(row_factory=dict_row)
+    await cursor.execute("select name, user_name, allow, created_at, expires_at from pgqueue_http.tokens order by name")
+    return await cursor.fetchall()
 
 
 async def revoke(connection: Connection, name: str) -> bool:
