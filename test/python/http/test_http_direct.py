@@ -165,7 +165,10 @@ def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Conn
         assert answer.json()["error"]["field"] == f"messages[0].{field}"
     assert code(queue.post("enqueue", {"messages": [{"payload": 1}] * 101}), 422) == "invalid"
     sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
-    assert code(queue.post("enqueue", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
+    for large in ({"payload": "x" * 20}, {"body": bodies[0][:20]}):
+        answer = queue.post("enqueue", {"messages": [{"payload": 1}, large]})
+        assert code(answer, 413) == "payload_too_large"
+        assert answer.json()["error"]["field"] == f"messages[1].{next(iter(large))}"
 
 
 def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:

@@ -168,11 +168,6 @@ class Route:
     is_page: bool = False
 
     @property
-    def methods(self) -> set[str]:
-        """Its method, as the routes of Starlette say it."""
-        return {self.method}
-
-    @property
     def name(self) -> str:
         """Its method and path."""
         return f"{self.method} {self.path}"

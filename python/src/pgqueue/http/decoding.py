@@ -12,7 +12,7 @@ import msgspec
 from .errors import ApiError, shorten
 from .json_text import DEPTH_LIMIT, nesting_error, read_json
 
-__all__ = ["VALUES_LIMIT", "Violation", "check_shape", "check_text", "convert", "decode", "schema_of"]
+__all__ = ["VALUES_LIMIT", "Violation", "check_shape", "check_text", "convert", "decode"]
 
 T = TypeVar("T")
 
@@ -222,17 +222,12 @@ def _limit(said: str, schema: Mapping[str, Any]) -> str:
     return _KINDS.get(wanted) or _description(schema)
 
 
-def schema_of(model: Any) -> dict[str, Any]:
-    """The JSON schema of a struct."""
-    return msgspec.json.schema(model)
-
-
-_cached_schema = cache(schema_of)
+_schema_of = cache(msgspec.json.schema)
 
 
 def _schema(model: Any, steps: Sequence[str | int]) -> Mapping[str, Any]:
     """The JSON schema of a place in a struct. Empty if unknown."""
-    whole = _cached_schema(model)
+    whole = _schema_of(model)
     schema: Any = whole
     for step in (None, *steps):
         if isinstance(step, int):

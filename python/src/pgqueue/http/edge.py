@@ -20,7 +20,7 @@ from .context import Context
 from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
 from .errors import ApiError, error_body, from_database_error, from_http_status
 from .idempotency import Answer
-from .memory import PART_BYTES, Bodies, BodyMemory
+from .memory import PART_BYTES, BodyMemory
 from .security.audit import Audit
 from .security.rights import begin, current, require
 
@@ -56,14 +56,12 @@ ErrorPage = Callable[[Scope, ApiError], ASGIApp]
 class Edge:
     """The ASGI application. Its own errors have the same form as those of the routes."""
 
-    def __init__(
-        self, context: Context, table: Table, files: ASGIApp, error_page: ErrorPage, bodies: Bodies | None = None
-    ) -> None:
+    def __init__(self, context: Context, table: Table, files: ASGIApp, error_page: ErrorPage) -> None:
         self._context = context
         self._table = table
         self._files = files
         self._error_page = error_page
-        self._bodies = bodies or Bodies()
+        self._held: Counter[str] = Counter()  # bytes of bodies in memory, by user
         self._audit = Audit(context.databases.control, context.run_in_background)
         self._seconds = context.settings.limits.request_seconds
         self._most = context.settings.limits.client_connections
@@ -75,7 +73,7 @@ class Edge:
         began = time.perf_counter()
         # The route sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its method.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        memory = inner["body_memory"] = BodyMemory(self._bodies)
+        memory = inner["body_memory"] = BodyMemory(self._held)
         response = _ResponseSender(send, inner is scope, memory)
         limit = response.time_limit = _TimeLimit(self._seconds, lambda: response.fail(self._timeout()))
         try:

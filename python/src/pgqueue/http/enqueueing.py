@@ -1,13 +1,16 @@
 """Batches of messages: their limits are checked, and one statement enqueues them."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
+from ..errors import PayloadTooLarge
 from .databases import LARGE_BYTES
-from .json_text import check_json, is_harmless, refuse_over
+from .errors import ApiError, from_database_error
+from .json_text import check_json, is_harmless, json_size, read_json, refuse_over
 from .statements import as_json, fetch, note_size
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "check_message",
     "check_sizes",
     "enqueue_messages",
+    "located",
     "publish_message",
 ]
 
@@ -27,6 +31,8 @@ PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which
 HEADERS_LIMIT: Final = 64 * 1024  # measured in the same way
 BATCH_LIMIT: Final = 100  # messages
 _MESSAGE_LIMIT: Final = 8 * 1024 * 1024  # bytes of a payload, as the client writes it
+
+_QUEUE_LIMIT: Final = re.compile(r"over the limit of (\d+) byte")
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND: Final = b"""
@@ -119,6 +125,23 @@ def are_large(messages: Sequence[SentMessage], body: bytes | bytearray) -> bool:
     return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
 
 
+def located(error: PayloadTooLarge, messages: Sequence[SentMessage]) -> ApiError:
+    """The error for messages over the limit of their queue, which names the first of them that is too large."""
+    answer = from_database_error(error)
+    limit = _QUEUE_LIMIT.search(answer.message)
+    for place, message in enumerate(messages):
+        body = getattr(message, "body", None)
+        size = json_size(read_json(bytes(message.payload).decode())) if body is None else _bytes_of(body)
+        if limit and size > int(limit[1]) and answer.field == "payload":
+            answer.field = f"messages[{place}].{'payload' if body is None else 'body'}"
+            break
+    return answer
+
+
+def _bytes_of(base64: str) -> int:
+    return len(base64) // 4 * 3 - base64.count("=", -2)
+
+
 def check_message(message: SentMessage, prefix: str = "") -> None:
     """The same for one message. `prefix` stands before the names of its fields."""
     payload = bytes(message.payload)
@@ -128,4 +151,4 @@ def check_message(message: SentMessage, prefix: str = "") -> None:
     if headers is not None and (text := bytes(headers)):
         check_json(text, f"{prefix}headers", HEADERS_LIMIT)
     if body is not None:
-        refuse_over(f"{prefix}body", len(body) // 4 * 3 - body.count("=", -2), PAYLOAD_LIMIT)
+        refuse_over(f"{prefix}body", _bytes_of(body), PAYLOAD_LIMIT)

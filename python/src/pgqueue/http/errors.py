@@ -44,6 +44,8 @@ _CODES: Final = {
     500: "internal_error",
     503: "unavailable",
 }
+_LOCKED: Final = "another transaction has locked what the request changes"
+_NOT_INSTALLED: Final = "pgqueue is not installed in this database, so it has no queues"
 _LIMIT_EXCEEDED_CLASS: Final = "54"
 # libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
 # The messages of a server in another language do not match, and count as temporary.
@@ -166,35 +168,40 @@ def _missing_right(detail: str) -> str:
     return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
 
 
+_KNOWN: Final[list[tuple[type[BaseException], int, str, str, str | None]]] = [
+    (QueueNotFound, 404, "queue_not_found", "{}", "queue_name"),
+    (QueueExists, 409, "queue_exists", "{}", None),
+    (ScheduleExists, 409, "schedule_exists", "{}", "name"),
+    (QueueBusy, 409, "queue_busy", "{}: try again", None),
+    (psycopg.errors.LockNotAvailable, 503, "transaction_conflict", f"{_LOCKED}: try again", None),
+    (psycopg.errors.InvalidSchemaName, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
+    (psycopg.errors.UndefinedFunction, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
+    (psycopg.errors.QueryCanceled, 503, "timeout", "the database took too long", None),
+]
+
+
+def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
+    """The error, which says when to try again if that helps."""
+    may_help = status == 503 or message.endswith("try again")
+    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
+
+
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
+    for kind, status, code, message, field in _KNOWN:
+        if isinstance(error, kind):
+            return _answer(status, code, message.format(detail), field)
     match error:
-        case QueueNotFound():
-            return ApiError(404, "queue_not_found", detail, "queue_name")
-        case QueueExists():
-            return ApiError(409, "queue_exists", detail)
-        case ScheduleExists():
-            return ApiError(409, "schedule_exists", detail, "name")
-        case QueueBusy():
-            return ApiError(409, "queue_busy", f"{detail}: try again", headers={"Retry-After": "1"})
-        case psycopg.errors.LockNotAvailable():
-            message = "another transaction has locked what the request changes: try again"
-            return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
-        case PayloadTooLarge() if detail.startswith("headers of "):
-            return ApiError(413, "payload_too_large", detail, field="headers", limit="65536 bytes")
         case PayloadTooLarge():
-            return ApiError(413, "payload_too_large", detail, field="payload", limit="the queue's max_payload_bytes")
+            is_headers = detail.startswith("headers of ")
+            field, limit = ("headers", "65536 bytes") if is_headers else ("payload", "the queue's max_payload_bytes")
+            return ApiError(413, "payload_too_large", detail, field, limit=limit)
         case InvalidArgument():
             hint = _EXPECTED.fullmatch(error.diag.message_hint or "")
             return ApiError(422, "invalid", detail, hint and hint[1], limit=hint and hint[2])
-        case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
-            message = "pgqueue is not installed in this database, so it has no queues"
-            return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", _missing_right(detail))
-        case psycopg.errors.QueryCanceled():
-            return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail or error}", field="body")
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
@@ -206,9 +213,7 @@ def from_database_error(error: BaseException) -> ApiError:
             message = "the database role of the server may not connect to the database: grant it CONNECT"
             return ApiError(403, "insufficient_privilege", message, "database_name")
     if is_conflict(error):
-        message = "another transaction uses the same messages or keys: try again"
-        return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
+        return _answer(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
     if is_temporary(error):
-        message = "the database cannot be reached now: try again"
-        return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
+        return _answer(503, "database_unavailable", "the database cannot be reached now: try again")
     return from_http_status(500, "an internal error; see the log of the server")

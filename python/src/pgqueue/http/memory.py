@@ -12,7 +12,7 @@ from .errors import ApiError
 from .security.rights import current
 from .turns import Gate
 
-__all__ = ["BODIES_LIMIT", "PART_BYTES", "Bodies", "BodyMemory", "run_beside", "run_in_thread"]
+__all__ = ["BODIES_LIMIT", "PART_BYTES", "BodyMemory", "run_beside", "run_in_thread"]
 
 BODIES_LIMIT: Final = 64 * 1024 * 1024  # bytes of memory for the bodies of all requests
 PART_BYTES: Final = 64 * 1024  # of a response; a larger one counts
@@ -25,22 +25,13 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Bodies:
-    """The bodies of all running requests and of their responses. `held` is the memory in bytes that they take, by
-    user.
-    """
-
-    def __init__(self) -> None:
-        self.held: Counter[str] = Counter()
-
-
 class BodyMemory:
     """The memory that the body of one request takes, and that of its response, until it is released."""
 
     __slots__ = ("_held", "_response", "_taken", "_user")
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._held = bodies.held
+    def __init__(self, held: Counter[str]) -> None:
+        self._held = held  # bytes of the bodies of all running requests and of their responses, by user
         self._taken = 0
         self._response = 0
         self._user = ""

@@ -24,13 +24,10 @@ class PooledConnection(AsyncConnection[Any]):
 
 async def fetch(connection: AsyncConnection[Any], text: bytes, *values: Any) -> list[tuple[Any, ...]]:
     """Run a statement that returns rows. Raises `psycopg.Error`."""
-    cursor: AsyncRawCursor[tuple[Any, ...]] | None = None
     if isinstance(connection, PooledConnection):
-        cursor = connection.raw_cursor
-    if cursor is None:
+        cursor = connection.raw_cursor = connection.raw_cursor or AsyncRawCursor(connection)
+    else:
         cursor = AsyncRawCursor(connection)
-        if isinstance(connection, PooledConnection):
-            connection.raw_cursor = cursor
     await cursor.execute(text, values)
     return await cursor.fetchall()
 

@@ -7,10 +7,11 @@ from typing import Any, Final
 import psycopg
 
 from ...client import AsyncQueue, AsyncQueues
+from ...errors import PayloadTooLarge
 from ..calls import Call
 from ..context import find_database, find_service
 from ..databases import LARGE_BYTES
-from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT, MessageIds, are_large, check_sizes, enqueue_messages
+from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT, MessageIds, are_large, check_sizes, enqueue_messages, located
 from ..errors import ApiError
 from ..idempotency import Answer
 from ..json_text import check_json, encode
@@ -64,7 +65,10 @@ async def enqueue(target: Target, body: EnqueueDirect) -> Answer:
 
     async def effect(queue: AsyncQueue) -> Answer:
         sent = enqueue_messages(queue.connection, target.name, target.body, is_one, are_plain)
-        return await answered("message_ids", sent, 201)
+        try:
+            return await answered("message_ids", sent, 201)
+        except PayloadTooLarge as error:
+            raise await run_beside(len(target.body), located, error, body.messages) from None
 
     if are_large(body.messages, target.body):
         target.context.databases.note_large(target.place)
@@ -84,7 +88,7 @@ async def claim(target: Target, body: Claim) -> Answer:
     return await claim_from([target], body)
 
 
-@verb.of_database("/v1/queues/claim_any", CONSUMER, ClaimedFromQueues, ClaimAny)
+@verb("/v1/queues/claim_any", CONSUMER, ClaimedFromQueues, ClaimAny)
 async def claim_any(call: Call) -> Answer:
     """Claim up to 100 messages from several queues of a database, in the order given, as `claim` does from one."""
     body, _ = await call.json(ClaimAny)
@@ -93,7 +97,7 @@ async def claim_any(call: Call) -> Answer:
     return await claim_from(targets, body)
 
 
-@verb.of_database("/v1/queues", LISTS, ListedSettings)
+@verb("/v1/queues", LISTS, ListedSettings)
 async def list_queues(call: Call) -> Answer:
     """The queues of a database that the user sees, with their settings, by name. They need not be managed queues."""
     context = call.context

@@ -20,7 +20,6 @@ MAX_ID: Final = 2**63 - 1
 # messages per request: millions would exceed the time limit, and the whole request would fail
 REDRIVE_LIMIT: Final = 100_000
 _BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
-_CRON: Final = "Five fields: minute, hour, day of month, month, day of week; or a word such as @daily"
 _OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 
 Delay = Annotated[int, Meta(ge=0, le=DELAY_LIMIT)]
@@ -28,12 +27,28 @@ Timeout = Annotated[int, Meta(ge=1, le=TIMEOUT_LIMIT)]
 Attempts = Annotated[int, Meta(ge=1, le=100)]
 Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
 Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
-Priority = Annotated[int, Meta(ge=0, le=9)]
+Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]
 Key = Annotated[str, Meta(min_length=1, max_length=255)]
 Name = Key
+DedupKey = Annotated[Key, Meta(description="Add no message while another one of the queue has this key")]
+Group = Annotated[Key, Meta(description="The group of the message, for a queue with group_limit")]
+MessageId = Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")]
+Lifetime = Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver it after this many seconds")]
+Choice = Literal["keep", "replace"]
+OnDuplicate = Annotated[Choice, Meta(description="Keep the message with the key, or replace content, due time, expiry")]
+Cron = Annotated[
+    str, Meta(max_length=200, description="Minute, hour, day of month, month, day of week; or a word such as @daily")
+]
+CatchUp = Annotated[bool, Meta(description="Of missed ticks, send the message of the first (default), or of the last")]
+Service = Annotated[str, Meta(description="By default the first service that the user sees")]
+Database = Annotated[str, Meta(description="By default the first of the service that the user sees")]
+Topics = Annotated[
+    list[Name], Meta(max_length=BATCH_LIMIT, description="Further topics of the event; a queue gets one copy")
+]
 Moment = Annotated[datetime, Meta(tz=True)]
 # JSON that is passed on as text. It is empty if the request does not have it.
 Json = Annotated[Raw, Meta(description="Any JSON, max 256 KB")]
+PayloadOrBody = Annotated[Raw, Meta(description="Any JSON, max 256 KB; null or absent if body is given")]
 JsonObject = Annotated[Raw, Meta(description="A JSON object, max 64 KB", extra_json_schema=_OBJECT)]
 
 
@@ -63,27 +78,16 @@ class Request(Struct, forbid_unknown_fields=True):
 class DirectMessage(Request):
     """A message that is sent at once: either `payload`, which is any JSON, or `body`, which is bytes."""
 
-    payload: Annotated[Json, Meta(description="Any JSON, max 256 KB; null or absent if body is given")] = field(
-        default_factory=_nothing
-    )
+    payload: PayloadOrBody = field(default_factory=_nothing)
     delay_seconds: Annotated[Delay, Meta(description="Postpone first visibility by this many seconds")] = 0
     headers: JsonObject = field(default_factory=_nothing)
-    expires_in_seconds: (
-        Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver it after this many seconds")] | None
-    ) = None
-    message_id: (
-        Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")] | None
-    ) = None
+    expires_in_seconds: Lifetime | None = None
+    message_id: MessageId | None = None
     body: Annotated[str, Meta(pattern=_BASE64, description="Bytes in base64, max 256 KB")] | None = None
-    dedup_key: Annotated[Key, Meta(description="Add no message while another one of the queue has this key")] | None = (
-        None
-    )
-    on_duplicate: Annotated[
-        Literal["keep", "replace"],
-        Meta(description="Keep the message that has the key, or replace its content, due time and expiry"),
-    ] = "keep"
-    group_key: Annotated[Key, Meta(description="The group of the message, for a queue with group_limit")] | None = None
-    priority: Annotated[Priority, Meta(description="For a queue with priorities; 9 is the highest")] | None = None
+    dedup_key: DedupKey | None = None
+    on_duplicate: OnDuplicate = "keep"
+    group_key: Group | None = None
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         if self.body is not None:
@@ -118,13 +122,7 @@ class Publish(DirectMessage, kw_only=True):
     """A message, and the topic to which it is published."""
 
     topic: Annotated[Name, Meta(description="Words joined by dots, such as orders.paid")]
-    base_topics: (
-        Annotated[
-            list[Name],
-            Meta(max_length=BATCH_LIMIT, description="Further topics of the same event; a queue gets one copy"),
-        ]
-        | None
-    ) = None
+    base_topics: Topics | None = None
 
 
 class EnqueueDirect(Request):
@@ -183,7 +181,7 @@ class Nack(Claimed):
 
     delay_seconds: Annotated[Delay, Meta(description="By default the queue's backoff")] | None = None
     error: Annotated[str, Meta(max_length=10_000, description="Kept as last_error")] | None = None
-    headers: Annotated[JsonObject, Meta(description="Merged into the headers of the message")] = field(
+    headers: Annotated[JsonObject, Meta(description="Merged into those of the message")] = field(
         default_factory=_nothing
     )
 
@@ -237,19 +235,14 @@ class ScheduleName(Request):
 class AlterSchedule(ScheduleName):
     """The settings of a schedule to change; those that are null or absent stay."""
 
-    cron: Annotated[str, Meta(max_length=200, description=_CRON)] | None = None
+    cron: Cron | None = None
     payload: Json = field(default_factory=_nothing)
     headers: JsonObject = field(default_factory=_nothing)
     time_zone: Annotated[str, Meta(max_length=100, description="Such as Europe/Paris; by default UTC")] | None = None
     paused: Annotated[bool, Meta(description="Whether the schedule has no ticks; by default false")] | None = None
-    catch_up: (
-        Annotated[
-            bool, Meta(description="Of missed ticks, send the message of the first (true, the default) or of the last")
-        ]
-        | None
-    ) = None
-    priority: Annotated[Priority, Meta(description="For a queue with priorities; 9 is the highest")] | None = None
-    group_key: Annotated[Key, Meta(description="The group of the messages, for a queue with group_limit")] | None = None
+    catch_up: CatchUp | None = None
+    priority: Priority | None = None
+    group_key: Group | None = None
 
     def __post_init__(self) -> None:
         check_object(self.headers, "headers")
@@ -258,17 +251,15 @@ class AlterSchedule(ScheduleName):
 class CreateSchedule(AlterSchedule, kw_only=True):
     """A schedule: at each tick of `cron` the queue gets a message."""
 
-    cron: Annotated[str, Meta(max_length=200, description=_CRON)]
+    cron: Cron
     if_not_exists: Annotated[bool, Meta(description="Leave an existing schedule of the queue unchanged.")] = False
 
 
 class Where(Struct):
     """The database of a request."""
 
-    service_id: Annotated[str, Meta(description="By default the first service that the user sees")] | None = None
-    database_name: Annotated[str, Meta(description="By default the first of the service that the user sees")] | None = (
-        None
-    )
+    service_id: Service | None = None
+    database_name: Database | None = None
 
 
 class Page(Where):

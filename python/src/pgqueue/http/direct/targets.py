@@ -25,7 +25,6 @@ __all__ = ["CHANGE_ERRORS", "READ_ERRORS", "Target", "Verbs", "answered", "targe
 
 READ_ERRORS: Final = (403, 404, 422)
 CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
-Endpoint = Callable[[Call], Awaitable[Answer]]
 
 
 @dataclass(slots=True)
@@ -65,9 +64,16 @@ class Target:
         It is large if its body is, or if it says that its answer can be large.
         """
         is_large = is_large or len(self.body) > LARGE_BYTES
-        async with self.queue(self.key is not None, is_large) as queue:
-            answer = await run_once(queue.connection, self.key, lambda: effect(queue))
-            note_size(queue.connection, len(answer.json))
+        is_keyed = self.key is not None
+        async with self.context.databases.target(
+            self.service, self.database, is_keyed, is_large=is_large
+        ) as connection:
+            queue = AsyncQueue(connection, self.name, json_loads=msgspec.Raw)
+            try:
+                answer = await (run_once(connection, self.key, lambda: effect(queue)) if is_keyed else effect(queue))
+            except QueueNotFound:
+                raise queue_not_found(self.name) from None
+            note_size(connection, len(answer.json))
             return answer
 
 
@@ -112,57 +118,31 @@ class Verbs:
         """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
 
         It is called with the target and the body, or with the target and the parameters of the URL if these are more
-        than the database. `old_name` is the name of the route in drafts of this interface.
+        than the database. `old_name` is the name of the route in drafts of this interface. If `name` is a path, the
+        verb is one of a database, and the function is called with the request.
         """
+        method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
+
+        async def of_queue(call: Call, function: Function) -> Answer:
+            target = target_of(call, call.names["queue_name"])
+            if body is not None:
+                given, text = await call.json(body)
+                target.key, target.body = await call.key(), text
+                return await function(target, given)
+            return await (function(target) if query is Where else function(target, parameters(call, query)))
 
         def register(function: Function) -> Function:
-            method = "GET" if body is None else "POST"
-            operation = self._operation(function, body, answer, status, query, errors)
-            for each in filter(None, (name, old_name)):
-                path = f"/v1/queues/{{queue_name}}/{each}"
-                endpoint = _endpoint(function, body, query)
-                self.routes.append(Route(method, path, need, endpoint, operation if each == name else None))
-            return function
-
-        return register
-
-    def of_database(
-        self, path: str, need: Need, answer: Any, body: Any = None, status: int = 200
-    ) -> Callable[[Endpoint], Endpoint]:
-        """Make a function the route of a verb of a database: it is called with the request."""
-
-        def register(function: Endpoint) -> Endpoint:
-            method = "GET" if body is None else "POST"
+            is_of_database = name.startswith("/")
 
             async def endpoint(call: Call, send: Send) -> None:
-                await respond(send, await function(call))
+                await respond(send, await (function(call) if is_of_database else of_queue(call, function)))
 
-            operation = self._operation(function, body, answer, status, Where, None)
-            self.routes.append(Route(method, path, need, endpoint, operation))
+            has_key = body is not None
+            about = function.__doc__ or "", self._tag, body, answer, status, query, errors or usual, has_key
+            for each in filter(None, (name, old_name)):
+                path = name if is_of_database else f"/v1/queues/{{queue_name}}/{each}"
+                operation = Operation(*about) if each == name else None
+                self.routes.append(Route(method, path, need, endpoint, operation))
             return function
 
         return register
-
-    def _operation(
-        self, function: Any, body: Any, answer: Any, status: int, query: Any, errors: tuple[int, ...] | None
-    ) -> Operation:
-        if errors is None:
-            errors = READ_ERRORS if body is None else CHANGE_ERRORS
-        return Operation(
-            function.__doc__ or "", self._tag, body, answer, status, query, errors, has_key=body is not None
-        )
-
-
-def _endpoint(function: Function, body: Any, query: Any) -> Callable[[Call, Send], Awaitable[None]]:
-    async def read(call: Call, send: Send) -> None:
-        target = target_of(call, call.names["queue_name"])
-        more = () if query is Where else (parameters(call, query),)
-        await respond(send, await function(target, *more))
-
-    async def change(call: Call, send: Send) -> None:
-        target = target_of(call, call.names["queue_name"])
-        given, text = await call.json(body)
-        target.key, target.body = await call.key(), text
-        await respond(send, await function(target, given))
-
-    return read if body is None else change

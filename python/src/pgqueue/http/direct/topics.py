@@ -51,7 +51,7 @@ def _all_queues(call: Call) -> tuple[Service, str]:
     return service, database
 
 
-@verb.of_database("/v1/queues/publish", Need(("producer",), "some"), Count, Publish, 201)
+@verb("/v1/queues/publish", Need(("producer",), "some"), Count, Publish, status=201)
 async def publish(call: Call) -> Answer:
     """Send a copy of a message to every queue that is subscribed to a topic. Returns the number of copies.
 
