@@ -45,7 +45,7 @@ SCOPE: Scope = {"type": "http", "method": "GET", "path": "/healthz", "query_stri
 
 def wrap(app: Any, seconds: float) -> Edge:
     """The edge before an application that stands for all routes."""
-    settings = replace(SETTINGS, limits=replace(Limits(), request_seconds=seconds))
+    settings = replace(SETTINGS, limits=Limits(request_seconds=seconds))
     databases = Databases(settings)
     sampler = Sampler(settings, databases)
     admission = Admission({}, Tokens(databases.control), Sessions("key", 60))
