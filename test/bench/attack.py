@@ -1,17 +1,20 @@
 """Attacks `pgqueue serve` for an hour, and measures how long an honest client waits meanwhile.
 
 README.md in this directory describes what is measured. The attacker knows the documentation, and has the password of a
-user with a queue of its own. It works in a process of its own, on the machine of the server.
+user with a queue of its own. It works in a process of its own, on the machine of the server. With `--nginx` all clients
+reach the server through nginx with the configuration of test/docker/nginx.conf.
 """
 
 import argparse
 import asyncio
 import base64
+import getpass
 import json
 import multiprocessing
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,12 +37,14 @@ from rich.table import Table
 
 from pgqueue.embedded import EmbeddedServer
 
-RESULTS = Path(__file__).parent / "results/attack.json"
+RESULTS = Path(__file__).parent / "results"
+NGINX_CONFIGURATION = Path(__file__).parents[1] / "docker/nginx.conf"
 CONTEXT = multiprocessing.get_context("forkserver")
 MB: Final = 1024 * 1024
 WAIT_GOAL_MS, MEMORY_GOAL_MB = 1000, 300
 PACE_SECONDS = 0.05  # of the honest client between two requests
 BATCH: Final = json.dumps({"messages": [{"payload": {"text": "x" * 250_000}}] * 100}).encode()
+BATCH_8_MB: Final = json.dumps({"messages": [{"payload": {"text": "x" * 250_000}}] * 33}).encode()
 ATTACKING: Final = ("127.0.0.2", "127.0.0.3")
 QUEUES: Final = ("attacked", "empty", "searched")  # of the attacker
 RIGHTS: Final = [f"{access}:bench/{name}" for access in ("producer", "consumer", "admin", "reader") for name in QUEUES]
@@ -158,6 +163,12 @@ async def many_values(client: Client, number: int) -> None:
 async def large_batches(client: Client, _: int) -> None:
     """Batches of 25 MB."""
     await client.ask(queue("enqueue"), BATCH)
+
+
+@attack(8)
+async def bodies_of_8_mb(client: Client, _: int) -> None:
+    """Batches of 8 MB, one after another on each connection."""
+    await client.ask(queue("enqueue"), BATCH_8_MB)
 
 
 @attack(6)
@@ -281,6 +292,41 @@ def honest(host: str, port: int, waits: Any) -> None:
 
 
 @contextmanager
+def behind_nginx(program: str | None, port: int) -> Iterator[int]:
+    """Start nginx in front of the server on a port, if a program is given; yields the port for clients."""
+    if program is None:
+        yield port
+        return
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as free:
+        outer = free.getsockname()[1]
+        text = NGINX_CONFIGURATION.read_text().replace("127.0.0.1:8080", f"127.0.0.1:{port}")
+        text = re.sub(r"ssl_certificate.*", "", text).replace("443 ssl http2", f"127.0.0.1:{outer}")
+        (Path(directory) / "nginx.conf").write_text(text)
+        temporary = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        paths = "".join(f"{each}_temp_path {directory}/{each}; " for each in temporary)
+        (Path(directory) / "nginx.conf").write_text(text.replace("http {", f"http {{ access_log off; {paths}", 1))
+        free.close()
+        top = f"daemon off; user {getpass.getuser()}; pid {directory}/pid; error_log {directory}/errors;"
+        process = subprocess.Popen([program, "-p", directory, "-c", f"{directory}/nginx.conf", "-g", top])
+        try:
+            while not is_open(outer):
+                assert process.poll() is None, "nginx has ended"
+                time.sleep(0.05)
+            yield outer
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
 def served() -> Iterator[tuple[str, int, psutil.Process]]:
     """Start a durable PostgreSQL and `pgqueue serve`, with queues; yields host, port and the process of the server."""
     with EmbeddedServer(settings=SETTINGS) as server, tempfile.TemporaryDirectory() as directory:
@@ -368,7 +414,11 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     chosen = list(turns(options))
     seconds = options.minutes * 60 / len(chosen)
     found = []
-    with served() as (host, port, server), running(honest, host, port, waits := CONTEXT.Queue()) as client:
+    with (
+        served() as (host, inner, server),
+        behind_nginx(options.nginx, inner) as port,
+        running(honest, host, port, waits := CONTEXT.Queue()) as client,
+    ):
         for name, attacks in chosen:
             memory: list[int] = []
             with running(attack_with, host, port, attacks, seconds + 60):
@@ -409,8 +459,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="duration of all turns together (60)")
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), metavar="ATTACK", help=f"of {list(ATTACKS)}")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="JSON file")
+    parser.add_argument("--nginx", metavar="PROGRAM", help="put this nginx in front of the server")
+    parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
+    options.output = options.output or RESULTS / ("attack_nginx.json" if options.nginx else "attack.json")
     console = Console(highlight=False, width=120, soft_wrap=True)
     changed = output_of("git", "status", "--porcelain", "--", "python/src", "sql")
     report = {

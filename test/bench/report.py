@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from sections import update_section
 
 HERE = Path(__file__).resolve().parent
-LATEST, BREAKDOWN, HORIZON, WEB, ATTACK = (
-    HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon", "web", "attack")
+LATEST, BREAKDOWN, HORIZON, WEB, ATTACK, PROXIED_ATTACK = (
+    HERE / f"results/{name}.json" for name in ("latest", "breakdown", "horizon", "web", "attack", "attack_nginx")
 )
 Rows = list[list[str]]
 Cell = dict[str, Any]
@@ -340,18 +340,20 @@ def web(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def attack(report: dict[str, Any]) -> str:
-    """The section on an attack on the HTTP server: a line for each turn."""
-    headings = ["attacks", "requests of the honest client", "longest wait, ms", "p99, ms", "memory, MB: most", "median"]
+def attack(alone: dict[str, Any], proxied: dict[str, Any]) -> str:
+    """The section on an attack on the HTTP server, alone and behind nginx: a line for each turn."""
+    names = ("longest_ms", "p99_ms", "most_mb")
+    headings = ["attacks", "alone: longest wait, ms", "p99, ms", "most MB"]
+    headings += ["behind nginx: longest wait, ms", "p99, ms", "most MB"]
     lines = [headings, ["---", *("---:" for _ in headings[1:])]]
-    for turn in report["turns"]:
-        figures = (f"{turn[name]:,}" for name in ("requests", "longest_ms", "p99_ms", "most_mb", "median_mb"))
-        lines.append([turn["attacks"], *figures])
+    for one, other in zip(alone["turns"], proxied["turns"], strict=True):
+        lines.append([one["attacks"], *(f"{turn[name]:,}" for turn in (one, other) for name in names)])
+    refused, behind = (sum(turn["errors"] for turn in report["turns"]) for report in (alone, proxied))
     about = (
-        f"<sub>{report['machine']}, shared by the attackers, the honest client, the server and its database, load"
-        f" before it {report['load_before']}; commit {report['commit']}, {report['at'][:10]}."
-        f" {report['seconds'] / 60:.0f} minutes in all. Requests of the honest client that were refused:"
-        f" {sum(turn['errors'] for turn in report['turns'])}.</sub>"
+        f"<sub>{alone['machine']}, shared by the attackers, the honest client, the server and its database, load"
+        f" before it {alone['load_before']} and {proxied['load_before']}; commit {alone['commit']}, {alone['at'][:10]}."
+        f" {alone['seconds'] / 60:.0f} and {proxied['seconds'] / 60:.0f} minutes in all. Requests of the honest client"
+        f" that were refused: {refused} and {behind}.</sub>"
     )
     return "\n".join(map(markdown, lines)) + f"\n\n{wrapped(about)}"
 
@@ -409,8 +411,8 @@ def main() -> int:
     if WEB.exists():
         text = web(json.loads(WEB.read_text(encoding="utf-8")))
         failed |= update_section("http", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
-    if ATTACK.exists():
-        text = attack(json.loads(ATTACK.read_text(encoding="utf-8")))
+    if ATTACK.exists() and PROXIED_ATTACK.exists():
+        text = attack(*(json.loads(each.read_text(encoding="utf-8")) for each in (ATTACK, PROXIED_ATTACK)))
         failed |= update_section("attack", f"{text}\n", f"the figures {fix}", "test/bench/README.md")
     return failed
 

@@ -20,7 +20,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from pgqueue.http.app import Application as App
 
 SERVICE = "pg-service-uuid"
 ADMIN = ("admin", "password")
@@ -162,7 +162,7 @@ class Server:
 class Application(Server):
     """The application in this process, and a client that calls it without a socket."""
 
-    app: "FastAPI"
+    app: "App"
     portal: BlockingPortal
 
     def __init__(self, client: httpx.Client) -> None:
@@ -230,6 +230,14 @@ def in_process(config: Path, role: Literal["all", "controller"] = "all", ready: 
         if ready:
             application.until(lambda: application.get("/readyz").status_code == 200)
         yield application
+
+
+def needs() -> dict[str, Any]:
+    """What each route of the application needs, by its method and path."""
+    from pgqueue.http import Service, Settings, create_app
+
+    app = create_app(Settings("", {"one": Service("one", "", ("one",))}, {}), "controller")
+    return {route.name: route.need for route in app.routes}
 
 
 def rights(site: Site) -> dict[str, list[str]]:

@@ -150,7 +150,7 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
     said = {
         "README.md": ['{"order_id": 1003}', "ships 1002"],
         "python/README.md": ["ships 1002"],
-        "python/src/pgqueue/http/README.md": ['{"task_id": ', '"payload":{"order_id": 1001}'],
+        "python/src/pgqueue/http/README.md": ['{"task_id":"', '"payload":{"order_id": 1001}'],
     }
     for text in said.get(document, []):
         assert text in person.out, person.out

@@ -165,7 +165,10 @@ def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Conn
         assert answer.json()["error"]["field"] == f"messages[0].{field}"
     assert code(queue.post("enqueue", {"messages": [{"payload": 1}] * 101}), 422) == "invalid"
     sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
-    assert code(queue.post("enqueue", {"messages": [{"payload": "x" * 20}]}), 413) == "payload_too_large"
+    for large in ({"payload": "x" * 20}, {"body": bodies[0][:20]}):
+        answer = queue.post("enqueue", {"messages": [{"payload": 1}, large]})
+        assert code(answer, 413) == "payload_too_large"
+        assert answer.json()["error"]["field"] == f"messages[1].{next(iter(large))}"
 
 
 def test_enqueue_takes_the_arguments_of_the_sql_function(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
@@ -497,18 +500,18 @@ class Patient:
 
 @pytest.fixture
 def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
-    from pgqueue.http import direct_routes
+    from pgqueue.http.direct import claims
 
     looked = threading.Semaphore(0)
-    run_once = direct_routes._ClaimOperation.run_once
+    run_once = claims.ClaimOperation.run_once
 
     async def run_and_tell(self: Any) -> Any:
         answer = await run_once(self)
         looked.release()
         return answer
 
-    monkeypatch.setattr(direct_routes._ClaimOperation, "run_once", run_and_tell)
-    monkeypatch.setattr(direct_routes, "_POLL_INTERVAL", timedelta(hours=1))
+    monkeypatch.setattr(claims.ClaimOperation, "run_once", run_and_tell)
+    monkeypatch.setattr(claims, "_POLL_INTERVAL", timedelta(hours=1))
     with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 600})) as application:
         yield Patient(DirectQueue(application, queue.name), looked)
 
@@ -679,20 +682,19 @@ def test_messages_claimed_for_a_timed_out_request_are_released(web: Server, queu
 def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     """The client is gone when its claim ends, and a lock delays the release."""
     web, target = queue.web, queue.web.site.target
-    lock = "lock table pgqueue.messages in access exclusive mode"
     ended = re.compile(r'^pgqueue_http_request_seconds_count\{.*"/v1/queues/\{queue_name\}/claim".*', re.MULTILINE)
     sql.execute("select pgqueue.alter_queue(%s, visibility_timeout => '1 h')", [queue.name])
     (sent,) = queue.send(1)
     before = ended.findall(web.get("/metrics").text)
-    with ThreadPoolExecutor(1) as threads, psycopg.connect(target) as behind:
-        with locked(target, lock), asked(web, f"{queue.path}/claim", {}):
+    # A release writes to this table. A claim only reads it if no message is due.
+    with locked(target, "lock table pgqueue.scheduled_messages in share mode"):
+        with (
+            locked(target, "lock table pgqueue.messages in access exclusive mode"),
+            asked(web, f"{queue.path}/claim", {}),
+        ):
             web.until(lambda: waiters(target, CLAIM))
-            getting = threads.submit(behind.execute, lock)  # gets the lock when the claim has ended
-            web.until(lambda: waiters(target, lock))
-        getting.result()
         web.until(lambda: waiters(target, "%release(%"))
         web.until(lambda: ended.findall(web.get("/metrics").text) != before)  # the request has ended
-        behind.rollback()
     (claimed,) = web.until(queue.claim)
     assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
 
@@ -701,10 +703,10 @@ def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: ps
 def test_messages_whose_response_exceeds_the_memory_are_released(
     web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    from pgqueue.http import request_body
+    from pgqueue.http import memory
 
     (sent,) = queue.send("é" * 100_000)
-    monkeypatch.setattr(request_body, "BODIES_LIMIT", 200_000)
+    monkeypatch.setattr(memory, "BODIES_LIMIT", 200_000)
     with in_process(web.site.configuration(tmp_path)) as small:
         body = {"queue_names": [queue.name]} if path.endswith("any") else {}
         assert code(small.post(path.format(queue.name), body), 503) == "overloaded"

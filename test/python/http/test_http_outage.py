@@ -321,8 +321,8 @@ def test_a_request_is_answered_in_time_although_the_database_ignores_a_cancel(
 
 async def test_old_records_are_deleted_in_any_number_during_an_outage(site: Site) -> None:
     """One statement for all rows could exceed its timeout, so each deletes a thousand."""
-    from pgqueue.http.agent import Agent
     from pgqueue.http.databases import Databases
+    from pgqueue.http.managed.agent import Agent
     from pgqueue.http.metrics import Metrics
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.settings import Limits, Service, Settings
@@ -364,9 +364,9 @@ def site(empty_database: Callable[[], str]) -> Site:
 def test_a_claim_that_waits_ends_when_the_server_stops(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pgqueue.http import direct_routes
+    from pgqueue.http.direct import claims
 
-    monkeypatch.setattr(direct_routes, "time", SimpleNamespace(monotonic=lambda: 0.0))  # it never ends by itself
+    monkeypatch.setattr(claims, "time", SimpleNamespace(monotonic=lambda: 0.0))  # it never ends by itself
     with in_process(site.configuration(tmp_path)) as web, ThreadPoolExecutor(1) as threads:
         name = new_name()
         web.create(name)

@@ -133,6 +133,9 @@ def submit(
         given = dict(re.findall(r'(\w+)="([^"]*)"', field))
         if "name" in given and (given.get("type") != "checkbox" or " checked" in field):
             fields[given["name"]] = html.unescape(given.get("value", "on"))
+    for field, options in re.findall(r'<select name="(\w+)">(.*?)</select>', form, re.DOTALL):
+        chosen = re.search(r'<option(?: value="([^"]*)")?[^>]* selected>([^<]*)', options)
+        fields[field] = html.unescape(chosen[1] or chosen[2]) if chosen else None
     data = {name: value for name, value in (fields | values).items() if value is not None}
     action = html.unescape(form.partition('action="')[2].partition('"')[0])
     return web.http.post(answer.url.join(action), data=data, auth=(user, ADMIN[1]), follow_redirects=True)
@@ -262,6 +265,7 @@ def test_a_dead_letter_is_shown_with_error_headers_and_history(
     )
     expect(letter).to_contain_text("attempts exhausted")
     expect(letter).to_contain_text("attempt 2 of 2")
+    letter.locator("h3").click()  # a line until it is unfolded
     letter.get_by_text("History: 2 failed attempts").click()
     expect(letter.locator(".history li")).to_have_count(2)
     expect(letter.locator(".history li").first).to_contain_text("Attempt 1")
@@ -343,6 +347,7 @@ def test_the_page_fits_narrow_windows_with_enough_contrast(
         (f"/?find={queue}", "tr[data-queue]"),
         (url("/queue", at), "article.letter"),
         (url("/queue/consumers", at), "th[scope=row]"),
+        (url("/queue/schedules", at), "th[scope=row]"),
         (url("/queue/settings", at), "label"),
         (url("/queue/send", at), "textarea"),
         (url("/queue/drop_queue", at), "label"),
@@ -446,7 +451,7 @@ def test_errors_of_the_page_are_html_pages(web: Server) -> None:
 
 def test_a_sparkline_leaves_out_points_of_a_level_stretch() -> None:
     """Hundreds of queues are drawn every two seconds for each open page."""
-    from pgqueue.http.page_rendering import sparkline
+    from pgqueue.http.page.rendering import sparkline
 
     drawn = [
         re.findall(r'<polyline points="([^"]*)"', sparkline(line, "Depth", "depth")) for line in ([3.0] * 90, STEPS)
@@ -458,7 +463,7 @@ STEPS = [0.0, 0.0, 0.0, 6.0, 6.0, 6.0, 0.0]
 
 
 def test_the_table_marks_each_estimated_figure() -> None:
-    from pgqueue.http.page_rendering import TEMPLATES, Row
+    from pgqueue.http.page.rendering import TEMPLATES, Row
     from pgqueue.message import QueueStats
 
     stats = QueueStats("orders", 20_000, 1, 2, 30_000, 1.0, False, ["ready_messages", "dead_messages"])
@@ -473,7 +478,16 @@ def test_the_table_marks_each_estimated_figure() -> None:
 def test_the_page_works_behind_a_path_prefix(web: Server, queue: str) -> None:
     """Behind a proxy that strips a path prefix, no link may be relative to the root."""
     place = web.place(queue)
-    paths = ("/", "/page/queues", "/create", "/health", "/queue", "/queue/settings", "/queue/consumers", "/queue/send")
+    paths = (
+        "/",
+        "/page/queues",
+        "/create",
+        "/health",
+        "/queue",
+        "/queue/settings",
+        "/queue/consumers",
+        "/queue/schedules",
+    )
     pages = [web.get(path, params=place) for path in paths]
     pages.append(web.get("/queue/confirm", params=place | {"action": "redrive"}))
     leads = [lead for page in pages for lead in re.findall(r'(?:href|src|action|data-live)="([^"]*)"', page.text)]
@@ -726,7 +740,7 @@ def test_a_dead_letter_is_edited_and_retried(
     page: "Page", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
 ) -> None:
     (dead,) = dead_letters(sql, name, "ValueError: unknown SKU")
-    page.goto(url("/queue", at))
+    page.goto(url("/queue/message", at | {"state": "dead", "id": str(dead)}))
     page.get_by_label(f"Edit and retry {dead}").click()
     expect(page.get_by_role("heading", name=f"Edit and retry dead letter {dead}")).to_be_visible()
     payload = page.get_by_label("Payload, as JSON")
@@ -800,7 +814,7 @@ def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, fille
         ({"payload": "1", "priority": "high"}, "Priority is invalid: high; must be a whole number"),
         ({"payload": "1", "priority": "10"}, "invalid priority"),
         ({"payload": "1", "dedup_key": "k" * 256}, "invalid dedup_key"),
-        ({"payload": '"\\u0000"'}, "PostgreSQL cannot store this"),
+        ({"payload": '"\\u0000"'}, "which PostgreSQL cannot store"),
     ]
     for form, problem in forms:
         answer = web.http.post(url("/queue/send", filled), data=form | {"copy_of": "'\"<script>"})
@@ -924,12 +938,11 @@ def test_findings_of_doctor_are_shown_with_their_remedies(
     assert texts(follow(web, health, queue), "h1") == [queue]
 
 
-def test_consumers_streams_and_subscriptions_are_shown(
+def test_consumers_and_streams_are_shown(
     web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
 ) -> None:
     sql.execute("select pgqueue.create_queue(%s)", [name])
     sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[4]))", [name])
-    sql.execute("select pgqueue.subscribe('orders.#', %s)", [name])
     sql.execute("select pgqueue.stream_open(%s, 'warehouse', 'spark-1')", [name])
     began, go_on = threading.Semaphore(0), threading.Event()
 
@@ -947,8 +960,37 @@ def test_consumers_streams_and_subscriptions_are_shown(
     assert rows["worker-<b>"].count("<time ") == 3
     assert "postgres" in rows[f"pgqueue {name}"]
     assert "spark-1" in rows["warehouse"]
-    assert "orders.#" in rows
     assert "No message is in flight." in web.get("/queue/consumers", params=at).text
+
+
+def test_schedules_are_run_and_paused_and_topics_are_subscribed(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.create_schedule(%s, %s, '0 3 * * *', '{\"total\": 1.10}')", [f"{name}-nightly", name])
+    page = follow(web, web.get("/queue", params=at), "Schedules and topics")
+    assert ("0 3 * * *" in page.text, '"total": 1.10' in html.unescape(page.text)) == (True, True)
+    page = submit(web, page, f"Run now {name}-nightly")
+    assert "Sent as message" in texts(page, DONE)[0]
+    assert sql.execute("select payload ->> 'total' from pgqueue.browse(%s)", [name]).fetchall() == [("1.10",)]
+    paused = "select paused from pgqueue.list_schedules(%s)"
+    for action, expected in (("Pause", True), ("Resume", False)):
+        page = submit(web, page, f"{action} {name}-nightly")
+        assert sql.execute(paused, [name]).fetchall() == [(expected,)]
+    page = submit(web, page, "Subscribe", topic="orders.#")
+    assert texts(page, DONE) == [f"{name} is subscribed to orders.#"]
+    page = submit(web, page, "Unsubscribe orders.#")
+    assert "The queue is subscribed to no topic." in page.text
+    # What a user may not do has no button, and a schedule of another queue is not found.
+    page = web.get("/queue/schedules", params=at, auth=("viewer", ADMIN[1]))
+    assert (page.status_code, "<form" in page.text.partition("<main")[2]) == (200, False)
+    form = {"schedule": f"{name}-nightly", "topic": "a"}
+    for action in ("run_schedule", "pause_schedule", "subscribe", "unsubscribe"):
+        refused = web.http.post(url(f"/queue/{action}", at), data=form, auth=("viewer", ADMIN[1]))
+        assert refused.status_code == 403, action
+    sql.execute("select pgqueue.create_queue(%s)", [f"{name}-other"])
+    for action in ("run_schedule", "pause_schedule", "resume_schedule"):
+        assert web.http.post(url(f"/queue/{action}", at | {"name": f"{name}-other"}), data=form).status_code == 404
 
 
 def test_the_sessions_of_consumers_show_their_last_statement(
@@ -978,6 +1020,10 @@ def test_charts_show_an_hour_and_a_day(
 ) -> None:
     dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
     place = (at["service"], at["database"], name)
+    for _ in range(2):  # a new queue is drawn from its samples
+        web.look(web.site.databases[0], name)
+    young = web.get("/queue", params=at).text
+    assert ('data-clock="8"' in young, 'aria-label="Depth, from 0 to 0"' in young) == (True, True)
     with psycopg.connect(web.site.control, autocommit=True) as control:
         record_history(control, place)
     hour, day = (web.get("/queue", params=at | {"range": each}) for each in ("hour", "day"))
@@ -988,7 +1034,9 @@ def test_charts_show_an_hour_and_a_day(
     assert "A gap: not recorded, or unknown." in hour.text
     assert "Last day" in texts(day, "h2")
     points = re.findall(r'aria-label="Depth.*?points="(.*?)"', day.text, re.DOTALL)[0]
-    assert points[:2] in ("5,", "4,")  # of the 96 quarters the first five are not recorded; one can end meanwhile
+    assert points.startswith("0,")  # a chart begins with the first quarter that is recorded
+    assert int(points.split()[-1].partition(",")[0]) in (90, 91)  # of 96; one can end meanwhile
+    assert hour.text.count("data-clock") == 5 * 3  # a chart has ticks at its begin, in its middle and at its end
 
 
 def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str], scale: float = 1) -> None:
@@ -1006,7 +1054,8 @@ def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str]
 
 def test_the_server_records_each_queue(site: Site, name: str, tmp_path: Path) -> None:
     """A server records when it starts, and then each minute. The rate is null if there was only one sample."""
-    found = "select depth, dead, coalesce(outgoing, 0) from pgqueue_http.depth_history where queue_name = %s"
+    recorded = "from pgqueue_http.depth_history where queue_name = %s and minutes = 1"
+    found = f"select depth, dead, coalesce(outgoing, 0) {recorded}"
     with psycopg.connect(site.target, autocommit=True) as sql:
         sql.execute("create extension pgqueue")
         dead_letters(sql, name, "declined")
@@ -1019,10 +1068,8 @@ def test_the_server_records_each_queue(site: Site, name: str, tmp_path: Path) ->
 
 
 def test_the_history_is_bounded(web: Server, name: str) -> None:
-    """Quarters of an hour are summarized, what was recorded twice is kept once, and what is old is deleted."""
+    """The quarter of an hour is summarized, what was recorded twice is kept once, and what is old is deleted."""
     from pgqueue.http import depth_history
-    from pgqueue.http.throughput import Throughput
-    from pgqueue.message import QueueStats
 
     quarter = "date_bin('15 min', now(), '2000-01-01 00:00+00')"
     insert = (
@@ -1036,15 +1083,13 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
             await connection.execute("lock table pgqueue_http.depth_history in share row exclusive mode")
             await connection.execute("delete from pgqueue_http.depth_history where minutes = 15")
             for minutes, begin in (
-                (1, f"{quarter} - n * interval '1 min'"),
+                (1, f"{quarter} + n * interval '1 s'"),
                 (1, "now() - interval '76 min' - n * interval '1 min'"),
                 (15, "now() - interval '25 h' - n * interval '15 min'"),
             ):
                 await connection.execute(insert.format(at=begin).encode(), [name, minutes])
             for depth in (7, 8):
-                stats = QueueStats(name, depth, 0, 0, 1, 2.0, False, [])
-                row = depth_history.recorded_row(("s", "d", name), stats, Throughput(3.0))
-                await depth_history.record(connection, [row])
+                await depth_history.record(connection, [("s", "d", name, depth, 1, 2.0, 3.0, None)])
             kept = await connection.execute(
                 "select minutes, depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
                 " order by minutes desc, depth",
@@ -1056,7 +1101,7 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
 
     with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
         kept = pool.submit(asyncio.run, record()).result()
-    assert kept == [(15, 20, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
+    assert kept == [(15, 17, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
 
 
 @pytest.mark.parametrize(
@@ -1072,7 +1117,7 @@ def test_the_history_is_bounded(web: Server, name: str) -> None:
     ],
 )
 def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:
-    from pgqueue.http.page_rendering import pretty_json
+    from pgqueue.http.page.rendering import pretty_json
 
     assert pretty_json(text, 1000).split("\n") == indented.split("|")
     assert len(pretty_json("[" * 100_000, 1000)) == 1001

@@ -109,7 +109,7 @@ def test_the_group_of_a_schedule_becomes_a_header_and_no_number_is_rounded(web: 
     )
     assert answer.status_code == 201
     listed = web.get(f"/v1/queues/{queue}/list_schedules")
-    assert '"payload": 0.10000000000000000001,' in listed.text
+    assert '"payload":0.10000000000000000001,' in listed.text
     assert listed.json()["schedules"][0]["headers"] == {"pgqueue.group": "backup"}
 
 

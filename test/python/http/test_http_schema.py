@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from clients import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import floats
-from served import ADMIN, SERVICE, Server, new_name
+from served import ADMIN, SERVICE, Server, needs, new_name
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::pytest.PytestWarning")
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 def document() -> dict[str, Any]:
     """The schema, which depends on no setting."""
     from pgqueue.http import Settings, create_app
-    from pgqueue.http.passwords import hash_password
+    from pgqueue.http.security.users import hash_password
 
     services = {SERVICE: {"dsn": "", "databases": ["x"]}}
     users = {"admin": {"password_hash": hash_password("x")}}
@@ -36,8 +37,6 @@ def orders(web: Server) -> str:
 def test_the_schema_is_valid(web: Server) -> None:
     import schemathesis
 
-    from pgqueue.http.rights import NEEDS
-
     document = web.get("/openapi.json").json()
     loaded = schemathesis.openapi.from_dict(document)
     loaded.validate()
@@ -45,7 +44,7 @@ def test_the_schema_is_valid(web: Server) -> None:
         each: {"type": "http", "scheme": each} for each in ("basic", "bearer")
     }
     described = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
-    routes = {route for route in NEEDS if re.match("[A-Z]+ /(v1|managed-services)/", route)}
+    routes = {route for route in needs() if re.match("[A-Z]+ /(v1|managed-services)/", route)}
     of_older_clients = {"POST messages", "POST ack-batch", "GET dead-letters", "POST purge-dead-letters"}
     assert {re.sub("/v1/queues/{queue_name}/", "", route) for route in routes - described} == of_older_clients
     paths = {path for path in document["paths"] if path.startswith("/managed-services")}
@@ -63,29 +62,32 @@ def test_the_schema_is_valid(web: Server) -> None:
 
 
 ROOT = Path(__file__).parents[3]
+EXAMPLES = Path(__file__).with_name("examples.txt")  # the request and the response of every route
 _EXAMPLE = re.compile(
-    r"^(GET|POST|DELETE) (/\S+)\n(?:  ->  (.*?)\n)?  (\d{3}) (\{.*?\})(?=\n(?:\w|```))", re.MULTILINE | re.DOTALL
+    r"^(GET|POST|DELETE) (/\S+)\n(?:  ->  (.*?)\n)?  (\d{3}) (\{.*?\})(?=\n(?:\w|```)|\s*\Z)", re.MULTILINE | re.DOTALL
 )
 
 
-def model_of(content: dict[str, Any]) -> Any:
-    from pgqueue.http import models
+def struct_of(content: dict[str, Any]) -> Any:
+    from pgqueue.http.direct import structs as direct
+    from pgqueue.http.managed import structs as managed
 
-    return getattr(models, content["application/json"]["schema"]["$ref"].rpartition("/")[2])
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    return getattr(managed, name, None) or getattr(direct, name)
 
 
-def test_the_readme_has_a_valid_example_of_every_body(document: dict[str, Any]) -> None:
-    text = (ROOT / "python/src/pgqueue/http/README.md").read_text()
+def test_bodies_have_the_fields_of_the_examples(document: dict[str, Any]) -> None:
+    """Of every route in examples.txt, and of the three in the README."""
+    readme = _EXAMPLE.findall((ROOT / "python/src/pgqueue/http/README.md").read_text())
+    assert len(readme) == 3
     seen = set()
-    for method, path, request, status, response in _EXAMPLE.findall(text):
+    for method, path, request, status, response in _EXAMPLE.findall(EXAMPLES.read_text()) + readme:
         operation = document["paths"][path][method.lower()]
         assert bool(request) == ("requestBody" in operation), (method, path)
         if request:
-            model_of(operation["requestBody"]["content"]).model_validate(json.loads(request))
-        model = model_of(operation["responses"][status]["content"])
-        found = model.model_validate_json(response)
-        dumped = json.loads(found.model_dump_json(exclude_none=True))
-        assert all_names(dumped) <= all_names(json.loads(response)), (method, path)
+            msgspec.json.decode(request, type=struct_of(operation["requestBody"]["content"]))
+        found = msgspec.json.decode(response, type=struct_of(operation["responses"][status]["content"]))
+        assert all_names(json.loads(msgspec.json.encode(found))) <= all_names(json.loads(response)), (method, path)
         seen.add((method.lower(), path))
     routes = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert seen == routes - {("get", path) for path in ("/healthz", "/readyz", "/metrics")}
@@ -114,7 +116,7 @@ def all_names(value: Any) -> set[str]:
 
 
 def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: dict[str, Any]) -> None:
-    from pgqueue.http import models
+    from pgqueue.http.direct import structs
 
     reference = (ROOT / "sql/REFERENCE.md").read_text()
     for path, methods in document["paths"].items():
@@ -128,8 +130,8 @@ def test_direct_routes_have_the_names_and_arguments_of_sql_functions(document: d
             # The queue of the path is no argument of the functions that find a schedule by its name.
             given = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
             if "requestBody" in operation:
-                model = model_of(operation["requestBody"]["content"])
-                given |= set((models.DirectMessage if verb == "enqueue" else model).model_fields)
+                struct = struct_of(operation["requestBody"]["content"])
+                given |= set((structs.DirectMessage if verb == "enqueue" else struct).__struct_fields__)
             given -= {"service_id", "database_name", "wait_seconds"}  # of HTTP only
             assert {name.removesuffix("_seconds") for name in given} <= arguments, path
 
@@ -147,11 +149,11 @@ def test_the_docs_page_shows_every_route_and_loads_nothing_from_another_host(
 
 
 def test_the_queues_of_a_database_are_listed_with_their_settings(web: Server, orders: str) -> None:
-    from pgqueue.http import models
+    from pgqueue.http.direct import structs
 
     listed = web.get("/v1/queues").json()["queues"]
     (found,) = [each for each in listed if each["name"] == orders]
-    assert set(found) == set(models.QueueSettings.model_fields)
+    assert set(found) == set(structs.QueueSettings.__struct_fields__)
     assert (found["visibility_timeout_seconds"], found["max_attempts"]) == (30, 5)
     error = web.get("/v1/queues", params={"database_name": "none"}).json()["error"]
     assert (error["code"], error["field"]) == ("database_not_found", "database_name")

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,12 @@ from served import ADMIN, HASH, Site, in_process, new_name
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
-    from pgqueue.http import Settings, SettingsError, passwords, server
+    from pgqueue.http import Settings, SettingsError, server
     from pgqueue.http.errors import ApiError
-    from pgqueue.http.passwords import Authenticator, hash_password
+    from pgqueue.http.security import users as passwords
+    from pgqueue.http.security.users import Authenticator, hash_password
 
 LONG = pytest.mark.long(part="http")
 GOOD: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_a_configuration_file_defines_services_and_users() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"control_dsn": 5}, "control_dsn: must be a string"),
+        ({"control_dsn": 5}, "control_dsn: Expected `str | null`, got `int`"),
         ({"control_dsn": "host=h passwort=secret"}, "control_dsn: not a libpq DSN"),
         ({"control_dsn_env": "NOT_SET"}, "given twice"),
         ({"services": {}}, "services: none given"),
@@ -56,23 +56,27 @@ def test_a_configuration_file_defines_services_and_users() -> None:
         ({"services": {"a": {"dsn": "host=x"}}}, "services.a.databases"),
         ({"services": {"a": {"databases": ["x"]}}}, "services.a.dsn: missing"),
         ({"services": {"a": {"dsn_env": "NOT_SET", "databases": ["x"]}}}, "environment variable NOT_SET is not set"),
-        ({"services": {"a": {"dsn": "", "databases": ["x"], "database": 1}}}, "services.a.database: unknown"),
+        (
+            {"services": {"a": {"dsn": "", "databases": ["x"], "database": 1}}},
+            "services.a: Object contains unknown field `database`",
+        ),
         ({"users": {}}, "users: none given"),
         ({"users": {"a:b": {"password_hash": HASH}}}, "no colon"),
         ({"users": {"a": {"password_hash": "secret"}}}, "--hash-password"),
         ({"users": {"a": {"password_hash": HASH.replace("16384", "16385")}}}, "--hash-password"),
         ({"users": {"a": {"password_hash": HASH[:-2]}}}, "--hash-password"),
-        ({"users": {"a": {"password": "secret"}}}, "users.a.password: unknown"),
-        ({"tasks": {"concurrency": 0}}, "tasks.concurrency: 0; must be from 1 to 100"),
-        ({"tasks": {"concurrency": 101}}, "from 1 to 100"),
-        ({"tasks": {"max_attempts": True}}, "tasks.max_attempts: True; must be of type int"),
-        ({"tasks": {"visibility_timeout_seconds": 43201}}, "from 1 to 43200"),
-        ({"limits": {"request_seconds": 0.5}}, "from 1 to 600"),
-        ({"limits": {"client_connections": 9}}, "limits.client_connections: 9; must be from 10 to 100000"),
-        ({"limits": {"requests": 1}}, "limits.requests: unknown"),
-        ({"user": {}}, "user: unknown; must be one of"),
+        ({"users": {"a": {"password": "secret"}}}, "users.a: Object contains unknown field `password`"),
+        ({"tasks": {"concurrency": 0}}, "tasks.concurrency: Expected `int` >= 1"),
+        ({"tasks": {"concurrency": 101}}, "tasks.concurrency: Expected `int` <= 100"),
+        ({"tasks": {"max_attempts": True}}, "tasks.max_attempts: Expected `int`, got `bool`"),
+        ({"tasks": {"visibility_timeout_seconds": 43201}}, "<= 43200"),
+        ({"limits": {"request_seconds": 0.5}}, "limits.request_seconds: Expected `float` >= 1"),
+        ({"limits": {"client_connections": 9}}, "limits.client_connections: Expected `int` >= 10"),
+        ({"limits": {"requests": 1}}, "limits: Object contains unknown field `requests`"),
+        ({"user": {}}, "Object contains unknown field `user`"),
+        ({"services": {"a": "dbname=x"}}, "services.a: Expected `object`, got `str`"),
         ({"session_key": "short"}, "session_key: too short; must have at least 32"),
-        ({"limits": {"session_seconds": 1}}, "from 60 to 2592000"),
+        ({"limits": {"session_seconds": 1}}, "limits.session_seconds: Expected `int` >= 60"),
         *(
             ({"users": {"u": {"password_hash": HASH, "allow": allow}}}, f"users.u.allow: {said}")
             for allow, said in (
@@ -167,15 +171,16 @@ async def test_a_flood_of_passwords_delays_no_other_client_and_no_other_user(
     await asyncio.sleep(0)  # the tasks start
     before = len(hashed)
     assert await authenticator.user(basic(name, "right"), address) == name
-    assert len(hashed) - before <= 5
+    assert hashed.index("right") - before <= 5
     assert name not in await asyncio.gather(*guessing, return_exceptions=True)
 
 
 async def test_one_client_has_a_limited_number_of_passwords_verified(hashed: list[str]) -> None:
+    number = passwords._MOST_WAITING + 10
     authenticator = Authenticator(HASHED_BEFORE)
-    results = await asyncio.gather(*flood(authenticator, ["admin"], 100), return_exceptions=True)
+    results = await asyncio.gather(*flood(authenticator, ["admin"], number), return_exceptions=True)
     refused = [each for each in results if isinstance(each, ApiError)]
-    assert len(hashed) + len(refused) == 100
+    assert len(hashed) + len(refused) == number
     assert refused
     assert {(each.status, each.code, each.field, each.headers["Retry-After"]) for each in refused} == {
         (429, "too_many_logins", "Authorization", "1")
@@ -199,21 +204,14 @@ async def test_a_password_that_the_server_has_hashed_needs_no_turn(hashed: list[
 
 
 @pytest.mark.usefixtures("hashed")
-async def test_failed_logins_are_logged_once_a_minute_without_the_password(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_logins_are_logged_without_the_password(caplog: pytest.LogCaptureFixture) -> None:
     authenticator = Authenticator(HASHED_BEFORE)
-    for number in range(3):
-        assert await authenticator.user(basic("a\nb" + 200 * "x", f"secret{number}"), "192.0.2.1") is None
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert await authenticator.user(basic("admin", "secret"), "192.0.2.1") is None
+    assert await authenticator.user(basic("a\nb" + 200 * "x", "secret"), "192.0.2.1") is None
     assert await authenticator.user(basic("admin", "secret"), "2001:db8::1") is None
     assert await authenticator.user("") is None
     assert [each.getMessage() for each in caplog.records] == [
-        f"failed log-ins from 192.0.2.1: 1, the last as 'a\\nb{97 * 'x'}…'",
-        "failed log-ins from 192.0.2.1: 3, the last as 'admin'",
-        "failed log-ins from 2001:db8::/64: 1, the last as 'admin'",
+        f"failed log-in from 192.0.2.1 as 'a\\nb{97 * 'x'}…'",
+        "failed log-in from 2001:db8::1 as 'admin'",
     ]
     assert {each.levelname for each in caplog.records} == {"WARNING"}
 
@@ -230,7 +228,7 @@ async def test_the_password_of_an_unknown_user_is_hashed_too(hashed: list[str]) 
 async def test_the_server_warns_where_passwords_pass_a_network_without_tls(
     caplog: pytest.LogCaptureFixture, host: str, warned: bool
 ) -> None:
-    app = FastAPI()
+    app: Any = Starlette()
     config = uvicorn.Config(app, host, 0, lifespan="off", log_config=None)
     config.load()
     listening = server._Server(app, config, lambda _host, _port: None)

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
     from pgqueue.http import databases, notifications, sampling
     from pgqueue.http.databases import Databases
-    from pgqueue.http.rights import Caller, begin
-    from pgqueue.http.sampling import History, Sampler
+    from pgqueue.http.sampling import History, Sample, Sampler
+    from pgqueue.http.security.rights import Caller, begin
     from pgqueue.http.settings import Limits, Service, Settings
-    from pgqueue.http.throughput import throughput_between
 
 
 LONG = pytest.mark.long(part="http")
@@ -52,11 +51,11 @@ def stats_of(sent: int | None, acknowledged: int | None, depth: int = 9, dead: i
 def test_the_throughput_is_the_increase_of_the_totals(
     totals: list[Any], expected: tuple[float | None, float | None]
 ) -> None:
-    history = History()
+    history = History(())
     for number, each in enumerate(totals):
-        history.add(2.0 * number, stats_of(*each))
-    assert history.throughput == expected
-    assert history.throughput_over(60) == expected
+        history = history.extended(2.0 * number, stats_of(*each))
+    for sample in (history.last, history.last_over(60)):
+        assert (sample.incoming, sample.outgoing) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,8 @@ def test_the_throughput_is_the_increase_of_the_totals(
 def test_what_goes_out_is_unknown_if_most_of_it_is_not_counted(
     earlier: tuple[Any, ...], later: tuple[Any, ...], outgoing: float | None
 ) -> None:
-    assert throughput_between(stats_of(*earlier), stats_of(*later), 2.0).outgoing == outgoing
+    sample = Sample(2.0, stats_of(*later)).since(Sample(0.0, stats_of(*earlier)))
+    assert sample.outgoing == outgoing
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +200,10 @@ async def test_a_listener_unlistens_channels_without_waiters(
         while [row[0] for row in sql.execute(seen)] != list(texts):  # noqa: ASYNC110 - nothing tells what another session runs
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(PATIENCE), listeners.waiter(conninfo, "always") as always:
+    async with asyncio.timeout(PATIENCE), listeners.waiter(conninfo, ["always"]) as always:
         await always.listen()
         for _ in range(2):
-            async with listeners.waiter(conninfo, "now and then") as waiter:
+            async with listeners.waiter(conninfo, ["now and then"]) as waiter:
                 await waiter.listen()
                 await said('listen "now and then"')
                 sql.execute('notify "now and then"')
@@ -243,14 +243,32 @@ async def test_the_requests_of_a_user_delay_those_of_another_by_one_at_a_time(
     await made.close()
 
 
+async def test_requests_with_large_bodies_run_one_at_a_time(dsn: str, sql: psycopg.Connection[Any]) -> None:
+    service = Service("one", dsn, (sql.info.dbname,))
+    made = Databases(Settings("", {"one": service}, {}))
+
+    async def use() -> None:
+        async with made.target(service, sql.info.dbname, is_large=True):
+            pass
+
+    async with asyncio.timeout(PATIENCE), made.target(service, sql.info.dbname, is_large=True):
+        waiting = asyncio.create_task(use())
+        async with made.target(service, sql.info.dbname) as connection:  # others do not wait
+            await connection.execute("select 1")
+        assert not waiting.done()
+    async with asyncio.timeout(PATIENCE):
+        await waiting
+    assert not made.has_large(("one", "a", "x"))
+    made.note_large(("one", "a", "x"), ("one", "a", "y"))
+    assert made.has_large(("one", "a", "z"), ("one", "a", "y"))
+    await made.close()
+
+
 async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client can have delayed the connections; the database is not unavailable. The wait has a limit."""
     now, given_at = 0.0, 5.0
-
-    async def can_connect(_lease: object, _seconds: float) -> bool:
-        return True
 
     async def give_late(seconds: float) -> Any:
         nonlocal now
@@ -266,15 +284,16 @@ async def test_a_request_waits_for_a_slow_pool_whose_database_can_be_reached(
     give = pool.connections.getconn
     monkeypatch.setattr(pool.connections, "getconn", give_late)
     monkeypatch.setattr(databases, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(databases._Lease, "_can_connect", can_connect)
     async with asyncio.timeout(PATIENCE):
         async with made.target(service, sql.info.dbname) as connection:
             assert await (await connection.execute("select 1")).fetchone() == (1,)
         assert 5 <= now < 9
-        assert not pool.is_failing
         given_at = 1000.0
-        with pytest.raises(PoolTimeout):
-            await made.target(service, sql.info.dbname).__aenter__()
+        for failure, most in ((None, 9), (psycopg.OperationalError(), 3)):
+            now, pool.failure = 0.0, failure
+            with pytest.raises(psycopg.OperationalError):
+                await made.target(service, sql.info.dbname).__aenter__()
+            assert now == most
     await made.close()
 
 

@@ -172,11 +172,11 @@ def list_tokens(session: Session, config: Config = None) -> None:
         found,
         ("token", "user", "allow", "created", "expires"),
         lambda each: (
-            each.name,
-            each.user_name,
-            "all of the user" if each.allow is None else ", ".join(each.allow),
-            f"{each.created_at:%Y-%m-%d %H:%M} UTC",
-            f"{each.expires_at:%Y-%m-%d %H:%M} UTC",
+            each["name"],
+            each["user_name"],
+            "all of the user" if each["allow"] is None else ", ".join(each["allow"]),
+            f"{each['created_at']:%Y-%m-%d %H:%M} UTC",
+            f"{each['expires_at']:%Y-%m-%d %H:%M} UTC",
         ),
         "there is no token",
     )
@@ -194,8 +194,8 @@ def revoke_token(session: Session, name: TokenName, config: Config = None) -> No
 def _control(session: Session, config: Path | None) -> Iterator[tuple["Settings", Callable[[Any], Any]]]:
     """The settings, and a function that runs another one with the module of tokens and the control database."""
     _http("token")
-    from ..http import tokens
     from ..http.databases import Databases
+    from ..http.security import tokens
 
     with ExitStack() as stack:
         settings = _settings(session, stack, config, Role.AGENT)
@@ -235,7 +235,7 @@ def _default_settings(session: Session, conninfo: str, role: Role) -> "Settings"
 
 
 def _hash(password: str, name: str) -> str:
-    from ..http.passwords import hash_password
+    from ..http.security.users import hash_password
 
     try:
         return hash_password(password)

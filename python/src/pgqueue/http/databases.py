@@ -2,96 +2,143 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from .._connections import complete_conninfo, connect_async, is_broken, is_proxied, set_up
+from .._connections import complete_conninfo, is_broken, is_proxied, set_up
 from ..client import AsyncQueue
 from ..errors import QueueNotFound
 from .errors import connection_sqlstate, database_not_found, service_not_found
+from .json_text import TimestampLoader
 from .migrations import CONTROL, TARGET, install, migrate
-from .rights import current_or_none
-from .serialization import RawJson, TimestampLoader
+from .security.rights import current
 from .settings import Limits, Service, Settings
+from .statements import PooledConnection
 from .turns import Gate
 
-__all__ = ["Connection", "Databases"]
+__all__ = ["LARGE_BYTES", "Connection", "Databases"]
 
 Connection = AsyncConnection[Any]
 Place = tuple[str, str] | None  # service and database; None is the control database
 
-_RETRY_SECONDS = 1.0  # the pool's retries after a failed connection; a later request starts them again
-_MOST_SECONDS = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
-_TASKS_OF_A_USER = 100  # that run at a time; the tasks of each user are a group of the task queue
-_MISSING = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
+# Of a body: the copies made of it take several times as much memory.
+LARGE_BYTES: Final = 2 * 1024 * 1024
+_RETRY_SECONDS: Final = 1.0  # the pool's retries after a failed connection; a later request starts them again
+_MOST_SECONDS: Final = 300.0  # of a connection: libpq keeps buffers as large as its largest statement and answer
+_TASKS_OF_A_USER: Final = 100  # that run at a time; the tasks of each user are a group of the task queue
+_MOST_QUEUES: Final = 10_000  # that are known to have large messages
+_MISSING: Final = psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction
 
 
-@dataclass(slots=True)
+class _Connection(PooledConnection):
+    """A connection that tells its pool whether it could be opened."""
+
+    @classmethod
+    async def connect(cls, conninfo: str = "", *, owner: "_Pool", **more: Any) -> "_Connection":  # type: ignore[override]
+        """Open a connection. Raises `psycopg.Error`."""
+        try:
+            connection = await super().connect(conninfo, **more)
+        except psycopg.Error as error:
+            owner.failure = error
+            raise
+        owner.failure = None
+        return connection
+
+
 class _Pool:
-    """The connections to a database, the gates before them, and whether the last attempt to connect failed.
+    """The connections to a database, the gates before them, and why the last attempt to connect failed, if it did.
 
     Slow reads pass both gates, so that they leave connections to other requests, whichever users they are of.
     """
 
-    connections: AsyncConnectionPool[Connection]
-    gate: Gate
-    slow_gate: Gate
-    is_failing: bool = False
+    def __init__(self, place: Place, conninfo: str, limits: Limits) -> None:
+        self.place = place
+        self.limits = limits
+        self.failure: psycopg.Error | None = None
+        self.gate = Gate(limits.connections)
+        self.slow_gate = Gate(max(1, limits.connections // 2))
+        self.connections: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
+            conninfo,
+            connection_class=_Connection,
+            kwargs={"autocommit": True, "owner": self},
+            min_size=1,
+            max_size=limits.connections,
+            max_lifetime=_MOST_SECONDS,
+            open=False,
+            configure=self._configure,
+            check=_check,
+            reconnect_timeout=_RETRY_SECONDS,
+            name="control" if place is None else "/".join(place),
+        )
+
+    async def _configure(self, connection: Connection) -> None:
+        psycopg.types.json.set_json_loads(msgspec.Raw, connection)
+        connection.adapters.register_loader("timestamptz", TimestampLoader)
+        isolation = b"set default_transaction_isolation = 'read committed'; "
+        settings = b"; ".join(b"set " + each for each in _settings(self.limits))
+        await connection.wait(set_up(connection, isolation + settings))
+
+    async def take(self) -> _Connection:
+        """A free connection. Raises the `psycopg.OperationalError` of the last attempt to connect after
+        `connect_seconds`, but at once if the database of a service does not exist, or refuses the role. If no attempt
+        has failed, raises `PoolTimeout` after `request_seconds`: another client can have delayed the connections.
+
+        The pool gives up after its first failed attempt, and starts again with the next call, so the call is repeated.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return await self.connections.getconn(_RETRY_SECONDS)
+            except PoolTimeout as error:
+                failure = self.failure
+                is_final = self.place is not None and failure is not None and connection_sqlstate(failure) is not None
+                if is_final or time.monotonic() >= began + self.patience:
+                    raise (failure or error).with_traceback(None) from None
+
+    @property
+    def patience(self) -> float:
+        """For how many seconds a request waits."""
+        return self.limits.request_seconds if self.failure is None else self.limits.connect_seconds
 
 
 class _Lease:
-    """A connection of a pool, for a block. Raises `PoolTimeout`.
-
-    A request waits up to `request_seconds` for a free connection, and up to `connect_seconds` for the server. If the
-    last connection to the server failed, both waits are up to `connect_seconds`. The pool itself gives up after its
-    first failed attempt, and starts again with the next call; therefore the call is repeated.
-
-    The pool does not say why an attempt failed, nor whether it still makes one. With `conninfo` the lease then makes an
-    attempt of its own. If it succeeds, the lease waits on for the pool, up to `request_seconds` in all. It raises the
-    `psycopg.OperationalError` of this attempt if the database does not exist or the role may not connect to it.
+    """A connection of a pool, for a block. Raises `PoolTimeout`, and the errors of `_Pool.take`.
 
     Behind a pooler the block is a transaction: its settings go with it, and no statement is prepared. What the block
     has done is committed also if it raises an exception, as in autocommit mode; but after an error of a statement all
     is rolled back. So a block that goes on after such an error needs a transaction of its own around the statement.
     """
 
-    __slots__ = ("_connection", "_conninfo", "_is_slow", "_limits", "_open", "_passed", "_pool", "_user")
+    __slots__ = ("_connection", "_gates", "_passed", "_pool", "_user")
 
-    def __init__(
-        self,
-        open_pool: Callable[[], Awaitable[_Pool]],
-        limits: Limits,
-        conninfo: Callable[[], str] | None,
-        is_slow: bool,
-    ) -> None:
-        self._open = open_pool
-        self._limits = limits
-        self._conninfo = conninfo
-        self._is_slow = is_slow
+    def __init__(self, pool: _Pool, *gates: Gate) -> None:
+        self._pool = pool
+        self._gates = gates
 
-    async def __aenter__(self) -> Connection:
-        self._pool = await self._open()
-        caller = current_or_none()
-        self._user = caller.name if caller else ""
-        self._passed: list[Gate] = []
+    async def __aenter__(self) -> PooledConnection:
+        self._user = current().name
+        self._passed = 0
+        pool = self._pool
         try:
-            for gate in (self._pool.slow_gate, self._pool.gate) if self._is_slow else (self._pool.gate,):
+            for gate in self._gates:
                 if not gate.try_pass(self._user):
                     await self._wait_at(gate)
-                self._passed.append(gate)
-            self._connection = await self._connect()
+                self._passed += 1
+            if pool.connections.closed:
+                await pool.connections.open()
+            self._connection = await pool.take()
             if is_proxied(self._connection):
                 try:
-                    await self._connection.execute(_transaction_settings(self._limits))
+                    await self._connection.execute(_transaction_settings(pool.limits))
                 except BaseException:
                     await self._return()
                     raise
@@ -101,49 +148,15 @@ class _Lease:
         return self._connection
 
     def _leave(self) -> None:
-        for gate in self._passed:
+        for gate in self._gates[: self._passed]:
             gate.leave(self._user)
 
     async def _wait_at(self, gate: Gate) -> None:
-        seconds = self._limits.connect_seconds if self._pool.is_failing else self._limits.request_seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._pool.patience):
                 await gate.wait(self._user)
         except TimeoutError:
             raise PoolTimeout("too many requests wait for this database") from None
-
-    async def _connect(self) -> Connection:
-        until = time.monotonic() + self._limits.connect_seconds
-        latest = time.monotonic() + self._limits.request_seconds
-        while True:
-            try:
-                connection = await self._pool.connections.getconn(
-                    min(_RETRY_SECONDS, max(0.1, until - time.monotonic()))
-                )
-            except PoolTimeout:
-                self._pool.is_failing = not await self._can_connect(max(0.1, until - time.monotonic()))
-                if not self._pool.is_failing:
-                    until = min(latest, time.monotonic() + self._limits.connect_seconds)
-                if time.monotonic() >= until:
-                    raise
-            else:
-                self._pool.is_failing = False
-                return connection
-
-    async def _can_connect(self, seconds: float) -> bool:
-        if self._conninfo is None:
-            return False
-        try:
-            async with asyncio.timeout(seconds):
-                connection = await connect_async(self._conninfo())
-        except psycopg.OperationalError as error:
-            if connection_sqlstate(error) in ("3D000", "42501"):
-                raise
-            return False
-        except TimeoutError:
-            return False
-        await connection.close()
-        return True
 
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
@@ -157,6 +170,8 @@ class _Lease:
 
     async def _return(self) -> None:
         """Return the connection, also if the request is cancelled meanwhile. The pool alone would then lose it."""
+        if self._connection.is_outgrown:
+            await self._connection.close()
         await asyncio.shield(asyncio.create_task(self._pool.connections.putconn(self._connection)))
 
     async def _end_transaction(self, error: BaseException | None) -> None:
@@ -175,8 +190,9 @@ class Databases:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._pools: dict[Place, _Pool] = {}
-        self._opening = asyncio.Lock()
         self._migrated: set[Place] = set()
+        self._large = Gate(1)  # for the memory of one large body at a time
+        self._large_queues: set[tuple[str, str, str]] = set()
 
     def service(self, id: str) -> Service:
         """The service with this id. Raises `ApiError` 404."""
@@ -194,10 +210,6 @@ class Databases:
         """The connection string of the control database."""
         return self._complete(self._settings.control_dsn)
 
-    def forget_migrations(self) -> None:
-        """Check at the next use whether the tables exist: a database may have been replaced."""
-        self._migrated.clear()
-
     def _complete(self, dsn: str) -> str:
         limits = self._settings.limits
         return complete_conninfo(
@@ -207,59 +219,65 @@ class Databases:
             tcp_user_timeout=int(limits.database_seconds * 1000),
         )
 
-    @asynccontextmanager
-    async def control(self) -> AsyncIterator[Connection]:
+    def forget_migrations(self) -> None:
+        """Check at the next use whether the tables exist: a database may have been replaced."""
+        self._migrated.clear()
+
+    def note_large(self, *queues: tuple[str, str, str]) -> None:
+        """Note that queues have large messages."""
+        if len(self._large_queues) >= _MOST_QUEUES:
+            self._large_queues.clear()
+        self._large_queues.update(queues)
+
+    def has_large(self, *queues: tuple[str, str, str]) -> bool:
+        """Whether one of the queues is known to have large messages."""
+        return not self._large_queues.isdisjoint(queues)
+
+    def control(self, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
         """A connection to the control database in autocommit mode; the tables of the server exist there."""
-        lease = self._lease(None, lambda: self.control_conninfo)
-        if None not in self._migrated:
-            async with lease as connection:
-                await install(connection)
-                await migrate(connection, CONTROL)
-                await self._create_task_queue(connection)
-            self._migrated.add(None)
-        async with lease as connection:
-            # in the control database only the task queue can be missing
-            with self._detecting_lost_schema(None, QueueNotFound):
-                yield connection
+        pool = self._pools.get(None) or self._make_pool(None, self.control_conninfo)
+        return self._prepared(pool, self._gates(pool, is_large))
 
     def target(
-        self, service: Service, database: str, prepare: bool = False, is_slow: bool = False
+        self, service: Service, database: str, prepare: bool = False, is_slow: bool = False, is_large: bool = False
     ) -> AbstractAsyncContextManager[Connection]:
         """A connection to a database of a service, in autocommit mode.
 
         With `prepare`, pgqueue and the tables of the server are installed where they are missing. A request that may
-        take seconds says so by `is_slow`: all such requests together get half of the connections. Raises `ApiError` 404
-        for a database that the service does not have, and `psycopg.OperationalError` as `_Lease` does.
+        take seconds says so by `is_slow`: all such requests together get half of the connections. One that sends or may
+        read over `LARGE_BYTES` says so by `is_large`: one of them runs at a time. Raises `ApiError` 404 for a database
+        that the service does not have, and the errors of `_Lease`.
         """
-        if database not in service.databases:
-            raise database_not_found(database, service.databases)
-        place = (service.id, database)
-        lease = self._lease(place, lambda: self.conninfo(service, database), is_slow)
-        return self._prepared(place, lease) if prepare else lease
+        pool = self._pools.get((service.id, database))
+        if pool is None:
+            if database not in service.databases:
+                raise database_not_found(database, service.databases)
+            pool = self._make_pool((service.id, database), self.conninfo(service, database))
+        gates = self._gates(pool, is_large, is_slow)
+        return self._prepared(pool, gates) if prepare else _Lease(pool, *gates)
+
+    def _gates(self, pool: _Pool, is_large: bool, is_slow: bool = False) -> list[Gate]:
+        chosen = ((is_large, self._large), (is_slow, pool.slow_gate), (True, pool.gate))
+        return [gate for is_needed, gate in chosen if is_needed]
 
     @asynccontextmanager
-    async def _prepared(self, place: Place, lease: _Lease) -> AsyncIterator[Connection]:
-        if place not in self._migrated:
-            async with lease as connection:
+    async def _prepared(self, pool: _Pool, gates: list[Gate]) -> AsyncIterator[Connection]:
+        if pool.place not in self._migrated:
+            async with _Lease(pool, pool.gate) as connection:
                 await install(connection)
-                await migrate(connection, TARGET)
-            self._migrated.add(place)
-        async with lease as connection:
-            with self._detecting_lost_schema(place):
+                await migrate(connection, TARGET if pool.place else CONTROL)
+                if pool.place is None:
+                    await self._create_task_queue(connection)
+            self._migrated.add(pool.place)
+        async with _Lease(pool, *gates) as connection:
+            try:
                 yield connection
-
-    @contextmanager
-    def _detecting_lost_schema(self, place: Place, *missing: type[psycopg.Error]) -> Iterator[None]:
-        """If the schema is missing although it was installed, the database was replaced: install it again at the next
-        use.
-        """
-        try:
-            yield
-        except psycopg.Error as error:
-            if not isinstance(error, (*_MISSING, *missing)):
-                raise
-            self._migrated.discard(place)
-            raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
+            except psycopg.Error as error:
+                # In the control database only the task queue can be missing.
+                if not isinstance(error, _MISSING if pool.place else (*_MISSING, QueueNotFound)):
+                    raise
+                self._migrated.discard(pool.place)  # the database was replaced: install at the next use
+                raise psycopg.OperationalError("the tables of pgqueue are missing in the database") from error
 
     async def _create_task_queue(self, connection: Connection) -> None:
         tasks = self._settings.tasks
@@ -271,38 +289,9 @@ class Databases:
             if_not_exists=True,
         )
 
-    def _lease(self, place: Place, conninfo: Callable[[], str], is_slow: bool = False) -> _Lease:
-        async def pool() -> _Pool:
-            return self._pools.get(place) or await self._open(place, conninfo())
-
-        return _Lease(pool, self._settings.limits, None if place is None else conninfo, is_slow)
-
-    async def _open(self, place: Place, conninfo: str) -> _Pool:
-        async with self._opening:
-            if place not in self._pools:
-                size = self._settings.limits.connections
-                connections: AsyncConnectionPool[Connection] = AsyncConnectionPool(
-                    conninfo,
-                    kwargs={"autocommit": True},
-                    min_size=1,
-                    max_size=size,
-                    max_lifetime=_MOST_SECONDS,
-                    open=False,
-                    configure=self._configure,
-                    check=_check,
-                    reconnect_timeout=_RETRY_SECONDS,
-                    name="control" if place is None else "/".join(place),
-                )
-                await connections.open(wait=False)
-                self._pools[place] = _Pool(connections, Gate(size), Gate(max(1, size // 2)))
-            return self._pools[place]
-
-    async def _configure(self, connection: Connection) -> None:
-        psycopg.types.json.set_json_loads(RawJson.loads, connection)
-        connection.adapters.register_loader("timestamptz", TimestampLoader)
-        isolation = b"set default_transaction_isolation = 'read committed'; "
-        settings = b"; ".join(b"set " + each for each in _settings(self._settings.limits))
-        await connection.wait(set_up(connection, isolation + settings))
+    def _make_pool(self, place: Place, conninfo: str) -> _Pool:
+        pool = self._pools[place] = _Pool(place, conninfo, self._settings.limits)
+        return pool
 
     async def close(self) -> None:
         """Close all connections."""

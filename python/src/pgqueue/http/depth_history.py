@@ -6,15 +6,12 @@ Several servers may record the same queues: the first one records a minute.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from psycopg import AsyncConnection
 from psycopg.rows import class_row
 
-from ..message import QueueStats
-from .throughput import Throughput, depth_of
-
-__all__ = ["RANGES", "Range", "Recorded", "read_range", "record", "recorded_row"]
+__all__ = ["RANGES", "Range", "Recorded", "read_range", "record"]
 
 _COLUMNS: Final = "service_id, database_name, queue_name, depth, dead, oldest_age_seconds, incoming, outgoing"
 _RECORD: Final = f"""
@@ -25,51 +22,36 @@ from unnest(
 ) as r ({_COLUMNS})
 on conflict do nothing
 """  # noqa: S608 - what is put into it are columns
-# A quarter is recorded when it is over, by the first record after it.
 _QUARTER: Final = "date_bin('15 min', {}, '2000-01-01 00:00+00')"
+# The running quarter of an hour is summarized each time.
 _SUMMARIZE: Final = f"""
 insert into pgqueue_http.depth_history (minutes, begins_at, {_COLUMNS})
 select
     15, {_QUARTER.format("h.begins_at")}, h.service_id, h.database_name, h.queue_name,
     avg(h.depth)::bigint, max(h.dead), max(h.oldest_age_seconds), avg(h.incoming), avg(h.outgoing)
 from pgqueue_http.depth_history h
-where h.minutes = 1
-    and h.begins_at >= {_QUARTER.format("now()")} - interval '15 min' and h.begins_at < {_QUARTER.format("now()")}
-    and not exists (
-        select from pgqueue_http.depth_history q
-        where q.minutes = 15 and q.begins_at = {_QUARTER.format("now()")} - interval '15 min'
-    )
+where h.minutes = 1 and h.begins_at >= {_QUARTER.format("now()")}
 group by 2, 3, 4, 5
-on conflict do nothing
+on conflict (service_id, database_name, queue_name, minutes, begins_at) do update set
+    depth = excluded.depth, dead = excluded.dead, oldest_age_seconds = excluded.oldest_age_seconds,
+    incoming = excluded.incoming, outgoing = excluded.outgoing
 """  # noqa: S608
 _FORGET: Final = """
 delete from pgqueue_http.depth_history
 where minutes = 1 and begins_at < now() - interval '75 min' or minutes = 15 and begins_at < now() - interval '1 day'
 """
-# Minutes of quarters that are not over, or that no server has summarized, are summarized here.
-_READ: Final = f"""
-with buckets as (
-    select case %(minutes)s
-            when 1 then h.begins_at else {_QUARTER.format("h.begins_at")}
-        end as begins_at, h.depth, h.dead, h.oldest_age_seconds, h.incoming, h.outgoing
-    from pgqueue_http.depth_history h
-    where h.service_id = %(service)s and h.database_name = %(database)s and h.queue_name = %(name)s
-        and h.minutes in (1, %(minutes)s)
-),
-slots as (
-    select generate_series(
-        date_bin(make_interval(mins => %(minutes)s), now(), '2000-01-01 00:00+00')
-            - make_interval(mins => %(minutes)s) * (%(slots)s - 1),
-        now(), make_interval(mins => %(minutes)s)
-    ) as begins_at
-)
-select
-    s.begins_at, avg(b.depth)::float8 as depth, max(b.dead)::float8 as dead,
-    max(b.oldest_age_seconds) as oldest_age_seconds, avg(b.incoming) as incoming, avg(b.outgoing) as outgoing
-from slots s left join buckets b on b.begins_at = s.begins_at
-group by s.begins_at
+_READ: Final = """
+select s.begins_at, h.depth, h.dead, h.oldest_age_seconds, h.incoming, h.outgoing
+from generate_series(
+    date_bin(make_interval(mins => %(minutes)s), now(), '2000-01-01 00:00+00')
+        - make_interval(mins => %(minutes)s) * (%(slots)s - 1),
+    now(), make_interval(mins => %(minutes)s)
+) s (begins_at)
+left join pgqueue_http.depth_history h
+    on (h.service_id, h.database_name, h.queue_name) = (%(service)s, %(database)s, %(name)s)
+    and h.minutes = %(minutes)s and h.begins_at = s.begins_at
 order by s.begins_at
-"""  # noqa: S608
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +71,19 @@ class Range:
 RANGES: Final = {each.name: each for each in (Range("hour", 1, 60), Range("day", 15, 96))}
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """The figures of a queue in one slot of time; None where nothing is recorded, or the figure is unknown."""
 
     begins_at: datetime
-    depth: float | None
-    dead: float | None
+    depth: int | None
+    dead: int | None
     oldest_age_seconds: float | None
     incoming: float | None
     outgoing: float | None
 
 
-def recorded_row(place: tuple[str, str, str], stats: QueueStats, throughput: Throughput) -> tuple[Any, ...]:
-    """The row that `record` stores for a queue."""
-    age = stats.oldest_age_seconds or 0.0
-    return (*place, depth_of(stats), stats.dead_messages, age, throughput.incoming, throughput.outgoing)
-
-
 async def record(connection: AsyncConnection[Any], rows: Sequence[tuple[Any, ...]]) -> None:
-    """Record this minute, summarize the last quarter of an hour, and delete what is too old."""
+    """Record this minute, summarize its quarter of an hour, and delete what is too old. Each row has `_COLUMNS`."""
     if rows:
         await connection.execute(_RECORD, [list(column) for column in zip(*rows, strict=True)])
     await connection.execute(_SUMMARIZE)

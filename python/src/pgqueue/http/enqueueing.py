@@ -1,22 +1,41 @@
 """Batches of messages: their limits are checked, and one statement enqueues them."""
 
+import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
-from .errors import ApiError
-from .models import HEADERS_LIMIT, PAYLOAD_LIMIT, BrokeredMessage, DirectMessage
-from .request_body import FRACTION_DIGITS, WHOLE_DIGITS, json_size, nesting_error
-from .serialization import to_json
-from .statements import Statement
+from ..errors import PayloadTooLarge
+from .databases import LARGE_BYTES
+from .errors import ApiError, from_database_error
+from .json_text import check_json, is_harmless, json_size, read_json, refuse_over
+from .statements import as_json, fetch, note_size
 
-__all__ = ["check_size", "check_sizes", "enqueue_messages", "is_small", "publish_message", "to_limited_json"]
+__all__ = [
+    "BATCH_LIMIT",
+    "HEADERS_LIMIT",
+    "PAYLOAD_LIMIT",
+    "MessageIds",
+    "SentMessage",
+    "are_large",
+    "check_message",
+    "check_sizes",
+    "enqueue_messages",
+    "located",
+    "publish_message",
+]
+
+PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
+HEADERS_LIMIT: Final = 64 * 1024  # measured in the same way
+BATCH_LIMIT: Final = 100  # messages
+_MESSAGE_LIMIT: Final = 8 * 1024 * 1024  # bytes of a payload, as the client writes it
+
+_QUEUE_LIMIT: Final = re.compile(r"over the limit of (\d+) byte")
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
-_SEND: Final = Statement(
-    "pgqueue_send_batch",
-    """
+_SEND: Final = b"""
 select pgqueue.enqueue_batch($1, m.payloads, headers => m.headers, delays => m.delays)
 from (
     select
@@ -27,8 +46,7 @@ from (
             then array_agg((e.message ->> 'delay_seconds')::float8 * interval '1 s' order by e.place) end as delays
     from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)
 ) m
-""",
-)
+"""
 _ARGUMENTS: Final = """
     payload => case when m.message ->> 'body' is null then m.message -> 'payload' end,
     delay => coalesce((m.message ->> 'delay_seconds')::float8, 0) * interval '1 s',
@@ -43,118 +61,94 @@ _ARGUMENTS: Final = """
 """
 _SEND_EACH: Final = f"select pgqueue.enqueue($1, {_ARGUMENTS}) from {{}} m"  # noqa: S608 - the arguments are constant
 # The same for one message, at two thirds of the cost.
-_SEND_ONE: Final = Statement("pgqueue_send_one", _SEND_EACH.format("(select $2::jsonb #> '{messages,0}' as message)"))
+_SEND_ONE: Final = _SEND_EACH.format("(select $2::jsonb #> '{messages,0}' as message)").encode()
 # enqueue_batch has one expires_in for all messages, so messages with more than the usual arguments are sent one by one.
-_SEND_MANY: Final = Statement(
-    "pgqueue_send_many",
-    _SEND_EACH.format(
-        "(select e.message from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)"
-        " order by e.place)"
-    ),
-)
-_PUBLISH: Final = Statement(
-    "pgqueue_publish",
-    f"""
+_SEND_MANY: Final = _SEND_EACH.format(
+    "(select e.message from jsonb_array_elements($2::jsonb -> 'messages') with ordinality as e (message, place)"
+    " order by e.place)"
+).encode()
+_PUBLISH: Final = f"""
 select pgqueue.publish(
     m.message ->> 'topic', {_ARGUMENTS},
     base_topics => (select array_agg(t) from jsonb_array_elements_text(nullif(m.message -> 'base_topics', 'null')) t)
 )
 from (select $1::jsonb as message) m
-""",  # noqa: S608 - the same
-)
-# A text of at most `_SMALL_TEXT` ASCII characters is within all limits: PostgreSQL writes a space after a comma and a
-# colon. Only a number with an exponent can become longer.
-_SMALL_TEXT: Final = min(HEADERS_LIMIT // 2, FRACTION_DIGITS)
-_TO_EXPONENT: Final = bytes.maketrans(b"123456789E", b"000000000e")  # makes any exponent 0e
+""".encode()  # noqa: S608 - the same
+
+
+class MessageIds(Struct):
+    """The ids of messages, in the order of the request."""
+
+    message_ids: list[int]
+
+
+class SentMessage(Protocol):
+    """A message of a request."""
+
+    payload: Raw
 
 
 async def enqueue_messages(
     connection: AsyncConnection[Any],
     queue: str,
-    request: str | bytes | bytearray,
-    messages: Sequence[DirectMessage] = (),
-) -> list[str]:
-    """Enqueue the `messages` of a request, all or none. Returns their ids in the order of the request.
+    request: bytes | bytearray,
+    is_one: bool = False,
+    is_plain: bool = True,
+) -> list[int]:
+    """Enqueue the messages of a request, all or none. Returns their ids in the order of the request.
 
-    `messages` are the same ones, parsed; without them, each has a payload and a delay only. A large `bytearray` is
-    empty afterwards.
+    Plain messages have a payload, headers and a delay only.
     """
-    if len(messages) == 1:
-        statement = _SEND_ONE
-    elif messages and isinstance(messages[0], DirectMessage) and any(map(_has_rare_fields, messages)):
-        statement = _SEND_MANY
-    else:  # what msgspec has read has no other fields
-        statement = _SEND
-    result = await statement.fetch(connection, queue, request)
-    return [(result.get_value(row, 0) or b"").decode() for row in range(result.ntuples)]
+    note_size(connection, len(request))
+    statement = _SEND_ONE if is_one else _SEND if is_plain else _SEND_MANY
+    return [sent for (sent,) in await fetch(connection, statement, queue, as_json(request))]
 
 
-async def publish_message(connection: AsyncConnection[Any], request: str) -> int:
+async def publish_message(connection: AsyncConnection[Any], request: bytes | bytearray) -> int:
     """Publish the message of a request to its topic. Returns the number of copies."""
-    return int((await _PUBLISH.fetch(connection, request)).get_value(0, 0) or b"")
+    ((copies,),) = await fetch(connection, _PUBLISH, as_json(request))
+    return int(copies)
 
 
-def _has_rare_fields(message: DirectMessage) -> bool:
-    return (
-        message.body is not None
-        or message.message_id is not None
-        or message.expires_in_seconds is not None
-        or message.dedup_key is not None
-        or message.group_key is not None
-        or message.priority is not None
-    )
-
-
-def is_small(text: str) -> bool:
-    """Whether no message in the text of a request can be over a limit: then `check_sizes` need not be called."""
-    return len(text) <= _SMALL_TEXT and text.isascii() and b"0e" not in text.encode().translate(_TO_EXPONENT)
-
-
-def check_sizes(messages: Sequence[BrokeredMessage | DirectMessage]) -> None:
+def check_sizes(messages: Sequence[SentMessage], body: bytes | bytearray) -> None:
     """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, in the form in which PostgreSQL writes
-    them.
-
-    PostgreSQL would refuse them itself, but only after it had written every number such as 1e131071 in full.
+    them, and 422 for JSON that it cannot store. `body` is the request: if it is small, no message can be too large.
     """
+    if is_harmless(body, HEADERS_LIMIT):
+        return
     for place, message in enumerate(messages):
-        check_size(message, f"messages[{place}].")
+        check_message(message, f"messages[{place}].")
 
 
-def check_size(message: BrokeredMessage | DirectMessage, prefix: str = "") -> None:
+def are_large(messages: Sequence[SentMessage], body: bytes | bytearray) -> bool:
+    """Whether messages are so large on average that a claim of many can be large."""
+    return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
+
+
+def located(error: PayloadTooLarge, messages: Sequence[SentMessage]) -> ApiError:
+    """The error for messages over the limit of their queue, which names the first of them that is too large."""
+    answer = from_database_error(error)
+    limit = _QUEUE_LIMIT.search(answer.message)
+    for place, message in enumerate(messages):
+        body = getattr(message, "body", None)
+        size = json_size(read_json(bytes(message.payload).decode())) if body is None else _bytes_of(body)
+        if limit and size > int(limit[1]) and answer.field == "payload":
+            answer.field = f"messages[{place}].{'payload' if body is None else 'body'}"
+            break
+    return answer
+
+
+def _bytes_of(base64: str) -> int:
+    return len(base64) // 4 * 3 - base64.count("=", -2)
+
+
+def check_message(message: SentMessage, prefix: str = "") -> None:
     """The same for one message. `prefix` stands before the names of its fields."""
-    _check(message.payload, f"{prefix}payload", PAYLOAD_LIMIT)
-    if isinstance(message, DirectMessage):
-        if message.headers:
-            _check(message.headers, f"{prefix}headers", HEADERS_LIMIT)
-        if message.body:
-            size = len(message.body) // 4 * 3 - message.body.count("=", -2)
-            _refuse_over(f"{prefix}body", size, PAYLOAD_LIMIT)
-
-
-def to_limited_json(value: Any, field: str, limit: int) -> str | None:
-    """A value of a request as JSON text; None stays None. Raises `ApiError` if it is too large or nested too deeply."""
-    if value is None:
-        return None
-    _check(value, field, limit)
-    try:
-        return to_json(value)
-    except RecursionError:
-        raise nesting_error(field) from None
-
-
-def _check(value: Any, field: str, limit: int) -> None:
-    try:
-        size = json_size(value)
-    except ValueError as error:
-        message = f"{field} has a number that PostgreSQL cannot store"
-        most = f"{WHOLE_DIGITS} digits before the decimal point and {FRACTION_DIGITS} after it"
-        raise ApiError(422, "invalid", message, field, error, most) from None
-    except RecursionError:
-        raise nesting_error(field) from None
-    _refuse_over(field, size, limit)
-
-
-def _refuse_over(field: str, size: int, limit: int) -> None:
-    if size > limit:
-        message = f"{field} of {size} bytes is over the limit of {limit} bytes"
-        raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", f"{limit} bytes")
+    payload = bytes(message.payload)
+    refuse_over(prefix[:-1] or "payload", len(payload), _MESSAGE_LIMIT)
+    check_json(payload, f"{prefix}payload", PAYLOAD_LIMIT)
+    headers, body = getattr(message, "headers", None), getattr(message, "body", None)
+    if headers is not None and (text := bytes(headers)):
+        check_json(text, f"{prefix}headers", HEADERS_LIMIT)
+    if body is not None:
+        refuse_over(f"{prefix}body", _bytes_of(body), PAYLOAD_LIMIT)

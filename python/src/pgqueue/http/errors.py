@@ -2,14 +2,10 @@
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from functools import cache
-from typing import Any, Final, cast
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import psycopg
-from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
-from starlette.responses import Response
 
 from ..errors import (
     InvalidArgument,
@@ -27,13 +23,13 @@ __all__ = [
     "connection_failure",
     "connection_sqlstate",
     "database_not_found",
-    "error_response",
+    "error_body",
     "from_database_error",
     "from_http_status",
-    "from_validation_errors",
     "is_temporary",
     "queue_not_found",
     "service_not_found",
+    "shorten",
 ]
 
 _MAX_VALUE_CHARACTERS: Final = 100  # of a value in a response
@@ -48,6 +44,8 @@ _CODES: Final = {
     500: "internal_error",
     503: "unavailable",
 }
+_LOCKED: Final = "another transaction has locked what the request changes"
+_NOT_INSTALLED: Final = "pgqueue is not installed in this database, so it has no queues"
 _LIMIT_EXCEEDED_CLASS: Final = "54"
 # libpq reports why a connection failed as text, without SQLSTATE. These are the errors that waiting does not remedy.
 # The messages of a server in another language do not match, and count as temporary.
@@ -92,12 +90,12 @@ class ApiError(Exception):
         self.code = code
         self.message = message
         self.field = field
-        self.value = _shorten(value)
+        self.value = shorten(value)
         self.limit = limit
         self.headers = dict(headers or {})
 
 
-def _shorten(value: object) -> str | int | float | bool | None:
+def shorten(value: object) -> str | int | float | bool | None:
     """A value in the form in which a response repeats it: short, and valid JSON."""
     if value is None or (isinstance(value, (bool, int, float)) and abs(value) < 2**63):
         return value
@@ -107,20 +105,11 @@ def _shorten(value: object) -> str | int | float | bool | None:
     return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}…"
 
 
-def error_response(error: ApiError) -> Response:
-    """The response for an error."""
-    body = {
-        "error": {
-            "code": error.code,
-            "message": error.message,
-            "field": error.field,
-            "value": error.value,
-            "limit": error.limit,
-        }
-    }
+def error_body(error: ApiError) -> bytes:
+    """The body of the response for an error."""
+    fields = ("code", "message", "field", "value", "limit")
     # json.dumps escapes lone surrogates, which a request can contain: the response is always valid UTF-8.
-    content = json.dumps(body).encode()
-    return Response(content, error.status, error.headers, "application/json")
+    return json.dumps({"error": {name: getattr(error, name) for name in fields}}).encode()
 
 
 def service_not_found(id: str) -> ApiError:
@@ -143,123 +132,6 @@ def from_http_status(status: int, detail: str, headers: Mapping[str, str] | None
     """The error for an HTTP status that the framework raises, such as 404 for an unknown path."""
     message = "the path does not exist" if status == 404 else detail
     return ApiError(status, _CODES.get(status, "error"), message, headers=headers)
-
-
-def from_validation_errors(errors: Sequence[Mapping[str, Any]], route: object = None) -> ApiError:
-    """The error for a request that does not match the models of its route: the first violation."""
-    error = errors[0]
-    kind, place = error["type"], list(error["loc"])
-    where = place[0] if place else "body"
-    if kind == "json_invalid" or (where == "body" and len(place) == 1 and kind not in ("missing", "invalid_payload")):
-        message = "the body must be a JSON object, sent as Content-Type: application/json"
-        return ApiError(400, "malformed_json", message, field="body")
-    field = _field(place[1:] if where in ("body", "query", "path", "header") else place) or "body"
-    value = None if kind == "missing" else error.get("input")
-    if kind == "invalid_payload":  # of a message that has no payload and no body, or both
-        field, value = _field([*place[1:], "payload"]), value.get("payload") if isinstance(value, dict) else None
-    match kind:
-        case "missing":
-            problem, limit = "is missing", _description(_schema(route, place))
-        case "invalid_payload":
-            problem, limit = "is missing" if value is None else "is invalid", error["msg"]
-        case "extra_forbidden":
-            known = ", ".join(_schema(route, place[:-1]).get("properties", ()))
-            problem, limit = "is unknown", f"one of {known}" if known else "a field of this route"
-        case _:
-            problem, limit = "is invalid", _limit(kind, error.get("ctx") or {}, error["msg"])
-    return ApiError(422, "invalid", f"{field} {problem}; must be {limit}", field, value, limit)
-
-
-def _schema(route: object, place: Sequence[str | int]) -> Mapping[str, Any]:
-    """The JSON schema of a place in the requests of a route: of its body, or of a parameter. Empty if unknown."""
-    schema: Any = {}
-    if isinstance(route, APIRoute):
-        where, *steps = place
-        if where == "body" and route.body_field is not None:
-            schema = _schema_of(cast("Hashable", route.body_field.field_info.annotation))
-        else:
-            schema = {"properties": {field.alias: _schema_of(field.field_info.annotation) for field in _fields(route)}}
-        definitions = schema.get("$defs", {})
-        for step in steps:
-            schema = schema.get("items" if isinstance(step, int) else "properties", {})
-            schema = schema if isinstance(step, int) else schema.get(step, {})
-            schema = definitions.get(schema.get("$ref", "").rpartition("/")[2], schema)
-    return schema if isinstance(schema, dict) else {}
-
-
-def _fields(route: APIRoute) -> list[Any]:
-    """The parameters of a route, with those of its dependencies."""
-    found, dependants = [], [route.dependant]
-    while dependants:
-        dependant = dependants.pop()
-        found += [*dependant.path_params, *dependant.query_params, *dependant.header_params]
-        dependants += dependant.dependencies
-    return found
-
-
-@cache
-def _schema_of(annotation: Hashable) -> dict[str, Any]:
-    adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", annotation))
-    return adapter.json_schema()
-
-
-def _description(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
-    least, most = schema.get("minimum"), schema.get("maximum")
-    match schema.get("type"):
-        case "integer":
-            return "a whole number" if most is None else f"a whole number from {least} to {most}"
-        case "array":
-            return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']} items"
-        case "string" if schema.get("format") == "uuid":
-            return "a UUID"
-        case "string":
-            pattern = f" of the form {schema['pattern']}" if "pattern" in schema else ""
-            return f"a string{pattern}"
-        case "boolean":
-            return "true or false"
-        case "object":
-            return "a JSON object"
-    return "any JSON" if "anyOf" not in schema else " or ".join(map(_description, schema["anyOf"]))
-
-
-def _field(place: Sequence[str | int]) -> str:
-    text = ""
-    for step in place:
-        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
-    return str(_shorten(text))
-
-
-def _limit(kind: str, context: Mapping[str, Any], message: str) -> str:
-    match kind:
-        case "greater_than_equal":
-            return f"at least {context['ge']}"
-        case "less_than_equal":
-            return f"at most {context['le']}"
-        case "too_long" | "string_too_long":
-            return f"at most {context['max_length']} {'items' if kind == 'too_long' else 'characters'} long"
-        case "too_short" | "string_too_short":
-            return f"at least {context['min_length']} {'items' if kind == 'too_short' else 'characters'} long"
-        case "string_pattern_mismatch":
-            return f"of the form {context['pattern']}"
-        case "int_type" | "int_from_float" | "int_parsing" | "int_parsing_size":
-            return "a whole number"
-        case "bool_type" | "bool_parsing":
-            return "true or false"
-        case "string_type":
-            return "a string"
-        case "string_unicode":
-            return "a string of Unicode characters"
-        case "dict_type" | "model_type" | "model_attributes_type":
-            return "a JSON object"
-        case "list_type":
-            return "a list"
-        # of the class UUID; no other field is checked for its class
-        case "uuid_type" | "uuid_parsing" | "is_instance_of":
-            return "a UUID"
-        case "datetime_type":
-            return "a timestamp with an offset, such as 2026-01-31T12:00:00Z"
-    return message
 
 
 def is_temporary(error: BaseException) -> bool:
@@ -296,35 +168,40 @@ def _missing_right(detail: str) -> str:
     return f"the database role of the server lacks {right} on the {found[1]} {found[2]}: {remedy}"
 
 
+_KNOWN: Final[list[tuple[type[BaseException], int, str, str, str | None]]] = [
+    (QueueNotFound, 404, "queue_not_found", "{}", "queue_name"),
+    (QueueExists, 409, "queue_exists", "{}", None),
+    (ScheduleExists, 409, "schedule_exists", "{}", "name"),
+    (QueueBusy, 409, "queue_busy", "{}: try again", None),
+    (psycopg.errors.LockNotAvailable, 503, "transaction_conflict", f"{_LOCKED}: try again", None),
+    (psycopg.errors.InvalidSchemaName, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
+    (psycopg.errors.UndefinedFunction, 404, "queue_not_found", _NOT_INSTALLED, "database_name"),
+    (psycopg.errors.QueryCanceled, 503, "timeout", "the database took too long", None),
+]
+
+
+def _answer(status: int, code: str, message: str, field: str | None = None) -> ApiError:
+    """The error, which says when to try again if that helps."""
+    may_help = status == 503 or message.endswith("try again")
+    return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
+
+
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
+    for kind, status, code, message, field in _KNOWN:
+        if isinstance(error, kind):
+            return _answer(status, code, message.format(detail), field)
     match error:
-        case QueueNotFound():
-            return ApiError(404, "queue_not_found", detail, "queue_name")
-        case QueueExists():
-            return ApiError(409, "queue_exists", detail)
-        case ScheduleExists():
-            return ApiError(409, "schedule_exists", detail, "name")
-        case QueueBusy():
-            return ApiError(409, "queue_busy", f"{detail}: try again", headers={"Retry-After": "1"})
-        case psycopg.errors.LockNotAvailable():
-            message = "another transaction has locked what the request changes: try again"
-            return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
-        case PayloadTooLarge() if detail.startswith("headers of "):
-            return ApiError(413, "payload_too_large", detail, field="headers", limit="65536 bytes")
         case PayloadTooLarge():
-            return ApiError(413, "payload_too_large", detail, field="payload", limit="the queue's max_payload_bytes")
+            is_headers = detail.startswith("headers of ")
+            field, limit = ("headers", "65536 bytes") if is_headers else ("payload", "the queue's max_payload_bytes")
+            return ApiError(413, "payload_too_large", detail, field, limit=limit)
         case InvalidArgument():
             hint = _EXPECTED.fullmatch(error.diag.message_hint or "")
             return ApiError(422, "invalid", detail, hint and hint[1], limit=hint and hint[2])
-        case psycopg.errors.InvalidSchemaName() | psycopg.errors.UndefinedFunction():
-            message = "pgqueue is not installed in this database, so it has no queues"
-            return ApiError(404, "queue_not_found", message, "database_name")
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", _missing_right(detail))
-        case psycopg.errors.QueryCanceled():
-            return ApiError(503, "timeout", "the database took too long", headers={"Retry-After": "1"})
         case psycopg.DataError():
             return ApiError(422, "invalid", f"PostgreSQL cannot store this: {detail or error}", field="body")
     if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_LIMIT_EXCEEDED_CLASS):
@@ -336,9 +213,7 @@ def from_database_error(error: BaseException) -> ApiError:
             message = "the database role of the server may not connect to the database: grant it CONNECT"
             return ApiError(403, "insufficient_privilege", message, "database_name")
     if is_conflict(error):
-        message = "another transaction uses the same messages or keys: try again"
-        return ApiError(503, "transaction_conflict", message, headers={"Retry-After": "1"})
+        return _answer(503, "transaction_conflict", "another transaction uses the same messages or keys: try again")
     if is_temporary(error):
-        message = "the database cannot be reached now: try again"
-        return ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"})
+        return _answer(503, "database_unavailable", "the database cannot be reached now: try again")
     return from_http_status(500, "an internal error; see the log of the server")

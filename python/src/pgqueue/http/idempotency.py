@@ -8,43 +8,26 @@ import psycopg
 from psycopg import AsyncConnection
 
 from .errors import ApiError
-from .statements import Statement, note_size
+from .statements import fetch, note_size
 
 __all__ = ["Answer", "EffectKey", "fingerprint", "run_once"]
 
-_BEGIN: Final = Statement(
-    "pgqueue_begin_effect",
-    "insert into pgqueue_http.effects (scope, key, fingerprint) values ($1, $2, $3) on conflict do nothing",
+_BEGIN: Final = (
+    b"insert into pgqueue_http.effects (scope, key, fingerprint) values ($1, $2, $3) on conflict do nothing returning 1"
 )
-_FIND: Final = Statement(
-    "pgqueue_find_effect",
-    "select encode(e.fingerprint, 'hex'), e.status, e.answer from pgqueue_http.effects e"
-    " where e.scope = $1 and e.key = $2",
+_FIND: Final = (
+    b"select encode(e.fingerprint, 'hex'), e.status, e.answer from pgqueue_http.effects e"
+    b" where e.scope = $1 and e.key = $2"
 )
-_END: Final = Statement(
-    "pgqueue_end_effect",
-    "update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2",
-)
+_END: Final = b"update pgqueue_http.effects set status = $3, answer = $4 where scope = $1 and key = $2 returning 1"
 
 
 class Answer(NamedTuple):
-    """The response to an effect: an HTTP status and JSON, as text or in UTF-8. `replayed` is true if the effect had run
-    before.
-    """
+    """The response to an effect: an HTTP status and JSON in UTF-8. `replayed` is true if the effect had run before."""
 
     status: int
-    json: str | bytes
+    json: bytes
     replayed: bool = False
-
-    @property
-    def text(self) -> str:
-        """The JSON as text."""
-        return self.json if isinstance(self.json, str) else self.json.decode()
-
-    @property
-    def body(self) -> bytes:
-        """The JSON in UTF-8."""
-        return self.json if isinstance(self.json, bytes) else self.json.encode()
 
 
 class EffectKey(NamedTuple):
@@ -78,20 +61,18 @@ async def run_once(
         return await effect()
     async with connection.transaction():
         try:
-            begun = await _BEGIN.fetch(connection, key.scope, key.key, f"\\x{key.fingerprint.hex()}")
+            begun = await fetch(connection, _BEGIN, key.scope, key.key, f"\\x{key.fingerprint.hex()}")
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
             message = "a request with this Idempotency-Key is still running"
             raise ApiError(409, "idempotency_key_in_use", message, "Idempotency-Key", key.key) from None
-        if not begun.command_tuples:
-            found = await _FIND.fetch(connection, key.scope, key.key)
-            before, status, stored = (found.get_value(0, column) or b"" for column in range(3))
-            if before.decode() != key.fingerprint.hex():
+        if not begun:
+            ((before, status, stored),) = await fetch(connection, _FIND, key.scope, key.key)
+            if before != key.fingerprint.hex():
                 message = "this Idempotency-Key was used for another request"
-                raise ApiError(
-                    422, "idempotency_key_reused", message, "Idempotency-Key", key.key, "one key for each request"
-                )
+                limit = "one key for each request"
+                raise ApiError(422, "idempotency_key_reused", message, "Idempotency-Key", key.key, limit)
             note_size(connection, len(stored))
-            return Answer(int(status), stored, True)
+            return Answer(status, stored.encode(), True)
         answer = await effect()
-        await _END.fetch(connection, key.scope, key.key, str(answer.status), answer.body)
+        await fetch(connection, _END, key.scope, key.key, answer.status, answer.json.decode())
         return answer

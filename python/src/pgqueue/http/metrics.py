@@ -1,6 +1,7 @@
 """Prometheus metrics: the depths of the last sample, and counters of this process."""
 
 import time
+from operator import attrgetter
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -13,26 +14,29 @@ from .sampling import Sampler
 __all__ = ["Metrics"]
 
 _KEEP_SECONDS: Final = 600.0  # keep the counters of a dropped queue so long, so that their last values are scraped
-_QUEUE = ("service", "database", "queue")
-_GAUGES = {
-    "ready_messages": "Messages available for claim.",
-    "inflight_messages": "Messages that are claimed.",
-    "scheduled_messages": "Messages whose delay has not ended.",
-    "dead_messages": "Dead letters.",
-    "oldest_age_seconds": "Age of the oldest ready message, 0 where none is ready.",
-    "paused": "1 while the queue is paused.",
-}
-_THROUGHPUT = {
-    "in_per_second": "Messages sent per second, recently; missing where unknown.",
-    "out_per_second": "Messages acknowledged per second, recently; missing where unknown.",
-    "flow_counted": "1 if out_per_second is known.",
-}
-_TOTALS = {
-    "enqueued": "Messages sent since the queue was created.",
-    "acknowledged": "Messages acknowledged since the queue was created.",
-    "failed": "Failed attempts that consumers reported since the queue was created.",
-    "dead": "Messages that became dead letters since the queue was created.",
-}
+_QUEUE: Final = ("service", "database", "queue")
+# Of each queue: the kind, the name, where the value is in its last sample, and the text. It is missing where unknown.
+_FAMILIES: Final[list[tuple[Any, str, str, str]]] = [
+    (GaugeMetricFamily, "ready_messages", "stats.ready_messages", "Messages available for claim."),
+    (GaugeMetricFamily, "inflight_messages", "stats.inflight_messages", "Messages that are claimed."),
+    (GaugeMetricFamily, "scheduled_messages", "stats.scheduled_messages", "Messages whose delay has not ended."),
+    (GaugeMetricFamily, "dead_messages", "stats.dead_messages", "Dead letters."),
+    (GaugeMetricFamily, "oldest_age_seconds", "oldest_age", "Age of the oldest ready message, 0 where none is ready."),
+    (GaugeMetricFamily, "paused", "stats.paused", "1 while the queue is paused."),
+    (GaugeMetricFamily, "depth_change_per_second", "change", "Change of the depth; negative when it shrinks."),
+    (GaugeMetricFamily, "in_per_second", "incoming", "Messages sent per second, recently."),
+    (GaugeMetricFamily, "out_per_second", "outgoing", "Messages acknowledged per second, recently."),
+    (GaugeMetricFamily, "flow_counted", "is_outgoing_known", "1 if out_per_second is known."),
+    (CounterMetricFamily, "messages_enqueued", "stats.enqueued_total", "Messages sent since the queue was created."),
+    (CounterMetricFamily, "messages_acknowledged", "stats.acknowledged_total", "Messages acknowledged since then."),
+    (
+        CounterMetricFamily,
+        "messages_failed",
+        "stats.failed_total",
+        "Failed attempts that were reported since then.",
+    ),
+    (CounterMetricFamily, "messages_dead", "stats.dead_total", "Messages that became dead letters since then."),
+]
 
 
 class _QueueCollector(Collector):
@@ -40,37 +44,21 @@ class _QueueCollector(Collector):
         self._sampler = sampler
 
     def collect(self) -> Any:
-        families = {name: GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _GAUGES.items()}
-        change = GaugeMetricFamily(
-            "pgqueue_depth_change_per_second", "Change of the depth; negative when it shrinks.", labels=_QUEUE
-        )
-        incoming, outgoing, counted = (
-            GaugeMetricFamily(f"pgqueue_{name}", text, labels=_QUEUE) for name, text in _THROUGHPUT.items()
-        )
-        totals = {
-            name: CounterMetricFamily(f"pgqueue_messages_{name}", text, labels=_QUEUE) for name, text in _TOTALS.items()
-        }
+        samples = [(place, history.last) for place, history in self._sampler.histories()]
+        for kind, name, path, text in _FAMILIES:
+            family = kind(f"pgqueue_{name}", text, labels=_QUEUE)
+            for place, sample in samples:
+                if (value := attrgetter(path)(sample)) is not None:
+                    family.add_metric(place, float(value))
+            yield family
         ids = CounterMetricFamily(
             "pgqueue_message_ids",
             "Message ids given out in a database: messages sent to all its queues, rolled back ones included.",
             labels=_QUEUE[:2],
         )
-        for place, history in self._sampler.histories():
-            stats = history.last.stats
-            for name, family in families.items():
-                family.add_metric(place, float(getattr(stats, name) or 0))
-            change.add_metric(place, history.change)
-            for name, total in totals.items():
-                if (counted_messages := getattr(stats, f"{name}_total")) is not None:
-                    total.add_metric(place, counted_messages)
-            if history.throughput.incoming is not None:
-                incoming.add_metric(place, history.throughput.incoming)
-            if history.throughput.outgoing is not None:
-                outgoing.add_metric(place, history.throughput.outgoing)
-            counted.add_metric(place, float(history.throughput.outgoing is not None))
         for database, mark in self._sampler.last_message_ids:
             ids.add_metric(database, mark)
-        yield from (*families.values(), *totals.values(), change, incoming, outgoing, counted, ids)
+        yield ids
 
 
 class Metrics:

@@ -4,11 +4,10 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import psycopg
 from psycopg_pool import PoolTimeout
@@ -18,9 +17,8 @@ from ..client import AsyncQueue, AsyncQueues
 from ..errors import QueueNotFound
 from ..message import QueueStats
 from .databases import Connection, Databases
-from .depth_history import record, recorded_row
+from .depth_history import record
 from .settings import Service, Settings
-from .throughput import Throughput, depth_of, throughput_between
 
 __all__ = ["History", "Place", "Sample", "Sampler"]
 
@@ -36,64 +34,78 @@ _SWEEP_SECONDS: Final = 60.0  # between two sweeps of a queue whose dead letters
 Place = tuple[str, str, str]  # service, database, queue
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sample of a queue; `at` is in seconds of the monotonic clock."""
+class Sample(NamedTuple):
+    """A sample of a queue, and its rates over the last few samples; None where unknown.
+
+    `at` is in seconds of the monotonic clock. `change` is that of the depth, and `incoming` and `outgoing` are sent and
+    acknowledged messages, all in messages per second.
+    """
 
     at: float
     stats: QueueStats
+    change: float = 0.0
+    incoming: float | None = None
+    outgoing: float | None = None
 
     @property
     def depth(self) -> int:
         """Ready, in-flight and scheduled messages."""
-        return depth_of(self.stats)
+        return self.stats.ready_messages + self.stats.inflight_messages + self.stats.scheduled_messages
+
+    @property
+    def oldest_age(self) -> float:
+        """The age of the oldest ready message in seconds, 0 if none is ready."""
+        return self.stats.oldest_age_seconds or 0.0
+
+    @property
+    def is_outgoing_known(self) -> bool:
+        """Whether it is known how many messages are acknowledged."""
+        return self.outgoing is not None
+
+    def since(self, earlier: "Sample") -> "Sample":
+        """The same sample with the rates since an earlier one.
+
+        Throughput is unknown if the queue has no counters. What goes out is also unknown if most of the messages that
+        left the queue are in no total, as is so with plain SQL.
+        """
+        seconds = max(self.at - earlier.at, 0.001)
+        grown = self.depth - earlier.depth
+        rated = self._replace(change=grown / seconds, incoming=None, outgoing=None)
+        before, after = earlier.stats, self.stats
+        if None in (before.enqueued_total, before.acknowledged_total, after.enqueued_total, after.acknowledged_total):
+            return rated
+        sent = (after.enqueued_total or 0) - (before.enqueued_total or 0)
+        acknowledged = (after.acknowledged_total or 0) - (before.acknowledged_total or 0)
+        if earlier.at == self.at or min(sent, acknowledged) < 0:  # one sample only, or the queue was created again
+            return rated
+        died = after.dead_messages - before.dead_messages
+        uncounted = 0 if before.estimates or after.estimates else sent - acknowledged - grown - died
+        # Totals are not transactional: a message that is not committed yet is counted already. So a tenth of what was
+        # sent may be missing.
+        is_known = uncounted <= acknowledged + sent / 10
+        return rated._replace(incoming=sent / seconds, outgoing=acknowledged / seconds if is_known else None)
 
 
+@dataclass(frozen=True, slots=True)
 class History:
-    """The last samples of a queue."""
+    """The last samples of a queue, the oldest first."""
 
-    def __init__(self) -> None:
-        self.samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
-        self.throughputs: deque[Throughput] = deque(maxlen=_MAX_SAMPLES)
+    samples: tuple[Sample, ...]
 
     @property
     def last(self) -> Sample:
-        """The newest sample."""
+        """The newest sample, with the rates over the last few."""
         return self.samples[-1]
 
-    @property
-    def throughput(self) -> Throughput:
-        """The throughput over the last few samples."""
-        return self.throughputs[-1]
+    def last_over(self, seconds: float) -> Sample:
+        """The newest sample with the rates over the last `seconds`, as far as the samples reach back."""
+        return self.last.since(next(each for each in self.samples if each.at >= self.last.at - seconds))
 
-    def throughput_over(self, seconds: float) -> Throughput:
-        """The throughput over the last `seconds`, as far as the samples reach back."""
-        return self._throughput_since(next(each for each in self.samples if each.at >= self.last.at - seconds))
-
-    def _throughput_since(self, earlier: Sample) -> Throughput:
-        return throughput_between(earlier.stats, self.last.stats, self.last.at - earlier.at)
-
-    @property
-    def _earlier(self) -> Sample:
-        """The sample from which rates are computed."""
-        return self.samples[max(0, len(self.samples) - 1 - _RATE_SAMPLES)]
-
-    @property
-    def change(self) -> float:
-        """The change of the depth over the last few samples, in messages per second."""
-        earlier = self._earlier
-        return (self.last.depth - earlier.depth) / max(self.last.at - earlier.at, 0.001)
-
-    def copy(self) -> "History":
-        """The same samples, without later ones."""
-        copied = History()
-        copied.samples, copied.throughputs = self.samples.copy(), self.throughputs.copy()
-        return copied
-
-    def add(self, at: float, stats: QueueStats) -> None:
-        """Add a sample, and the throughput since the sample a few before it."""
-        self.samples.append(Sample(at, stats))
-        self.throughputs.append(self._throughput_since(self._earlier))
+    def extended(self, at: float, stats: QueueStats) -> "History":
+        """The history with a further sample."""
+        sample = Sample(at, stats)
+        sample = sample.since((*self.samples, sample)[-1 - _RATE_SAMPLES :][0])
+        return History((*self.samples[1 - _MAX_SAMPLES :], sample))
 
 
 class Sampler:
@@ -106,7 +118,6 @@ class Sampler:
         self._began_at: dict[tuple[str, str], float] = {}  # when the sample of each database that is held here began
         self._last_message_ids: dict[tuple[str, str], int | None] = {}
         self.failing: set[tuple[str, str]] = set()
-        self.sampled = asyncio.Event()
         self._sweep_at: dict[Place, float] = {}  # when to sweep a queue with dead letters again
         self._unsampled = {(each.id, name) for each in settings.services.values() for name in each.databases}
         self._all_sampled = asyncio.Event()
@@ -143,7 +154,6 @@ class Sampler:
         while True:
             began = time.monotonic()
             was_sampled = await self.sample(service, database)
-            self.sampled.set()
             self._unsampled.discard((service.id, database))
             if not self._unsampled:
                 self._all_sampled.set()
@@ -180,9 +190,10 @@ class Sampler:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._all_sampled.wait(), _RECORD_SECONDS)
             rows = [
-                recorded_row(place, history.last.stats, history.throughput_over(_RECORD_SECONDS))
+                (*place, each.depth, each.stats.dead_messages, each.oldest_age, *each[-2:])
                 for place, history in self.histories()
                 if place[:2] not in self.failing
+                for each in [history.last_over(_RECORD_SECONDS)]
             ]
             try:
                 async with self._databases.control() as connection:
@@ -217,8 +228,8 @@ class Sampler:
             del self._histories[gone]
             self._sweep_at.pop(gone, None)
         for stats in found:
-            history = self._histories.setdefault((*place, stats.queue_name), History())
-            history.add(now, stats)
+            key = (*place, stats.queue_name)
+            self._histories[key] = self._histories.get(key, History(())).extended(now, stats)
         return True
 
 

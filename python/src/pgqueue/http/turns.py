@@ -1,13 +1,12 @@
-"""Where requests wait: users take turns for what is scarce, and few requests start in a turn of the event loop."""
+"""Where requests wait for what is scarce: connections, threads, hashes of passwords. Users or clients take turns."""
 
 import asyncio
-import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
-from .client_connections import client_of
-
-__all__ = ["Gate", "TurnLimiter"]
+__all__ = ["Gate"]
 
 _RESERVED_SHARE: Final = 5  # a fifth of the places is for users that have none; at least one place, if there are two
 
@@ -62,51 +61,12 @@ class Gate:
             if turns:
                 self._waiting[each] = turns
 
-
-class TurnLimiter:
-    """Lets a few requests start, or receive a part of a large body, in each turn of the event loop, and fewer after a
-    long turn. Clients take turns, by address.
-
-    A request takes several turns of the loop, and a turn takes as long as the steps of all requests that have started.
-    So what waits here delays no request that has started, and a new client waits for few of them.
-    """
-
-    _MOST: Final = 8
-    _LONG_SECONDS: Final = 0.01
-
-    def __init__(self) -> None:
-        self._most = self._left = self._MOST
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next turn belongs to the first client
-        self._is_running = False
-        self._began = 0.0  # the current turn
-
-    async def wait(self, address: str = "") -> None:
-        """Wait until the request of a client at this address may start, or receive the next part of its body."""
-        loop = asyncio.get_running_loop()
-        if not self._is_running:
-            self._is_running = True
-            self._began = time.monotonic()
-            loop.call_soon(self._renew)
-        if self._left and not self._waiting:
-            self._left -= 1
-            return
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.setdefault(client_of(address), deque()).append(turn)
-        await turn
-
-    def _renew(self) -> None:
-        now = time.monotonic()
-        is_long = now - self._began > self._LONG_SECONDS
-        self._is_running, self._began = self._left < self._most, now
-        self._most = self._left = max(1, self._most // 2) if is_long else min(self._MOST, self._most + 1)
-        while self._waiting and self._left:
-            client = next(iter(self._waiting))
-            turns = self._waiting.pop(client)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns
-            if not turn.done():
-                turn.set_result(None)
-                self._left -= 1
-        if self._is_running:
-            asyncio.get_running_loop().call_soon(self._renew)
+    @asynccontextmanager
+    async def turn(self, user: str) -> AsyncIterator[None]:
+        """A place for the time of a block."""
+        if not self.try_pass(user):
+            await self.wait(user)
+        try:
+            yield
+        finally:
+            self.leave(user)

@@ -1,0 +1,259 @@
+"""Bodies and parameters of requests as structs: msgspec parses and checks them in one pass. Errors name the field."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from functools import cache
+from itertools import accumulate
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from .errors import ApiError, shorten
+from .json_text import DEPTH_LIMIT, nesting_error, read_json
+
+__all__ = ["VALUES_LIMIT", "Violation", "check_shape", "check_text", "convert", "decode"]
+
+T = TypeVar("T")
+
+VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
+_LARGEST_EXPLAINED: Final = 2 * 1024 * 1024  # bytes of a body; the error of a larger one does not repeat the value
+_WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
+_GZIP: Final = b"\x1f\x8b"
+_DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
+_PLACE: Final = re.compile(r"(?P<said>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
+_STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_BOUND: Final = re.compile(r"Expected `(\w+)` (?:of length )?([<>]=) (-?\d+)")
+_KINDS: Final = {
+    "int": "a whole number",
+    "bool": "true or false",
+    "str": "a string",
+    "object": "a JSON object",
+    "array": "a list",
+    "uuid": "a UUID",
+    "datetime": "a timestamp with an offset, such as 2026-01-31T12:00:00Z",
+}
+_FREE: Final = ("payload", "headers")  # fields of any JSON: an error in them names the field as a whole
+
+
+class Violation(ValueError):
+    """What a struct refuses in its `__post_init__`: the field, and what it must be."""
+
+    def __init__(self, field: str, limit: str, is_missing: bool = False) -> None:
+        super().__init__(field)
+        self.field = field
+        self.limit = limit
+        self.is_missing = is_missing
+
+
+def decode(model: type[T], body: bytes | bytearray) -> T:
+    """The struct in a body that `check_text` and `check_shape` have passed. Raises `ApiError`: 400 or 422."""
+    try:
+        return _decoder(model).decode(body)
+    except msgspec.ValidationError as error:
+        found = error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise _malformed(body) from None
+    if "got `float`" in str(found):  # JSON has no integer type: 30.0 is accepted, too
+        try:
+            return _decoder(model).decode(msgspec.json.encode(_WHOLE.decode(body)))
+        except msgspec.ValidationError as error:
+            found = error
+    value = None
+    if len(body) <= _LARGEST_EXPLAINED:
+        value = read_json(bytes(body).decode())
+    raise _explanation(found, model, value) from None
+
+
+def convert(model: type[T], given: Mapping[str, str]) -> T:
+    """The struct of the parameters of a URL. Raises `ApiError` 422."""
+    try:
+        return msgspec.convert(given, model, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explanation(error, model, given) from None
+
+
+def _decoder(model: type[T]) -> msgspec.json.Decoder[T]:
+    found = _decoders.get(model)
+    if found is None:
+        found = _decoders[model] = msgspec.json.Decoder(model)
+    return found
+
+
+_decoders: Final[dict[type[Any], msgspec.json.Decoder[Any]]] = {}
+
+
+def _whole(text: str) -> int | msgspec.Raw:
+    exact = Decimal(text)
+    # The exponent is bounded: 1e131071 is no integer of any field.
+    return int(exact) if exact.adjusted() < 30 and exact == exact.to_integral_value() else msgspec.Raw(text.encode())
+
+
+_WHOLE: Final = msgspec.json.Decoder(float_hook=_whole)
+
+
+def check_text(body: bytes | bytearray) -> None:
+    """Raise `ApiError` for a body that is no text: 415 if it is compressed, 400 if it is not UTF-8."""
+    if body.startswith(_GZIP):
+        message = "the body is compressed with gzip: send it without compression"
+        raise ApiError(415, "unsupported_encoding", message, "body", "gzip", "JSON in UTF-8, without compression")
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError:
+            raise ApiError(400, "malformed_json", "the body must be UTF-8", "body") from None
+
+
+def check_shape(body: bytes | bytearray) -> None:
+    """Raise `ApiError` for JSON with too many values, or too deep ones, before it is parsed."""
+    if len(body) <= VALUES_LIMIT and body.count(b"[") + body.count(b"{") <= DEPTH_LIMIT:
+        return
+    values, depth, is_in_string = 0, 0, False
+    start = 0
+    while start < len(body):
+        # Each byte that is not ASCII is some character that is not ASCII.
+        window = body[start : start + _WINDOW].decode("latin-1")
+        escapes = len(window) - len(window.rstrip("\\"))
+        if escapes % 2:  # do not cut an escape sequence
+            window += body[start + _WINDOW : start + _WINDOW + 1].decode("latin-1")
+        start += len(window)
+        pieces = window.replace("\\\\", "").replace('\\"', "").split('"')
+        outside = "".join(pieces[is_in_string::2])
+        is_in_string ^= len(pieces) % 2 == 0
+        opened = outside.count("[") + outside.count("{")
+        values += opened + outside.count(",")
+        if values > VALUES_LIMIT:
+            message = f"the body has more than {VALUES_LIMIT} values: send it in several requests"
+            most = f"{VALUES_LIMIT} values"
+            raise ApiError(413, "body_too_large", message, "body", f"over {most}", most)
+        if depth + opened > DEPTH_LIMIT:
+            steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
+            *_, depth = deepest = list(accumulate(steps, initial=depth))
+            if max(deepest) > DEPTH_LIMIT:
+                raise nesting_error("body")
+        else:
+            depth += opened - outside.count("]") - outside.count("}")
+
+
+def _malformed(body: bytes | bytearray) -> ApiError:
+    """The error for a body that msgspec cannot parse; Python's parser says more about it."""
+    try:
+        value = read_json(bytes(body).decode())
+    except ApiError as error:
+        return error
+    path = next(_half_characters(value, ()), ())  # Python's parser accepts half of a surrogate pair
+    ends = [place + 1 for place, step in enumerate(path) if step in _FREE]
+    field, limit = _field(path[: ends[0]] if ends else path) or "body", "a string of Unicode characters"
+    return ApiError(422, "invalid", f"{field} is invalid; must be {limit}", field, _at(value, path), limit)
+
+
+def _half_characters(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """The paths of the strings that are not Unicode."""
+    if isinstance(value, str) and any("\ud800" <= each <= "\udfff" for each in value):
+        yield path
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from _half_characters(each, (*path, place))
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _half_characters(name, (*path, name))
+            yield from _half_characters(each, (*path, name))
+
+
+def _explanation(error: msgspec.ValidationError, model: Any, value: Any) -> ApiError:
+    """The error that names the field, its value, and what it must be."""
+    found = _PLACE.fullmatch(str(error))
+    assert found is not None  # noqa: S101 - it matches every text
+    said, steps = found["said"], _steps(found["place"] or "")
+    if not steps and said.startswith("Expected `object`"):
+        message = "the body must be a JSON object, sent as Content-Type: application/json"
+        return ApiError(400, "malformed_json", message, field="body")
+    if isinstance(error.__cause__, Violation):
+        violation = error.__cause__
+        steps.append(violation.field)
+        problem, limit = "is missing" if violation.is_missing else "is invalid", violation.limit
+    elif said.startswith("Object missing"):
+        steps.append(said.partition("`")[2][:-1])
+        problem, limit = "is missing", _description(_schema(model, steps))
+    elif said.startswith("Object contains unknown"):
+        known = ", ".join(_schema(model, steps).get("properties", ()))
+        steps.append(said.partition("`")[2][:-1])
+        problem, limit = "is unknown", f"one of {known}"
+    else:
+        problem, limit = "is invalid", _limit(said, _schema(model, steps))
+    field = _field(steps) or "body"
+    return ApiError(422, "invalid", f"{field} {problem}; must be {limit}", field, _at(value, steps), limit)
+
+
+def _steps(place: str) -> list[str | int]:
+    return [name or (int(index) if index != "..." else index) for name, index in _STEP.findall(place)]
+
+
+def _at(value: Any, steps: Sequence[str | int]) -> Any:
+    """The value at a path; None if there is none."""
+    for step in steps:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return getattr(value, "text", value)  # of an ExactNumber
+
+
+def _field(steps: Sequence[str | int]) -> str:
+    text = ""
+    for step in steps:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return str(shorten(text))
+
+
+def _limit(said: str, schema: Mapping[str, Any]) -> str:
+    """What msgspec expects, in words."""
+    if bound := _BOUND.match(said):
+        kind, sign, most = bound.groups()
+        unit = {"array": " items long", "str": " characters long"}.get(kind, "")
+        return f"{'at most' if sign == '<=' else 'at least'} {most}{unit}"
+    if "matching regex" in said:
+        return f"of the form {said.partition('regex ')[2][1:-1]}"
+    if said.startswith("Invalid enum"):
+        return " or ".join(schema.get("enum", ()))
+    wanted = said.partition("`")[2].partition("`")[0].partition(" | ")[0]
+    for start, kind in (("Invalid UUID", "uuid"), ("Invalid RFC3339", "datetime"), ("Number out of range", "int")):
+        wanted = kind if said.startswith(start) else wanted
+    return _KINDS.get(wanted) or _description(schema)
+
+
+_schema_of = cache(msgspec.json.schema)
+
+
+def _schema(model: Any, steps: Sequence[str | int]) -> Mapping[str, Any]:
+    """The JSON schema of a place in a struct. Empty if unknown."""
+    whole = _schema_of(model)
+    schema: Any = whole
+    for step in (None, *steps):
+        if isinstance(step, int):
+            schema = schema.get("items", {})
+        elif step is not None:
+            schema = schema.get("properties", {}).get(step, {})
+        if "$ref" in schema:
+            schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
+    return schema if isinstance(schema, dict) else {}
+
+
+def _description(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    least, most = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "integer":
+            return "a whole number" if most is None else f"a whole number from {least} to {most}"
+        case "array":
+            return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']} items"
+        case "string" if schema.get("format") == "uuid":
+            return "a UUID"
+        case "string":
+            return f"a string of the form {schema['pattern']}" if "pattern" in schema else "a string"
+        case "boolean":
+            return "true or false"
+        case "object":
+            return "a JSON object"
+    kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+    return " or ".join(map(_description, kinds)) or "any JSON"

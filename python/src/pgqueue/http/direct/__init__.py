@@ -1,0 +1,1 @@
+"""Direct routes: the verbs of a queue, each in one round trip."""

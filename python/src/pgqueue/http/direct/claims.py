@@ -1,0 +1,207 @@
+"""Claims over HTTP: they wait for a first message, and what cannot be delivered to the client is released."""
+
+import asyncio
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from msgspec import Struct
+from msgspec.json import decode
+
+from ..._calls import prepare_wait_and_look
+from ..._connections import is_proxied
+from ...client import AsyncQueue
+from ...errors import QueueNotFound
+from ..databases import LARGE_BYTES
+from ..enqueueing import PAYLOAD_LIMIT
+from ..errors import ApiError, queue_not_found
+from ..idempotency import Answer
+from ..statements import fetch, note_size
+from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter
+from .targets import Target
+
+__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from", "seconds", "storable_text"]
+
+_POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
+_PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
+# share of a request's time limit that a long poll may use, so that the response is sent in time
+_MAX_WAIT_SHARE: Final = 0.8
+# Bounded as the other routes bound them: these are the first and the last timestamp of Python.
+_COLUMNS: Final = {
+    "body": "translate(encode(c.body, 'base64'), E'\\n', '')",
+    **{
+        name: f"case when c.{name} is not null then replace(text(greatest(least(c.{name},"
+        " '9999-12-31 23:59:59.999999Z'), '0001-01-01Z') at time zone 'UTC'), ' ', 'T') || 'Z' end"
+        for name in ("enqueued_at", "visible_at", "expires_at", "died_at")
+    },
+}
+
+
+def _listing(name: str, struct: Any, function: str, more: str = "") -> bytes:
+    """The statement whose row is a number of structs, and the JSON text of an object that lists them. `more` is a
+    column.
+
+    PostgreSQL writes the JSON of each message, at a tenth of the CPU time that Python takes.
+    """
+    columns = ", ".join(f"{_COLUMNS.get(name, f'c.{name}')} as {name}" for name in struct.__struct_fields__)
+    rows = f"(select {columns}{more} from pgqueue.{function} c) m"  # noqa: S608 - constants
+    listed = f"'{{\"{name}\": [' || coalesce(string_agg(to_json(m)::text, ', '), '') || ']}}'"
+    return f"select count(*), {listed} from {rows}".encode()  # noqa: S608 - constants
+
+
+_CLAIM: Final = _listing("messages", ClaimedMessage, "claim($1, $2, $3, $4)")
+_CLAIM_ANY: Final = _listing("messages", ClaimedMessage, "claim_any($1, $2, $3, $4)", ", c.queue_name")
+BROWSE_DEAD_MESSAGES: Final = _listing("dead_messages", DeadLetter, "browse_dead_messages($1, $2, $3)")
+
+
+class _Held(Struct):
+    """A message of an answer, as far as its release needs it."""
+
+    id: int
+    claim_token: UUID
+    queue_name: str = ""
+
+
+async def claim_from(targets: list[Target], body: Claim) -> Answer:
+    """The answer to a claim. The first of the queues has the idempotency key."""
+    claiming = ClaimOperation(targets, body)
+    answer = await claiming.run_once()
+    if answer is None and body.wait_seconds:
+        most = _MAX_WAIT_SHARE * targets[0].context.settings.limits.request_seconds
+        answer = await _wait_for(targets, claiming, min(body.wait_seconds, most))
+    return answer or Answer(200, b'{"messages": []}')
+
+
+class _NothingReady(Exception):
+    """A claim found no message."""
+
+
+class ClaimOperation:
+    """The claims of a request. Messages that were claimed but cannot be delivered to the client are released."""
+
+    def __init__(self, targets: list[Target], body: Claim) -> None:
+        self._target = targets[0]
+        self._places = [target.place for target in targets]
+        self._body = body
+
+    async def run_once(self) -> Answer | None:
+        """Claim once; None if no message was ready."""
+        # The claim is not cancelled with the request: the ids of its messages would be lost.
+        claiming = asyncio.create_task(self._claim())
+        try:
+            answer = await asyncio.shield(claiming)
+            if answer is not None:
+                self._target.call.memory.take_response(len(answer.json))
+            is_gone = answer is not None and await self._target.call.is_disconnected()
+        except (asyncio.CancelledError, ApiError):
+            self._target.context.run_in_background(self._release(claiming))
+            raise
+        if is_gone:
+            self._target.context.run_in_background(self._release(claiming))
+        return answer
+
+    async def _claim(self) -> Answer | None:
+        try:
+            return await self._target.run_once(self._effect, self._can_be_large())
+        except _NothingReady:
+            return None
+
+    def _can_be_large(self) -> bool:
+        target = self._target
+        is_known = target.key is not None or target.context.databases.has_large(*self._places)
+        return is_known and self._body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
+
+    async def _effect(self, queue: AsyncQueue) -> Answer:
+        body, target = self._body, self._target
+        names = body.queue_names if isinstance(body, ClaimAny) else None
+        settings = body.max_messages, seconds(body.visibility_timeout_seconds), storable_text(body.claimed_by)
+        statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
+        try:
+            ((number, text),) = await fetch(queue.connection, statement, where, *settings)
+        except QueueNotFound as error:
+            said = error.diag.message_primary or ""
+            raise queue_not_found(next((each for each in names or () if f"'{each}'" in said), target.name)) from None
+        if not number:
+            # rolls back, so that the empty response is not stored: a retry with the same key may get messages
+            raise _NothingReady
+        note_size(queue.connection, len(text))
+        if len(text) > LARGE_BYTES:
+            target.context.databases.note_large(*self._places)
+        answer = Answer(200, text.encode())
+        for name, _, ids in [(target.name, None, range(number))] if names is None else self._held(answer):
+            replace(target, name=name).count("claimed", len(ids))
+        if target.key is not None:  # it is stored, by way of copies
+            target.call.memory.take_response(2 * len(answer.json))
+        return answer
+
+    def _held(self, answer: Answer) -> list[tuple[str, UUID, list[int]]]:
+        """For each queue and token the ids of the claimed messages."""
+        claims: dict[tuple[str, UUID], list[int]] = {}
+        for each in decode(answer.json, type=dict[str, list[_Held]])["messages"]:
+            claims.setdefault((each.queue_name or self._target.name, each.claim_token), []).append(each.id)
+        return [(name, token, ids) for (name, token), ids in claims.items()]
+
+    async def _release(self, claiming: asyncio.Task[Answer | None]) -> None:
+        await asyncio.wait({claiming})
+        answer = None if claiming.cancelled() or claiming.exception() else claiming.result()
+        # With a key the client can ask for the stored response again.
+        held = [] if answer is None or self._target.key is not None else self._held(answer)
+        del claiming, answer  # it is not counted any more
+        for name, token, ids in held:
+            target = replace(self._target, name=name)
+            async with target.queue() as queue:
+                await queue.release(ids, token)
+            target.count("released", len(ids))
+
+
+async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: float) -> Answer | None:
+    """Claim when a message is announced or due in one of the queues, until the time is over."""
+    until = time.monotonic() + seconds
+    target = targets[0]
+    context = target.context
+    async with target.queue() as queue:
+        channels = [await AsyncQueue(queue.connection, each.name).channel() for each in targets]
+        proxied = is_proxied(queue.connection)
+    interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
+    conninfo = context.databases.conninfo(target.service, target.database)
+    stopping = asyncio.create_task(context.stopping.wait())
+    try:
+        async with context.listeners.waiter(conninfo, channels) as waiter:
+            # A client that has disconnected must not be given a message.
+            while time.monotonic() < until and not stopping.done() and not await target.call.is_disconnected():
+                if not proxied:
+                    await waiter.listen()
+                rest = min([interval.total_seconds(), *[await _seconds_until_due(each, interval) for each in targets]])
+                # A claim can find messages that the look did not count.
+                if (answer := await claiming.run_once()) is not None:
+                    return answer
+                rest = max(0.01, min(until - time.monotonic(), rest))
+                notified = asyncio.create_task(waiter.notified.wait())
+                try:
+                    await asyncio.wait({stopping, notified}, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+                finally:  # nothing else refers to the task: one that still waits would be collected as garbage
+                    notified.cancel()
+    finally:
+        stopping.cancel()
+    return None
+
+
+async def _seconds_until_due(target: Target, interval: timedelta) -> float:
+    """Announce that a session waits for a message of the queue, and look when the next one is due."""
+    waiting = prepare_wait_and_look([target.name], 1, interval)
+    async with target.queue() as queue:
+        cursor = await queue.connection.execute(waiting.text, waiting.values)
+        found, _ = await cursor.fetchone() or (0.0, 0)
+    return float(found)
+
+
+def seconds(number: int | None) -> str | None:
+    """An interval of SQL, as text."""
+    return None if number is None else f"{number} s"
+
+
+def storable_text(text: str | None) -> str | None:
+    """The text without the characters that PostgreSQL cannot store."""
+    return None if text is None else text.replace("\x00", "")

@@ -1,0 +1,361 @@
+"""The bodies of the direct routes. msgspec checks requests by them, and OpenAPI documents them."""
+
+from dataclasses import fields
+from datetime import datetime, timedelta
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, get_args
+from uuid import UUID
+
+from msgspec import Meta, Raw, Struct, defstruct, field
+
+from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, Subscription
+from ..decoding import Violation
+from ..enqueueing import BATCH_LIMIT
+
+__all__ = ["DELAY_LIMIT", "MAX_ID", "REDRIVE_LIMIT", "Request"]
+
+DELAY_LIMIT: Final = 43200
+TIMEOUT_LIMIT: Final = 43200
+MAX_ID: Final = 2**63 - 1
+# messages per request: millions would exceed the time limit, and the whole request would fail
+REDRIVE_LIMIT: Final = 100_000
+_BASE64: Final = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+
+Delay = Annotated[int, Meta(ge=0, le=DELAY_LIMIT)]
+Timeout = Annotated[int, Meta(ge=1, le=TIMEOUT_LIMIT)]
+Attempts = Annotated[int, Meta(ge=1, le=100)]
+Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
+Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
+Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]
+Key = Annotated[str, Meta(min_length=1, max_length=255)]
+Name = Key
+DedupKey = Annotated[Key, Meta(description="Add no message while another one of the queue has this key")]
+Group = Annotated[Key, Meta(description="The group of the message, for a queue with group_limit")]
+MessageId = Annotated[UUID, Meta(description="An identifier that the sender chooses; need not be unique")]
+Lifetime = Annotated[int, Meta(ge=0, le=315_576_000, description="Do not deliver it after this many seconds")]
+Choice = Literal["keep", "replace"]
+OnDuplicate = Annotated[Choice, Meta(description="Keep the message with the key, or replace content, due time, expiry")]
+Cron = Annotated[
+    str, Meta(max_length=200, description="Minute, hour, day of month, month, day of week; or a word such as @daily")
+]
+CatchUp = Annotated[bool, Meta(description="Of missed ticks, send the message of the first (default), or of the last")]
+Service = Annotated[str, Meta(description="By default the first service that the user sees")]
+Database = Annotated[str, Meta(description="By default the first of the service that the user sees")]
+Topics = Annotated[
+    list[Name], Meta(max_length=BATCH_LIMIT, description="Further topics of the event; a queue gets one copy")
+]
+Moment = Annotated[datetime, Meta(tz=True)]
+# JSON that is passed on as text. It is empty if the request does not have it.
+Json = Annotated[Raw, Meta(description="Any JSON, max 256 KB")]
+PayloadOrBody = Annotated[Raw, Meta(description="Any JSON, max 256 KB; null or absent if body is given")]
+JsonObject = Annotated[Raw, Meta(description="A JSON object, max 64 KB", extra_json_schema=_OBJECT)]
+
+
+_NOTHING: Final = Raw(b"")
+
+
+def _nothing() -> Raw:
+    return _NOTHING
+
+
+def text_of(json: Raw) -> bytes | None:
+    """The text of a value of a request; None if it is null or absent."""
+    text = bytes(json)
+    return text if text and text != b"null" else None
+
+
+def check_object(json: Raw, name: str) -> None:
+    """Raise `Violation` unless a value is an object, null or absent."""
+    if bytes(json)[:1] not in (b"{", b"n", b""):
+        raise Violation(name, "a JSON object")
+
+
+class Request(Struct, forbid_unknown_fields=True):
+    """The body of a request. It has no other fields."""
+
+
+class DirectMessage(Request):
+    """A message that is sent at once: either `payload`, which is any JSON, or `body`, which is bytes."""
+
+    payload: PayloadOrBody = field(default_factory=_nothing)
+    delay_seconds: Annotated[Delay, Meta(description="Postpone first visibility by this many seconds")] = 0
+    headers: JsonObject = field(default_factory=_nothing)
+    expires_in_seconds: Lifetime | None = None
+    message_id: MessageId | None = None
+    body: Annotated[str, Meta(pattern=_BASE64, description="Bytes in base64, max 256 KB")] | None = None
+    dedup_key: DedupKey | None = None
+    on_duplicate: OnDuplicate = "keep"
+    group_key: Group | None = None
+    priority: Priority | None = None
+
+    def __post_init__(self) -> None:
+        if self.body is not None:
+            if text_of(self.payload) is not None:
+                raise Violation("payload", "null if body is given: a message has exactly one of the two")
+        elif self.payload is _NOTHING:
+            raise Violation("payload", "any JSON, unless body is given", is_missing=True)
+        if self.headers is not _NOTHING:
+            check_object(self.headers, "headers")
+
+
+_more: Final = attrgetter(
+    *(name for name in DirectMessage.__struct_fields__ if name not in ("payload", "delay_seconds", "headers"))
+)
+_NO_MORE: Final = _more(DirectMessage(Raw(b"1")))
+
+
+def is_plain(message: DirectMessage) -> bool:
+    """Whether a message has a payload, headers and a delay only."""
+    return bool(_more(message) == _NO_MORE)
+
+
+class Topic(Request):
+    """A topic, or a pattern of topics."""
+
+    topic: Annotated[
+        Name, Meta(description="Words joined by dots; the word * stands for one word, # for any number of words")
+    ]
+
+
+class Publish(DirectMessage, kw_only=True):
+    """A message, and the topic to which it is published."""
+
+    topic: Annotated[Name, Meta(description="Words joined by dots, such as orders.paid")]
+    base_topics: Topics | None = None
+
+
+class EnqueueDirect(Request):
+    """A batch of messages, sent in one transaction."""
+
+    messages: Annotated[list[DirectMessage], Meta(min_length=1, max_length=BATCH_LIMIT)]
+
+
+class Claim(Request):
+    """How many messages to claim, and for how long."""
+
+    max_messages: Batch = 1
+    visibility_timeout_seconds: Annotated[Timeout, Meta(description="By default the queue's")] | None = None
+    claimed_by: Annotated[str, Meta(max_length=256, description="The name of the consumer, for people")] | None = None
+    wait_seconds: Annotated[int, Meta(ge=0, le=20, description="How long to wait for a first message")] = 0
+
+
+class ClaimAny(Claim, kw_only=True):
+    """From which queues to claim, how many messages, and for how long."""
+
+    queue_names: Annotated[
+        list[str],
+        Meta(
+            min_length=1,
+            max_length=100,
+            description="Different queues; messages of an earlier one come first",
+            extra_json_schema={"uniqueItems": True},
+        ),
+    ]
+
+    def __post_init__(self) -> None:
+        if len(set(self.queue_names)) < len(self.queue_names):
+            raise Violation("queue_names", "each name once")
+
+
+class Claimed(Request):
+    """A claimed message."""
+
+    id: Id
+    claim_token: UUID
+
+
+class Ack(Claimed):
+    """A message to acknowledge."""
+
+
+class AckBatch(Request):
+    """Messages of one claim to acknowledge."""
+
+    ids: Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)]
+    claim_token: UUID
+
+
+class Nack(Claimed):
+    """A claimed message to return to the queue."""
+
+    delay_seconds: Annotated[Delay, Meta(description="By default the queue's backoff")] | None = None
+    error: Annotated[str, Meta(max_length=10_000, description="Kept as last_error")] | None = None
+    headers: Annotated[JsonObject, Meta(description="Merged into those of the message")] = field(
+        default_factory=_nothing
+    )
+
+    def __post_init__(self) -> None:
+        check_object(self.headers, "headers")
+
+
+class Extend(Claimed):
+    """A claimed message whose claim is extended."""
+
+    visibility_timeout_seconds: Annotated[Timeout, Meta(description="From now; by default the queue's")] | None = None
+
+
+class Ids(Request):
+    """Dead letters by id; all of them if `ids` is null."""
+
+    ids: Annotated[list[Id], Meta(min_length=1, max_length=10_000)] | None = None
+
+
+class Redrive(Ids):
+    """Dead letters by id, and how many of them at most; all of them if `ids` is null."""
+
+    max_messages: Annotated[int, Meta(ge=1, le=REDRIVE_LIMIT)] = REDRIVE_LIMIT
+
+
+class Cancel(Request):
+    """A message to cancel."""
+
+    id: Id
+
+
+class CancelByKey(Request):
+    """The key of a message to cancel."""
+
+    dedup_key: Key
+
+
+class Reschedule(Request):
+    """A message that waits, and when it is due."""
+
+    id: Id
+    due_at: Annotated[Moment, Meta(description="A timestamp with an offset; by default now")] | None = None
+
+
+class ScheduleName(Request):
+    """A schedule of the queue."""
+
+    name: Name
+
+
+class AlterSchedule(ScheduleName):
+    """The settings of a schedule to change; those that are null or absent stay."""
+
+    cron: Cron | None = None
+    payload: Json = field(default_factory=_nothing)
+    headers: JsonObject = field(default_factory=_nothing)
+    time_zone: Annotated[str, Meta(max_length=100, description="Such as Europe/Paris; by default UTC")] | None = None
+    paused: Annotated[bool, Meta(description="Whether the schedule has no ticks; by default false")] | None = None
+    catch_up: CatchUp | None = None
+    priority: Priority | None = None
+    group_key: Group | None = None
+
+    def __post_init__(self) -> None:
+        check_object(self.headers, "headers")
+
+
+class CreateSchedule(AlterSchedule, kw_only=True):
+    """A schedule: at each tick of `cron` the queue gets a message."""
+
+    cron: Cron
+    if_not_exists: Annotated[bool, Meta(description="Leave an existing schedule of the queue unchanged.")] = False
+
+
+class Where(Struct):
+    """The database of a request."""
+
+    service_id: Service | None = None
+    database_name: Database | None = None
+
+
+class Page(Where):
+    """A page of dead letters."""
+
+    max_messages: Batch = 100
+    after_id: Annotated[int, Meta(ge=0, le=MAX_ID)] = 0
+
+
+# Responses. These structs are for OpenAPI, and name the columns of statements.
+
+
+def _answer(name: str, doc: str, base: type[Struct] = Struct, /, **columns: Any) -> Any:
+    """A struct that OpenAPI documents."""
+    return defstruct(name, list(columns.items()), bases=(base,), namespace={"__doc__": doc})
+
+
+def _list_of(model: Any) -> Any:
+    return list[model]
+
+
+def _columns(model: Any) -> dict[str, Any]:
+    """The columns of messages as the routes return them: a body is base64, and the queue is known."""
+    found = {each.name: str | None if each.name == "body" else each.type for each in fields(model)}
+    del found["queue_name"]
+    return found
+
+
+ClaimedMessage = _answer(
+    "ClaimedMessage",
+    "A message: either `payload`, or a `body` in base64 with a `payload` of null.",
+    **_columns(Message),
+)
+ClaimedFromQueue = _answer(
+    "ClaimedFromQueue", "A message, and the queue under which it is settled.", ClaimedMessage, queue_name=str
+)
+ClaimedMessages = _answer(
+    "ClaimedMessages", "The claimed messages; empty if none was ready.", messages=_list_of(ClaimedMessage)
+)
+ClaimedFromQueues = _answer(
+    "ClaimedFromQueues",
+    "The claimed messages, by queue; empty if none was ready. Those of one queue have the same `claim_token`.",
+    messages=_list_of(ClaimedFromQueue),
+)
+DeadLetter = _answer("DeadLetter", "A dead letter: the message, why and when it died.", **_columns(DeadMessage))
+DeadLetters = _answer(
+    "DeadLetters",
+    "Dead letters by id. For the next page give the last id as `after_id`.",
+    dead_messages=_list_of(DeadLetter),
+)
+Count = _answer("Count", "The number of messages that were changed, or sent.", count=int)
+Done = _answer("Done", "The message that was changed.", id=int)
+Cancelled = _answer(
+    "Cancelled",
+    "Whether a message was removed. It was not if a consumer has claimed it, or if it is gone.",
+    cancelled=bool,
+)
+Rescheduled = _answer(
+    "Rescheduled",
+    "Whether a message is due at another time. It is not if it is ready, in flight, or gone.",
+    rescheduled=bool,
+)
+NextTick = _answer(
+    "NextTick", "The time of the next tick of a schedule; null if the schedule is paused.", next_at=Moment | None
+)
+Dropped = _answer("Dropped", "Whether there was such a schedule.", dropped=bool)
+Schedules = _answer("Schedules", "The schedules of a queue, by name.", schedules=list[Schedule])
+Subscribed = _answer("Subscribed", "Whether the subscription is new.", subscribed=bool)
+Unsubscribed = _answer("Unsubscribed", "Whether there was such a subscription.", unsubscribed=bool)
+Subscriptions = _answer("Subscriptions", "The subscriptions of a queue, by topic.", subscriptions=list[Subscription])
+
+
+class DirectStats(QueueStats):
+    """The depth of a queue, with the columns of the SQL type. `estimates` names the figures that are estimated.
+
+    The totals count since the queue was created: messages sent, messages acknowledged, failed attempts, and messages
+    that became dead letters. They are null if the queue has no counters.
+    """
+
+
+def _setting(name: str, kind: Any) -> tuple[str, Any]:
+    if timedelta not in (kind, *get_args(kind)):
+        return name, kind
+    return f"{name}_seconds", float | None if get_args(kind) else float
+
+
+_SETTINGS: Final = [(each.name, each.type) for each in fields(QueueInfo)]
+QueueSettings = _answer(
+    "QueueSettings",
+    "A queue with its settings, as the SQL type; intervals in seconds.",
+    **dict(_setting(*each) for each in _SETTINGS),
+)
+ListedSettings = _answer("ListedSettings", "The queues of a database, by name.", queues=_list_of(QueueSettings))
+
+
+def settings_of(queue: QueueInfo) -> Any:
+    """The settings of a queue; intervals in seconds."""
+    values = (getattr(queue, name) for name, _ in _SETTINGS)
+    return QueueSettings(*(each.total_seconds() if isinstance(each, timedelta) else each for each in values))

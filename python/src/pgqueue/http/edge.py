@@ -1,0 +1,300 @@
+"""The edge of the server: what every request passes before its route, and what its response passes after it.
+
+Here are authentication, the limits of time, size and number of requests, the errors, and the security headers.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
+
+import psycopg
+from psycopg_pool import PoolClosed, PoolTimeout, TooManyRequests
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .calls import Call, ClientDisconnect, Route, Table, respond
+from .context import Context
+from .enqueueing import BATCH_LIMIT, PAYLOAD_LIMIT
+from .errors import ApiError, error_body, from_database_error, from_http_status
+from .idempotency import Answer
+from .memory import PART_BYTES, BodyMemory
+from .security.audit import Audit
+from .security.rights import begin, current, require
+
+__all__ = ["BODY_LIMIT", "SMALL_BODY_LIMIT", "Edge"]
+
+logger = logging.getLogger("pgqueue.http")
+
+# Bytes: a full batch of the largest payloads, written with twice as many characters as PostgreSQL needs.
+BODY_LIMIT: Final = 2 * BATCH_LIMIT * PAYLOAD_LIMIT
+SMALL_BODY_LIMIT: Final = 8 * PAYLOAD_LIMIT  # bytes; of the routes that send one message, by a form, or none
+LOGIN_BODY_LIMIT: Final = 8 * 1024  # bytes: everybody may send it, and it is parsed at once
+# A cancelled request may take a moment to end: psycopg also cancels its statement, and waits for that.
+_GRACE_SECONDS: Final = 1.0
+_PART_SECONDS: Final = 30.0  # for a client to read a part of a large response
+_STATIC: Final = "/static/"
+_SMALL: Final = 16 * 1024  # bytes of a body that is not counted: the number of requests bounds them
+_SAFE_METHODS: Final = {"GET", "HEAD", "OPTIONS"}
+_RESPONSE_HEADERS: Final = (  # in lower case, as ASGI demands
+    (b"cache-control", b"no-store"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self';"
+        b" img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    ),
+    (b"referrer-policy", b"same-origin"),  # with no-referrer, browsers send forms without TLS as Origin: null
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+)
+_DATABASE_ERRORS: Final = (psycopg.Error, PoolTimeout, PoolClosed, TooManyRequests, ConnectionError)
+ErrorPage = Callable[[Scope, ApiError], ASGIApp]
+
+
+class Edge:
+    """The ASGI application. Its own errors have the same form as those of the routes."""
+
+    def __init__(self, context: Context, table: Table, files: ASGIApp, error_page: ErrorPage) -> None:
+        self._context = context
+        self._table = table
+        self._files = files
+        self._error_page = error_page
+        self._held: Counter[str] = Counter()  # bytes of bodies in memory, by user
+        self._audit = Audit(context.databases.control, context.run_in_background)
+        self._seconds = context.settings.limits.request_seconds
+        self._most = context.settings.limits.client_connections
+        self._running: Counter[str] = Counter()  # requests, by user
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. The time limit holds even if the route ignores its cancellation."""
+        begin(None)  # a request that follows another on its connection has inherited the caller of that one
+        began = time.perf_counter()
+        # The route sees HEAD as GET. The server's own scope is not changed, because uvicorn also reads its method.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        memory = inner["body_memory"] = BodyMemory(self._held)
+        response = _ResponseSender(send, inner is scope, memory)
+        limit = response.time_limit = _TimeLimit(self._seconds, lambda: response.fail(self._timeout()))
+        try:
+            await self._serve(inner, receive, response)
+        except asyncio.CancelledError:
+            if not limit.has_expired():
+                raise
+            await response.fail(self._timeout())
+        finally:
+            limit.end()
+            memory.release()
+            status = response.status or 500
+            self._audit.note(inner, status)
+            self._context.metrics.request(scope["method"], inner.get("route"), status, time.perf_counter() - began)
+            if limit.late is not None:
+                await limit.late
+
+    def _timeout(self) -> ApiError:
+        limit = f"{self._seconds:g} s"
+        message = f"the request took longer than {limit}"
+        return ApiError(503, "timeout", message, limit=limit, headers={"Retry-After": "1"})
+
+    async def _serve(self, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
+        user: str | None = None
+        try:
+            headers = dict(reversed(scope["headers"]))  # of a header that is given twice, the first counts
+            begin(await self._context.admission.admit(scope, headers))
+            user = self._enter()
+            _check_head(scope, headers)
+            receive = _limited(receive, scope)
+            if scope["path"].startswith(_STATIC):
+                await self._files(scope, receive, response.send)
+                return
+            route, names = self._table.find(scope["method"], scope["path"])
+            scope["route"] = route
+            require(route.need)
+            await route.endpoint(Call(self._context, self._table, names, scope, headers, receive), response.send)
+        except ClientDisconnect:
+            await response.fail(ApiError(400, "bad_request", "the client has disconnected"))  # nobody reads it
+        except Exception as error:
+            if response.status:
+                raise
+            await self._respond_to(error, scope, receive, response)
+            _forget_frames(error)
+        finally:
+            if user is not None:
+                self._running[user] -= 1
+                if not self._running[user]:
+                    del self._running[user]
+
+    def _enter(self) -> str:
+        """Count a request of the user. Raises `ApiError` 503 if the user, or all, have too many."""
+        user = current().name
+        most = self._most * 4 // 5
+        if self._running.total() >= self._most or self._running[user] >= most:
+            message = "too many requests run: try again"
+            raise ApiError(503, "overloaded", message, limit=f"{most} of a user", headers={"Retry-After": "1"})
+        self._running[user] += 1
+        return user
+
+    async def _respond_to(self, error: Exception, scope: Scope, receive: Receive, response: "_ResponseSender") -> None:
+        if isinstance(error, HTTPException):  # of a file
+            error = from_http_status(error.status_code, str(error.detail), error.headers)
+        answer = error if isinstance(error, ApiError) else from_database_error(error)
+        if not isinstance(error, (ApiError, *_DATABASE_ERRORS)):
+            logger.exception("%s failed", scope["method"])
+        elif answer is not error and answer.status >= 500:
+            level = logging.ERROR if answer.status == 500 else logging.WARNING
+            trace = error if answer.status == 500 else None
+            logger.log(level, "%s %s: %s", scope["method"], answer.code, type(error).__name__, exc_info=trace)
+        route: Route | None = scope.get("route")
+        accepts = dict(scope["headers"]).get(b"accept", b"")
+        if route.is_page if route else b"text/html" in accepts and answer.status != 303:
+            await self._error_page(scope, answer)(scope, receive, response.send)
+        else:
+            await response.fail(answer)
+
+
+class _TimeLimit:
+    """Cancels the task of a request after some seconds, and answers if the task ignores that."""
+
+    def __init__(self, seconds: float, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._task = asyncio.current_task()
+        self._answer = answer
+        self._is_expired = False
+        self.late: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def begin(self, seconds: float) -> None:
+        """Begin again, unless the time is over."""
+        if not self._is_expired:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def end(self) -> None:
+        """Do not cancel the task any more."""
+        self._timer.cancel()
+
+    def has_expired(self) -> bool:
+        """Whether it has cancelled the task, and nobody else has."""
+        return self._is_expired and self._task is not None and self._task.uncancel() == 0
+
+    def _expire(self) -> None:
+        self._is_expired = True
+        if self._task is not None:
+            self._task.cancel()
+        self._timer = asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._answer_late)
+
+    def _answer_late(self) -> None:
+        self.late = asyncio.get_running_loop().create_task(self._answer())
+
+
+class _ResponseSender:
+    """Sends the response that starts first, and adds the security headers to it.
+
+    A large response is sent in parts, each when the client has read most of the previous ones: its memory is counted
+    meanwhile.
+    """
+
+    def __init__(self, send: Send, with_body: bool, memory: BodyMemory) -> None:
+        self._send = send
+        self._with_body = with_body
+        self._memory = memory
+        self._is_over = False
+        self.status = 0
+        self.time_limit: _TimeLimit | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the route's response. Drop it if another response was sent instead."""
+        if not self._is_over:
+            await self._send_message(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error in place of the route's response, unless that has started."""
+        if not self.status:
+            self._is_over = True
+            await respond(self._send_message, Answer(error.status, error_body(error)), error.headers)
+
+    async def _send_message(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            given = [*message.get("headers", ())]
+            if self._with_body:
+                self._memory.take_response(next((int(value) for name, value in given if name == b"content-length"), 0))
+            self.status = message["status"]
+            names = {name for name, _ in given}
+            message = {**message, "headers": given + [each for each in _RESPONSE_HEADERS if each[0] not in names]}
+        elif not self._with_body:
+            message = {**message, "body": b""}
+        elif len(body := message.get("body", b"")) > PART_BYTES:
+            for at in range(0, len(body) - PART_BYTES, PART_BYTES):
+                self._extend()
+                await self._send({**message, "body": body[at : at + PART_BYTES], "more_body": True})
+            message = {**message, "body": body[-(len(body) % PART_BYTES or PART_BYTES) :]}
+        await self._send(message)
+
+    def _extend(self) -> None:
+        """Give the client time to read the next part."""
+        if self.time_limit is not None:
+            self.time_limit.begin(_PART_SECONDS)
+
+
+def _check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    """Raise `ApiError` for a request of another site, and for a body that is announced as too large."""
+    if scope["method"] not in _SAFE_METHODS:
+        _refuse_other_sites(headers)
+    length, limit = headers.get(b"content-length", b"0"), _body_limit(scope["path"])
+    if not length.isdigit() or len(length) > 18 or int(length) > limit:
+        raise _too_large(length.decode("latin-1"), limit)
+    if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
+        encoding = headers[b"content-encoding"].decode("latin-1")
+        message = "the body has a Content-Encoding: send it without compression"
+        raise ApiError(415, "unsupported_encoding", message, "Content-Encoding", encoding, "no compression")
+
+
+def _limited(receive: Receive, scope: Scope) -> Receive:
+    """Receive a body, count its memory, and raise `ApiError` 413 if it is too large."""
+    limit, memory, received = _body_limit(scope["path"]), scope["body_memory"], 0
+
+    async def receive_part() -> Message:
+        nonlocal received
+        message = await receive()
+        size = len(message.get("body", b""))
+        if size:
+            received += size
+            if received > limit:
+                raise _too_large(received, limit)
+            if received > _SMALL:
+                memory.take(received if received == size or received - size <= _SMALL else size)
+        return message
+
+    return receive_part
+
+
+def _body_limit(path: str) -> int:
+    if path == "/login":
+        return LOGIN_BODY_LIMIT
+    is_batch = path.startswith(("/v1/queues/", "/managed-services/")) and path.endswith(("/enqueue", "/messages"))
+    return BODY_LIMIT if is_batch else SMALL_BODY_LIMIT
+
+
+def _too_large(size: Any, limit: int) -> ApiError:
+    message = f"the body is over the limit of {limit} bytes"
+    return ApiError(413, "body_too_large", message, "body", f"{size} bytes", f"{limit} bytes")
+
+
+def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a request that a page of another site made the browser send: it carries the user's password."""
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        is_same_site = site in (b"same-origin", b"none")
+    else:
+        origin = headers.get(b"origin")
+        is_same_site = origin is None or origin.partition(b"://")[2] == headers.get(b"host")
+    if not is_same_site:
+        raise ApiError(403, "cross_site", "a request that changes data must not come from another site")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception that was answered. Their frames hold the body of the request, and some refer
+    to the exception: only the garbage collector would free them, which runs seldom.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

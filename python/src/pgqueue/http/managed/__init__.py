@@ -1,0 +1,1 @@
+"""Managed queues: agents create, fill and inspect them."""

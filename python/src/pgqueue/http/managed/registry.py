@@ -1,0 +1,207 @@
+"""The registry in the control database: the managed queues with their status, and the tasks for the agents.
+
+Every function works on a connection to the control database, in the caller's transaction if there is one.
+"""
+# ruff: noqa: S608 - what is put into statements are names of columns and tables
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, Literal
+from uuid import UUID
+
+from msgspec import Raw
+from psycopg import AsyncConnection, AsyncCursor
+from psycopg.rows import class_row
+
+from ..security.rights import current
+from ..statements import as_json, fetch, note_size
+from .structs import CreateQueue, QueueBody
+
+__all__ = ["AgentTask", "TaskKind"]
+
+Connection = AsyncConnection[Any]
+TaskKind = Literal["provision", "deprovision", "enqueue", "stats"]
+
+_DELETE_BATCH: Final = 1000  # rows per statement
+_RECORDS: Final = {
+    "tasks": ("created_at", 7),
+    "effects": ("done_at", 7),
+    "audit": ("at", 90),
+}  # days that they are kept
+_MOMENT: Final = """to_char(q.{0} at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"') as {0}"""
+_QUEUE: Final = (
+    "q.id, q.service_id, q.name, q.database_name, q.visibility_timeout_seconds, q.max_attempts, q.dlq_enabled,"
+    f" q.status, q.error_message, {_MOMENT.format('created_at')}, {_MOMENT.format('updated_at')}"
+)
+_SELECT: Final = f"select {_QUEUE} from pgqueue_http.queues q where q.deleted_at is null"
+_CREATE: Final = f"""
+insert into pgqueue_http.queues as q (service_id, name, database_name, visibility_timeout_seconds, max_attempts,
+    dlq_enabled) values (%s, %s, %s, %s, %s, %s) on conflict do nothing returning {_QUEUE}
+"""
+_DELETE: Final = f"""
+update pgqueue_http.queues q set status = 'Deprovisioning', error_message = null, updated_at = now()
+where q.service_id = %s and q.name = %s and q.deleted_at is null and q.status <> 'Deprovisioning' returning {_QUEUE}
+"""
+# The tasks of a user are a group of the task queue, so that users take turns.
+_SUBMIT: Final = b"""
+with task as (
+    insert into pgqueue_http.tasks (kind, queue_id, request) values ($1::text, $2::uuid, $3::jsonb) returning id
+)
+select t.id, pgqueue.enqueue($4, jsonb_build_object('task_id', t.id, 'kind', $1::text), group_key => left($5, 255))
+from task t
+"""
+_FIND_TASK: Final = b"""
+select q.database_name, t.status, json_strip_nulls(json_build_object(
+    'task_id', t.id, 'status', t.status, 'result', t.result, 'error_message', t.error_message))
+from pgqueue_http.tasks t join pgqueue_http.queues q on q.id = t.queue_id
+where q.service_id = $1 and q.name = $2 and t.kind = $3 and t.id = $4
+"""
+_START: Final = """
+with task as (
+    update pgqueue_http.tasks t set status = 'running', updated_at = now()
+    where t.id = %s and t.status in ('pending', 'running') returning t.*
+), queue as (
+    update pgqueue_http.queues q set status = 'Provisioning', updated_at = now() from task t
+    where q.id = t.queue_id and t.kind = 'provision' and q.status = 'Pending'
+)
+select t.id, t.kind, coalesce(octet_length(t.request::text), 0) as request_bytes, t.created_at, t.queue_id from task t
+"""
+# In rows of a million characters: libpq has a buffer as large as the largest row.
+_READ_REQUEST: Final = b"""
+with task as materialized (select t.request::text as body from pgqueue_http.tasks t where t.id = $1::uuid)
+select substr(t.body, p.start, 1000000)
+from task t cross join lateral generate_series(1, length(t.body), 1000000) as p (start)
+order by p.start
+"""
+# The request of a task that has ended is not needed any more; it can be as large as 25 MB.
+_SET_STATUS: Final = """
+with task as (
+    update pgqueue_http.tasks t set status = %(status)s, result = %(result)s::jsonb, error_message = %(message)s,
+        request = case when %(status)s = 'running' then t.request end, updated_at = now()
+    where t.id = %(id)s and t.status in ('pending', 'running') returning t.*
+)
+update pgqueue_http.queues q set error_message = %(message)s, updated_at = now(),
+    status = case when t.status = 'failed' then 'Failed'
+        when t.status = 'completed' and t.kind = 'provision' then 'Active' else q.status end,
+    deleted_at = case when t.status = 'completed' and t.kind = 'deprovision' then now() end
+from task t
+where q.id = t.queue_id and q.deleted_at is null
+    and (t.kind = 'provision' and q.status in ('Pending', 'Provisioning')
+        or t.kind = 'deprovision' and q.status = 'Deprovisioning')
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """A task as its agent sees it. `request_bytes` is the size of the request that `read_request` returns."""
+
+    id: UUID
+    kind: TaskKind
+    request_bytes: int
+    created_at: datetime
+    queue_id: UUID
+
+
+def _of_queue(connection: Connection) -> AsyncCursor[QueueBody]:
+    return connection.cursor(row_factory=class_row(QueueBody))
+
+
+async def find(connection: Connection, service_id: str, name: str) -> QueueBody | None:
+    """The queue of this name; None if there is none or it is deleted."""
+    found = await _of_queue(connection).execute(f"{_SELECT} and q.service_id = %s and q.name = %s", [service_id, name])
+    return await found.fetchone()
+
+
+async def get(connection: Connection, id: UUID) -> QueueBody | None:
+    """The queue of this id; None if there is none or it is deleted."""
+    return await (await _of_queue(connection).execute(f"{_SELECT} and q.id = %s", [id])).fetchone()
+
+
+async def list_all(connection: Connection, service_id: str | None = None) -> list[QueueBody]:
+    """The queues of a service, or of all services, by service and name."""
+    of_service = " and q.service_id = coalesce(%s, q.service_id) order by q.service_id, q.name"
+    return await (await _of_queue(connection).execute(_SELECT + of_service, [service_id])).fetchall()
+
+
+async def create(
+    connection: Connection, task_queue: str, service_id: str, database_name: str, given: CreateQueue
+) -> QueueBody | None:
+    """Register a queue as Pending, and send the task that creates it. None if the service has a queue of this name."""
+    settings = given.visibility_timeout_seconds, given.max_attempts, given.dlq_enabled
+    async with connection.transaction():
+        made = await _of_queue(connection).execute(_CREATE, [service_id, given.name, database_name, *settings])
+        queue = await made.fetchone()
+        if queue is not None:
+            await submit(connection, task_queue, "provision", queue.id)
+        return queue
+
+
+async def delete(connection: Connection, task_queue: str, service_id: str, name: str) -> QueueBody | None:
+    """Set a queue to Deprovisioning, and send the task that drops it. None if it is so already, or if there is none."""
+    async with connection.transaction():
+        queue = await (await _of_queue(connection).execute(_DELETE, [service_id, name])).fetchone()
+        if queue is not None:
+            await submit(connection, task_queue, "deprovision", queue.id)
+        return queue
+
+
+async def submit(
+    connection: Connection, task_queue: str, kind: TaskKind, queue_id: UUID, request: bytes | bytearray | None = None
+) -> UUID:
+    """Record a task and send it to the agents in one statement. Returns its id."""
+    note_size(connection, len(request or b""))
+    given = None if request is None else as_json(request)
+    ((task, _),) = await fetch(connection, _SUBMIT, kind, queue_id, given, task_queue, current().name)
+    return UUID(str(task))
+
+
+async def find_task(
+    connection: Connection, service_id: str, queue_name: str, kind: TaskKind, id: UUID
+) -> tuple[str, str, Raw] | None:
+    """The database, the status and the JSON of a task of a queue; the queue may have been deleted since."""
+    for database_name, status, task in await fetch(connection, _FIND_TASK, service_id, queue_name, kind, id):
+        return database_name, status, task
+    return None
+
+
+async def start(connection: Connection, id: UUID) -> AgentTask | None:
+    """Set a task to running, and its queue to Provisioning if its kind is `provision`. None if it has ended."""
+    cursor = connection.cursor(row_factory=class_row(AgentTask))
+    return await (await cursor.execute(_START, [id])).fetchone()
+
+
+async def read_request(connection: Connection, id: UUID) -> bytearray:
+    """The body of the request of a task, as JSON; an object without members if the task has ended."""
+    body = bytearray()
+    for (part,) in await fetch(connection, _READ_REQUEST, id):
+        body += part.encode()
+    note_size(connection, len(body))
+    return body or bytearray(b"{}")
+
+
+async def set_status(
+    connection: Connection,
+    id: UUID,
+    status: Literal["running", "completed", "failed"],
+    result: str | None = None,
+    message: str | None = None,
+) -> None:
+    """Set the status of a task that has not ended. With the result, or the error of an attempt that is repeated or not.
+
+    The queue of a task that creates or drops it then is Active, deleted or Failed, and shows the error as well.
+    """
+    values = {"id": id, "status": status, "result": result, "message": message}
+    await connection.execute(_SET_STATUS, values)
+
+
+async def delete_old_records(connection: Connection, *tables: str) -> None:
+    """Delete the tasks and stored responses that are older than a week, and older rows of the audit."""
+    for table in tables or _RECORDS:
+        # In batches: one statement for all rows could exceed the statement timeout each time, and would never succeed.
+        column, days = _RECORDS[table]
+        statement = (
+            f"delete from pgqueue_http.{table} where ctid = any (array(select ctid from pgqueue_http.{table}"
+            f" where {column} < now() - make_interval(days => %s) order by {column} limit {_DELETE_BATCH}))"
+        )
+        while (await connection.execute(statement, [days])).rowcount == _DELETE_BATCH:
+            pass

@@ -1,0 +1,189 @@
+"""The managed routes: an agent creates, fills, inspects and deletes queues; clients poll for the result of its task."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+from msgspec.json import decode
+from psycopg import AsyncConnection
+from starlette.types import Send
+
+from ..calls import Call, Operation, Route, parameters, respond
+from ..context import check_not_reserved, find_database, find_service, is_queue_name
+from ..databases import LARGE_BYTES
+from ..enqueueing import are_large, check_sizes
+from ..errors import ApiError, queue_not_found
+from ..idempotency import Answer, EffectKey, run_once
+from ..json_text import encode
+from ..memory import run_beside
+from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
+from ..settings import Service
+from . import registry
+from .structs import (
+    CreateQueue,
+    EnqueueRequest,
+    EnqueueTask,
+    ListedQueue,
+    QueueBody,
+    QueueList,
+    StatsTask,
+    TaskId,
+    TaskOf,
+)
+
+__all__ = ["ROUTES"]
+
+_PATH: Final = "/managed-services/{service_id}/queues"
+_QUEUE: Final = f"{_PATH}/{{queue_name}}"
+ROUTES: Final[list[Route]] = []
+
+Handler = Callable[[Call, Service], Awaitable[Answer]]
+
+
+def _route(
+    method: str, path: str, need: Need, answer: Any, body: Any = None, status: int = 200, *, polls: bool = False
+) -> Callable[[Handler], Handler]:
+    """Make a function a route of a service. The rights to the service and the queue are checked first."""
+
+    def register(function: Handler) -> Handler:
+        async def endpoint(call: Call, send: Send) -> None:
+            service = find_service(call.context, call.names["service_id"])
+            if "queue_name" in call.names:
+                _check(service, call.names["queue_name"])
+            answered = await function(call, service)
+            headers = {}
+            if answered.status == 201:
+                name = decode(answered.json)["name"]
+                headers["Location"] = f"/managed-services/{quote(service.id, safe='')}/queues/{name}"
+            await respond(send, answered, headers)
+
+        has_key, of, unfinished = method == "POST", TaskOf if polls else None, answer if polls else None
+        errors = (404, *((409,) if has_key else ()), *((400,) if body else ()))
+        summary = function.__doc__ or ""
+        operation = Operation(summary, "managed queues", body, answer, status, of, errors, has_key, unfinished)
+        ROUTES.append(Route(method, path, need, endpoint, operation))
+        return function
+
+    return register
+
+
+def _check(service: Service, queue_name: str) -> None:
+    """Raise `ApiError` if the user may not call the route for a queue, whatever its database."""
+    if not is_queue_name(queue_name):
+        raise queue_not_found(queue_name)
+    current().check(service.id, None, queue_name)
+
+
+@_route("POST", _PATH, ADMIN, QueueBody, CreateQueue, 201)
+async def create_queue(call: Call, service: Service) -> Answer:
+    """Create a queue. It is Pending, then Provisioning, and takes messages when it is Active."""
+    context = call.context
+    body, _ = await call.json(CreateQueue)
+    try:
+        database = find_database(service, body.database_name)
+    except ApiError as error:
+        message = f"database_name is invalid; must be {error.limit}"
+        raise ApiError(422, "invalid", message, "database_name", body.database_name, error.limit) from None
+    current().check_new(service.id, database, body.name)
+    check_not_reserved(context, body.name)
+    key = await call.key()
+    async with context.databases.control() as connection:
+
+        async def effect() -> Answer:
+            queue = await registry.create(connection, context.settings.tasks.queue, service.id, database, body)
+            if queue is None:
+                message = f"service {service.id} already has a queue {body.name}"
+                raise ApiError(409, "queue_exists", message, "name", body.name, "a name that no queue has")
+            return Answer(201, encode(queue))
+
+        return await run_once(connection, key, effect)
+
+
+@_route("GET", _PATH, LISTS, QueueList)
+async def list_queues(call: Call, service: Service) -> Answer:
+    """The queues of a service that the user sees, by name."""
+    async with call.context.databases.control() as connection:
+        queues = await registry.list_all(connection, service.id)
+    seen = [each for each in queues if current().sees(service.id, each.database_name, each.name)]
+    return Answer(200, encode({"queues": msgspec.convert(seen, list[ListedQueue], from_attributes=True)}))
+
+
+@_route("GET", _QUEUE, SEES, QueueBody)
+async def get_queue(call: Call, service: Service) -> Answer:
+    """A queue, by name."""
+    async with call.context.databases.control() as connection:
+        return Answer(200, encode(await _found(connection, service, call.names["queue_name"])))
+
+
+@_route("DELETE", _QUEUE, ADMIN, QueueBody, status=202)
+async def delete_queue(call: Call, service: Service) -> Answer:
+    """Delete a queue with all its messages. It is Deprovisioning, then gone. A repeated request changes nothing."""
+    context, queue_name = call.context, call.names["queue_name"]
+    async with context.databases.control() as connection:
+        await _found(connection, service, queue_name)
+        queue = await registry.delete(connection, context.settings.tasks.queue, service.id, queue_name)
+        return Answer(202, encode(queue or await _found(connection, service, queue_name)))
+
+
+@_route("POST", f"{_QUEUE}/messages", PRODUCER, TaskId, EnqueueRequest, 202)
+async def enqueue(call: Call, service: Service) -> Answer:
+    """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
+    body, text = await call.json(EnqueueRequest)
+    await run_beside(len(text), check_sizes, body.messages, text)
+    if are_large(body.messages, text):
+        databases = call.context.databases
+        databases.note_large(*((service.id, each, call.names["queue_name"]) for each in service.databases))
+    return await _submit(call, service, "enqueue", await call.key(), text)
+
+
+@_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, polls=True)
+async def poll_enqueue(call: Call, service: Service) -> Answer:
+    """The result of sending messages: their ids in the order of the request, when the task is completed."""
+    return await _poll(call, service, "enqueue")
+
+
+@_route("POST", f"{_QUEUE}/stats", SEES, TaskId, status=202)
+async def request_stats(call: Call, service: Service) -> Answer:
+    """Have an agent read the depth of a queue. Poll for the result."""
+    return await _submit(call, service, "stats", await call.key(), None)
+
+
+@_route("GET", f"{_QUEUE}/stats", SEES, StatsTask, polls=True)
+async def poll_stats(call: Call, service: Service) -> Answer:
+    """The depth that the agent read."""
+    return await _poll(call, service, "stats")
+
+
+async def _found(connection: AsyncConnection[Any], service: Service, queue_name: str) -> QueueBody:
+    row = await registry.find(connection, service.id, queue_name)
+    if row is None:
+        raise queue_not_found(queue_name)
+    current().check(service.id, row.database_name, queue_name)
+    return row
+
+
+async def _submit(
+    call: Call, service: Service, kind: registry.TaskKind, key: EffectKey | None, request: bytes | bytearray | None
+) -> Answer:
+    queue_name, tasks = call.names["queue_name"], call.context.settings.tasks.queue
+    async with call.context.databases.control(is_large=len(request or b"") > LARGE_BYTES) as connection:
+
+        async def effect() -> Answer:
+            row = await _found(connection, service, queue_name)
+            if row.status != "Active":
+                message = f"queue {queue_name} is {row.status}; this needs an Active queue"
+                raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
+            return Answer(202, encode({"task_id": await registry.submit(connection, tasks, kind, row.id, request)}))
+
+        return await run_once(connection, key, effect)
+
+
+async def _poll(call: Call, service: Service, kind: registry.TaskKind) -> Answer:
+    queue_name, task_id = call.names["queue_name"], parameters(call, TaskOf).task_id
+    async with call.context.databases.control() as connection:
+        found = await registry.find_task(connection, service.id, queue_name, kind, task_id)
+    if found is None or not current().may(current().needs.accesses, service.id, found[0], queue_name):
+        raise ApiError(404, "task_not_found", f"queue {queue_name} has no task with this id", "task_id", task_id)
+    _, status, task = found
+    return Answer(200 if status in ("completed", "failed") else 202, bytes(task))

@@ -1,0 +1,92 @@
+"""The memory of the bodies of all requests, and the threads that work on large ones. Users share both fairly."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
+
+from .errors import ApiError
+from .security.rights import current
+from .turns import Gate
+
+__all__ = ["BODIES_LIMIT", "PART_BYTES", "BodyMemory", "run_beside", "run_in_thread"]
+
+BODIES_LIMIT: Final = 64 * 1024 * 1024  # bytes of memory for the bodies of all requests
+PART_BYTES: Final = 64 * 1024  # of a response; a larger one counts
+_LARGE: Final = 16 * 1024  # bytes or characters; a thread costs more than it saves below
+_MOST_THREADS: Final = 2
+_THREADS: Final = ThreadPoolExecutor(_MOST_THREADS, "pgqueue-body")
+_GATE: Final = Gate(_MOST_THREADS)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class BodyMemory:
+    """The memory that the body of one request takes, and that of its response, until it is released."""
+
+    __slots__ = ("_held", "_response", "_taken", "_user")
+
+    def __init__(self, held: Counter[str]) -> None:
+        self._held = held  # bytes of the bodies of all running requests and of their responses, by user
+        self._taken = 0
+        self._response = 0
+        self._user = ""
+
+    def take(self, size: int) -> None:
+        """Add bytes.
+
+        Raises `ApiError` 503 if the bodies of the user then take more than four fifths of what those of other users
+        leave of `BODIES_LIMIT`. So there is always a rest for a further user.
+        """
+        if not self._taken:
+            self._user = current().name
+        held = self._held[self._user]
+        limit = (BODIES_LIMIT - self._held.total() + held) * 4 // 5
+        if held + size > limit:
+            message = f"the bodies of requests of a user take more memory than the limit of {limit} bytes: try again"
+            text = f"{limit} bytes for requests of a user"
+            raise ApiError(503, "overloaded", message, "body", f"{held + size} bytes", text, {"Retry-After": "1"})
+        self._held[self._user] += size
+        self._taken += size
+
+    def take_response(self, size: int) -> None:
+        """Add the bytes of the response, once. Raises the errors of `take`."""
+        if size > PART_BYTES:
+            self.take(max(0, size - self._response))
+            self._response = max(size, self._response)
+
+    def release(self) -> None:
+        """Free the memory, at the end of the request."""
+        if self._taken:
+            self._held[self._user] -= self._taken
+            self._taken = self._response = 0
+
+
+async def run_beside(
+    size: int, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
+) -> _Result:
+    """Call a function that works on so many bytes or characters: in a thread if they are many, else directly."""
+    if size <= _LARGE:
+        return function(*arguments, **more)
+    return await run_in_thread(function, *arguments, **more)
+
+
+async def run_in_thread(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **more: _Arguments.kwargs
+) -> _Result:
+    """Call a function in a thread. A user has one of the threads at a time."""
+    user = current().name
+    if not _GATE.try_pass(user):
+        await _GATE.wait(user)
+    work = asyncio.get_running_loop().run_in_executor(
+        _THREADS, partial(copy_context().run, function, *arguments, **more)
+    )
+    work.add_done_callback(lambda _: _GATE.leave(user))  # also after the request was cancelled: the thread goes on
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # Its exception refers to this frame: together they would keep the body until garbage is collected.

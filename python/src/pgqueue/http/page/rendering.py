@@ -1,0 +1,209 @@
+"""How the page shows figures and JSON: rows of the table, lines, durations; and the Jinja environment."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+from urllib.parse import urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.responses import HTMLResponse
+from starlette.types import Scope
+
+from ..._wording import counted as count
+from ...message import QueueStats
+from ..errors import ApiError
+from ..managed.structs import QueueBody
+from ..sampling import Place, Sample, Sampler
+from ..security.rights import ALL, current
+
+__all__ = ["TEMPLATES", "Row", "build_rows", "count", "pretty_json", "queue_url", "render"]
+
+_HEIGHT: Final = 28
+_MAX_INDENT: Final = 40  # levels: deeper ones are not indented further, so that the text stays short
+# Not "(?:[^"\\]|\\.)*", which takes 30 times as long for a long string, in which no other thread runs.
+_TOKEN: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{},:]|[^]["{},:\s]+', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A queue in the table: from the registry, from the samples, or from both."""
+
+    place: Place
+    stats: QueueStats | None = None
+    samples: Sequence[Sample] = ()
+    status: str = ""
+    error_message: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The unique key of the row."""
+        return "/".join(self.place)
+
+    @property
+    def state(self) -> str:
+        """The state of the queue in one word."""
+        return "Paused" if self.stats is not None and self.stats.paused else self.status or "Active"
+
+
+def build_rows(sampler: Sampler, registered: Sequence[QueueBody], hidden: str) -> list[Row]:
+    """A row for each queue that was sampled or is registered, without the queue of the name `hidden`."""
+    known = {(row.service_id, row.database_name, row.name): row for row in registered}
+    rows = {}
+    for place, history in sampler.histories():
+        row = known.pop(place, None)
+        if place[2] != hidden:
+            status, message = (row.status, row.error_message) if row else ("", None)
+            rows[place] = Row(place, history.last.stats, history.samples, status, message)
+    for place, row in known.items():
+        rows[place] = Row(place, status=row.status, error_message=row.error_message)
+    return [row for _, row in sorted(rows.items())]
+
+
+def sparkline(values: Sequence[float | None], label: str, kind: str) -> Markup:
+    """An SVG line of the values, the newest at the right. The vertical range always includes 0.
+
+    The line has gaps where a value is None. An empty element if fewer than two values are known.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return Markup('<span class="spark"></span>')
+    low, high = min(0.0, *known), max(0.0, *known)
+    scale = (_HEIGHT - 4) / ((high - low) or 1.0)
+    zero = _HEIGHT - 2 + low * scale
+    lines = Markup("").join(
+        Markup('<polygon points="{},{zero} {points} {},{zero}"/><polyline points="{points}"/>').format(
+            run[0][0], run[-1][0], zero=f"{zero:.1f}",
+            points=" ".join(f"{place},{_HEIGHT - 2 - (value - low) * scale:.1f}" for place, value in _corners(run)),
+        )
+        for run in _runs(values)
+    )  # fmt: skip
+    return Markup(
+        '<svg class="spark {kind}" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img"'
+        ' aria-label="{label}"><title>{label}</title>'
+        '<line x1="0" y1="{zero}" x2="{width}" y2="{zero}"/>{lines}</svg>'
+    ).format(
+        kind=kind, width=len(values) - 1, height=_HEIGHT, lines=lines, zero=f"{zero:.1f}",
+        label=f"{label}, from {_compact_number(low)} to {_compact_number(high)}",
+    )  # fmt: skip
+
+
+def _runs(values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
+    """The stretches of known values, each value with its place."""
+    run: list[tuple[int, float]] = []
+    for place, value in enumerate([*values, None]):
+        if value is not None:
+            run.append((place, value))
+        elif run:
+            yield run if len(run) > 1 else run * 2  # a line from a point to itself is drawn as a dot
+            run = []
+
+
+def _corners(run: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points of a stretch without those inside of a level one.
+
+    Most of hundreds of queues are idle, and each refresh draws all of them.
+    """
+    last = len(run) - 1
+    return [
+        point for at, point in enumerate(run) if at in (0, last) or not run[at - 1][1] == point[1] == run[at + 1][1]
+    ]
+
+
+def _compact_number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 or float(value).is_integer() else f"{value:,.1f}"
+
+
+def format_seconds(value: float | None) -> str:
+    """A duration in its one or two largest units; – for None."""
+    if value is None:
+        return "–"
+    whole = int(value)
+    if whole < 60:
+        return f"{value:.1f} s" if value < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    hours = f"{whole // 3600 % 24} h" if whole >= 86400 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
+    return f"{whole // 86400} d {hours}" if whole >= 86400 else hours
+
+
+def format_moment(at: datetime | None) -> Markup:
+    """A timestamp as an HTML time element: in UTC, until the script shows it in the viewer's time zone; – for None."""
+    if at is None:
+        return Markup("–")
+    at = at.astimezone(UTC)
+    return Markup('<time datetime="{}">{}</time>').format(at.isoformat(), f"{at:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def format_clock(at: datetime, has_seconds: bool) -> Markup:
+    """The time of the day of a timestamp, for the axis of a chart."""
+    at = at.astimezone(UTC)
+    text = f"{at:%H:%M:%S}" if has_seconds else f"{at:%H:%M}"
+    return Markup('<time datetime="{}" data-clock="{}">{}</time>').format(at.isoformat(), len(text), text)
+
+
+def pretty_json(text: str, limit: int) -> str:
+    """JSON text, indented. Strings and numbers keep their text, and the end may be missing.
+
+    The result ends with … after about `limit` characters.
+    """
+    parts: list[str] = []
+    depth = size = 0
+    before = ""
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        is_end = token in ("}", "]")
+        if is_end:
+            depth = max(0, depth - 1)
+        if before not in ("{", "[") if is_end else before in ("{", "[", ","):
+            parts.append("\n" + "  " * min(depth, _MAX_INDENT))
+        elif before == ":":
+            parts.append(" ")
+        parts.append(token)
+        if token in ("{", "["):
+            depth += 1
+        before = token
+        size += sum(map(len, parts[-2:]))
+        if size > limit:
+            return "".join(parts)[:limit] + "…"
+    return "".join(parts)
+
+
+def queue_url(page: str, place: Place, /, **more: object) -> str:
+    """The URL of a page about a queue, relative to the page of all queues. Parameters that are None are left out."""
+    service, database, name = place
+    given = {name: value for name, value in more.items() if value is not None}
+    return f"{page}?{urlencode({'service': service, 'database': database, 'name': name} | given, doseq=True)}"
+
+
+def render(template: str, scope: Scope, *, problem: ApiError | None = None, **values: object) -> HTMLResponse:
+    """The response with a page. `problem` is the error that it shows."""
+    up = "../" * (scope["path"].count("/") - 1)  # the path to the page of all queues
+    page = TEMPLATES.get_template(template).render(values, up=up, problem=problem)
+    return HTMLResponse(page, problem.status if problem else 200, problem.headers if problem else None)
+
+
+TEMPLATES: Final = Environment(
+    loader=PackageLoader("pgqueue.http.page"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {
+    "seconds": format_seconds,
+    "moment": format_moment,
+    "clock": format_clock,
+    "rate": _compact_number,
+    "number": lambda n: f"{n:,}",
+}
+
+
+def _may(access: str, place: Sequence[str] = ()) -> bool:
+    return current().may(access.split(), *place)
+
+
+TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
+TEMPLATES.globals |= {"caller": current, "may": _may, "ALL": ALL}

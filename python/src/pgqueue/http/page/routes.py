@@ -1,0 +1,238 @@
+"""The page: shows the queues, their charts and their messages. It works without scripts and by keyboard."""
+
+import codecs
+import json
+import re
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+import psycopg
+from msgspec import Meta, Struct
+from psycopg_pool import PoolTimeout
+from starlette.responses import Response
+
+from .. import depth_history
+from ..calls import Call, parameters
+from ..context import Context
+from ..depth_history import RANGES, Recorded
+from ..enqueueing import PAYLOAD_LIMIT
+from ..errors import ApiError
+from ..managed import registry
+from ..memory import run_beside, run_in_thread
+from ..sampling import Place
+from ..security.rights import LISTS, READER, current
+from .rendering import Row, build_rows, count, pretty_json, render
+from .requests import Pages, check_choice, message_ids, open_queue, place_of
+from .search import LOOK_LIMIT, MAX_ID, SEARCH_SECONDS, STATES, Filter, Found, Message, error_groups, search
+
+__all__ = ["ROUTES"]
+
+pages = Pages()
+ROUTES: Final = pages.routes
+
+_PAGE_SIZE: Final = 20  # messages on a page
+_MAX_TEXT: Final = 4000  # characters of a payload in a list
+_FEW_ROWS: Final = 20  # of the table; rendering one takes up to 1.5 ms
+# How the queues are sorted: a column of stats, the highest first, or by name.
+_SORTS: Final = {"": "Name", "ready_messages": "Ready", "dead_messages": "Dead", "oldest_age_seconds": "Oldest"}
+_TOTALS: Final = ("ready_messages", "inflight_messages", "scheduled_messages", "dead_messages")
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # characters that text does not have
+_JSON: Final = re.compile(r'\s*(\{\s*"|\[\s*[\[{"])')  # how the JSON of a body begins
+
+
+@pages.get("/", LISTS)
+async def queues(call: Call) -> Response:
+    """The page of all queues, or of those whose service, database and name contain `find`."""
+    return await _table(call, "queues.html")
+
+
+@pages.get("/page/queues", LISTS)
+async def table(call: Call) -> Response:
+    """The table of these queues, with which the script replaces the table on the page."""
+    return await _table(call, "table.html")
+
+
+async def _table(call: Call, template: str) -> Response:
+    context, find, sort = call.context, call.query.get("find", ""), call.query.get("sort", "")
+    check_choice("sort", sort, _SORTS)
+    try:
+        async with context.databases.control() as connection:
+            registered = await registry.list_all(connection)
+    except (psycopg.Error, PoolTimeout, OSError):
+        registered = None
+    sees = current().sees
+    rows = build_rows(context.sampler, registered or [], context.settings.tasks.queue)
+    seen = [each for each in rows if sees(*each.place)]
+    shown = [each for each in seen if find.strip().lower() in each.key.lower()]
+    if sort:
+        shown.sort(key=lambda row: -1.0 if row.stats is None else getattr(row.stats, sort) or 0.0, reverse=True)
+    view = {name: value for name, value in (("find", find), ("sort", sort)) if value}
+    values: dict[str, Any] = {
+        "rows": shown,
+        "totals": {name: sum(getattr(row.stats, name) for row in shown if row.stats) for name in _TOTALS},
+        "view": view,
+        "query": f"?{urlencode(view)}" if view else "",
+        "sorts": _SORTS,
+        "has_queues": bool(seen),
+        "control_fails": registered is None,
+        "failing": sorted(each for each in context.sampler.failing if sees(*each)),
+        "done": call.query.get("done", "")[:200],
+    }
+    if len(shown) <= _FEW_ROWS:
+        return render(template, call.scope, **values)
+    return await run_in_thread(render, template, call.scope, **values)
+
+
+class _Shown(Struct):
+    """What a page of a queue shows."""
+
+    state: str = ""
+    after: Annotated[int, Meta(ge=0, le=MAX_ID)] | None = None
+    range: str = "hour"
+    done: str = ""
+
+
+@pages.get("/queue", READER)
+async def queue(call: Call) -> Response:
+    """The page of a queue: its figures, its charts, and its messages in one state."""
+    context, place, wanted, shown = call.context, place_of(call), Filter.of(call), parameters(call, _Shown)
+    check_choice("state", shown.state or "ready", STATES)
+    check_choice("range", shown.range, RANGES)
+    found, groups, refusal = Found([], 0, None), list[dict[str, Any]](), None
+    async with open_queue(context, place, is_slow=True) as opened:
+        settings, stats = await opened.get_queue(), await opened.stats()
+        state = shown.state or ("dead" if stats.dead_messages else "ready")
+        try:
+            found = await search(
+                opened.connection, opened.name, state, wanted, _PAGE_SIZE, _MAX_TEXT, after=shown.after
+            )
+            if state == "dead" and found.messages and not wanted.parameters() and shown.after is None:
+                groups = await error_groups(opened.connection, opened.name)
+        except ApiError as error:
+            refusal = error
+    return render(
+        "queue.html",
+        call.scope,
+        problem=refusal,
+        place=place,
+        settings=settings,
+        stats=stats,
+        row=Row(place, stats),
+        states=STATES,
+        state=state,
+        filter=wanted,
+        messages=await _with_texts(found.messages),
+        found=found,
+        look_limit=LOOK_LIMIT,
+        search_seconds=SEARCH_SECONDS,
+        after=shown.after,
+        groups=groups,
+        range=RANGES[shown.range],
+        slots=await _slots(context, place, shown.range),
+        done=shown.done[:200],
+    )
+
+
+async def _slots(context: Context, place: Place, range_: str) -> list[Recorded]:
+    """The recorded figures of a queue since the first; the samples in its first minutes.
+
+    None while the control database cannot be reached.
+    """
+    try:
+        async with context.databases.control() as connection:
+            slots = await depth_history.read_range(connection, place, RANGES[range_])
+    except (psycopg.Error, PoolTimeout, OSError):
+        return []
+    known = [number for number, slot in enumerate(slots) if slot.depth is not None]
+    if len(known) > 1:
+        return slots[known[0] :]
+    now, clock, history = datetime.now(UTC), time.monotonic(), context.sampler.history(place)
+    return [
+        Recorded(
+            now - timedelta(seconds=clock - each.at),
+            each.depth,
+            each.stats.dead_messages,
+            each.oldest_age,
+            each.incoming,
+            each.outgoing,
+        )
+        for each in (history.samples if history else ())
+    ]
+
+
+class _Message(Struct):
+    state: str
+    id: str
+
+
+@pages.get("/queue/message", READER)
+async def message(call: Call) -> Response:
+    """The page of one message, with its whole payload."""
+    place, given = place_of(call), parameters(call, _Message)
+    check_choice("state", given.state, STATES)
+    wanted = message_ids([given.id])[0]
+    async with open_queue(call.context, place) as opened:
+        found = await search(opened.connection, opened.name, given.state, Filter(id=wanted), 1, PAYLOAD_LIMIT)
+    if not found.messages:
+        text = f"message {wanted} is not there any more: it left the state {STATES[given.state].lower()}"
+        raise ApiError(404, "message_not_found", text, "id", wanted)
+    (shown,) = await _with_texts(found.messages, 2 * PAYLOAD_LIMIT)
+    return render("message.html", call.scope, place=place, state=given.state, states=STATES, message=shown)
+
+
+async def _with_texts(messages: list[Message], most: int = _MAX_TEXT) -> list[Message]:
+    """Messages with their texts for the template, made in a thread if they are long."""
+    size = sum(len(each[name] or "") for each in messages for name in ("payload", "headers", "failures", "body"))
+    return await run_beside(size, lambda: [each | _texts(each, most) for each in messages])
+
+
+def _texts(message: Message, most: int) -> Message:
+    """The texts of a message: JSON is indented, and the failures in the headers become a list."""
+    body, headers = message["body"], message["headers"]
+    if body is None:
+        label, size = "Payload", count(message["payload_size"] or 0, "character")
+        payload = pretty_json(message["payload"] or "", most)
+        is_cut = payload.endswith("…") or len(message["payload"] or "") < (message["payload_size"] or 0)
+    else:
+        size = count(message["body_size"], "byte")
+        label = f"Body, {size}"
+        payload, is_cut = _body_text(body, message["body_size"], most)
+    return {
+        "has_body": body is not None,
+        "reason": (message["reason"] or "").replace("_", " "),
+        "label": label,
+        "payload": payload,
+        "size": size,
+        "is_cut": is_cut,
+        "headers": pretty_json(headers, most) if headers not in (None, "{}", "null") else "",
+        "history": _failures(message["failures"]),
+    }
+
+
+def _body_text(body: bytes, size: int, most: int) -> tuple[str, bool]:
+    """The text of a body and whether more of it can be shown: text, indented JSON, or the first bytes in hexadecimal.
+
+    `body` can end within a character if it is shorter than `size`.
+    """
+    is_whole = len(body) == size
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(body, is_whole)
+    except UnicodeDecodeError:
+        text = "\x00"
+    if _CONTROL.search(text):
+        return body[:64].hex(" ") + (" …" if size > 64 else ""), False
+    if _JSON.match(text):
+        indented = pretty_json(text, most)
+        return indented, not is_whole or indented.endswith("…")
+    return text + ("" if is_whole else "…"), not is_whole
+
+
+def _failures(text: str | None) -> list[dict[str, Any]]:
+    """The failures that consumers recorded in the headers."""
+    try:
+        history = json.loads(text or "[]")
+    except (RecursionError, ValueError):  # nested more deeply than Python can read, or an integer with too many digits
+        return []
+    return [each for each in history if isinstance(each, dict)] if isinstance(history, list) else []

@@ -1,0 +1,125 @@
+"""Admission of requests: the user by password, token or session, and the number of requests of a user."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote
+
+import psycopg
+from psycopg_pool import PoolTimeout
+from starlette.types import Scope
+
+from ..errors import ApiError
+from .rights import Caller
+from .sessions import Sessions
+from .tokens import KnownToken, Tokens
+from .users import Authenticator, User
+
+__all__ = ["Admission", "address_of", "safe_target"]
+
+_OPEN_PATHS: Final = {"/healthz", "/readyz", "/login"}
+_OPEN_PREFIX: Final = "/static/"
+# Programs use these, so a session, which the browser sends by itself, opens none of them.
+_API_PREFIXES: Final = ("/v1/", "/managed-services/")
+_SCRIPTED_PATH: Final = "/page/queues"
+_BASIC: Final = 'Basic realm="pgqueue", charset="UTF-8"'
+_BEARER: Final = 'Bearer realm="pgqueue"'
+_MOST_CHARACTERS: Final = 1024  # of a bearer token
+_TARGET: Final = re.compile(r"(?:[a-z_]+(?:/[a-z_]+)?)?(?:\?[!-~]*)?")
+_WINDOW_SECONDS: Final = 1
+
+
+class Admission:
+    """Recognizes the users of requests, and bounds their requests."""
+
+    def __init__(self, users: Mapping[str, User], tokens: Tokens, sessions: Sessions, most: int = 0) -> None:
+        self._users = users
+        self.passwords = Authenticator({name: user.password_hash for name, user in users.items()})
+        self._tokens = tokens
+        self.sessions = sessions
+        self._most = most  # requests of a user in a window; 0: no limit
+        self._window = 0
+        self._requests: Counter[str] = Counter()  # in this window
+
+    async def admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller | None:
+        """The caller of a request; None if its path needs none.
+
+        Raises `ApiError`: 401, 429, 503 if the tokens cannot be read, or 303 with the log-in form for a browser.
+        """
+        path = scope["path"]
+        if path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX):
+            return None
+        caller = await self._caller(scope, headers.get(b"authorization", b"").decode("latin-1"))
+        if caller is None:
+            raise self._refusal(scope, headers)
+        if self._most:
+            self._count(caller.name)
+        return caller
+
+    def _count(self, user: str) -> None:
+        window = int(time.monotonic() / _WINDOW_SECONDS)
+        if window != self._window:
+            self._window, self._requests = window, Counter()
+        self._requests[user] += 1
+        if self._requests[user] > self._most:
+            message = f"the user sends more than {self._most} requests in a second: try again"
+            limit = f"{self._most} in a second"
+            raise ApiError(429, "too_many_requests", message, limit=limit, headers={"Retry-After": "1"})
+
+    async def _caller(self, scope: Scope, authorization: str) -> Caller | None:
+        token = session = None
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "bearer":
+            token = await self._token(given.strip())
+            name = token and token.user
+        elif authorization:
+            name = await self.passwords.user(authorization, address_of(scope))
+        else:
+            session = None if _is_api(scope["path"]) else self.sessions.find(scope)
+            name = session and session.user
+        user = self._users.get(name or "")
+        if name is None or user is None:
+            return None
+        limits = (user.allow, token and token.allow)
+        rights = tuple(each for each in limits if each is not None)
+        return Caller(name, rights, token and token.name, session and session.id)
+
+    async def _token(self, given: str) -> KnownToken | None:
+        try:
+            return await self._tokens.find(given) if len(given) <= _MOST_CHARACTERS else None
+        except (psycopg.Error, PoolTimeout, OSError):
+            message = "the control database, which has the tokens, cannot be reached now: try again"
+            raise ApiError(503, "database_unavailable", message, headers={"Retry-After": "1"}) from None
+
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiError:
+        """401; or, for a browser that wants a page, a redirect to the log-in form."""
+        path = scope["path"]
+        if not _is_api(path) and b"text/html" in headers.get(b"accept", b"") and b"authorization" not in headers:
+            up = "../" * (path.count("/") - 1)
+            query = scope["query_string"].decode("latin-1")
+            to = path[1:] + (f"?{query}" if query else "")
+            again = f"?to={quote(to, safe='')}" if scope["method"] in ("GET", "HEAD") and safe_target(to) else ""
+            return ApiError(303, "log_in", "log in first", headers={"Location": f"{up or './'}login{again}"})
+        message = "name and password, or the token, are missing or wrong"
+        # For Basic a browser would show a form of its own over the page, whose script asks for the table.
+        challenge = {"WWW-Authenticate": _BEARER if path == _SCRIPTED_PATH else _BASIC}
+        return ApiError(401, "unauthorized", message, headers=challenge)
+
+
+def address_of(scope: Scope) -> str:
+    """The address of the client of a request."""
+    return str((scope.get("client") or ("",))[0])
+
+
+def safe_target(to: str) -> str:
+    """The page to which a log-in leads, relative to the page of all queues; empty unless it is a path of this server.
+
+    It has no scheme, host, dots or backslash, so it leads to no other site.
+    """
+    return to if len(to) <= _MOST_CHARACTERS and _TARGET.fullmatch(to) else ""
+
+
+def _is_api(path: str) -> bool:
+    return path.startswith(_API_PREFIXES)
