@@ -3718,7 +3718,7 @@ create function pgqueue._has_fast_path(
 returns boolean
 language sql immutable parallel safe
 as $$
-    select body is null and delay = interval '0' and expires_in is null
+    select num_nonnulls(body, expires_in) = 0 and delay = interval '0'
         -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
         and octet_length(payload::text) <= q.max_payload_bytes
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)
@@ -3737,12 +3737,11 @@ as $$
             -- A repeatable read snapshot can be older than a drop_queue, and reading a dropped register fails.
             when pg_relation_filenode(q.waiting_until) is null then false
             -- The slow path looks whether maintenance is due. To do so in each call would cost 3 per cent.
-            when random() < 0.002 then false
+            when random() < 0.002 or pgqueue._has_fast_path(q, payload, delay, headers, expires_in, body) is not true then false
             when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) then true
-            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at + interval '24 h')
+            when pg_sequence_last_value(q.waiting_until) <= pgqueue._to_micros(at) + 86400000000
                 then pg_notify(pgqueue.channel(q.name), '') is not null
         end
-        and pgqueue._has_fast_path(q, payload, delay, headers, expires_in, body)
 $$;
 comment on function pgqueue._notify_and_check_fast_path(
     pgqueue.queues, timestamptz, jsonb, interval, jsonb, interval, bytea
@@ -3854,18 +3853,18 @@ begin
         headers := pgqueue._with_group_and_priority(headers, group_key, priority);
     end if;
     -- Fast path: a payload within the limit, with no delay and no expiry. It is one statement, as a transaction has to
-    -- prepare each statement and expression. The statement also notifies waiting consumers.
+    -- prepare each statement and expression. The statement also notifies waiting consumers and counts the message. It
+    -- does so in one condition on the row of the queue: a volatile function in the select list, or a condition on
+    -- arguments alone, would add a node with all columns to the plan.
     insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
-    select
-        q.name, at, at,
-        -- It counts here because the conditions below may refuse the message.
-        case when pgqueue._count('enqueued', enqueue.queue_name, 1) = 1 then q.max_attempts end,
-        enqueue.message_id, enqueue.payload, enqueue.headers
+    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
-        and enqueue.dedup_key is null
-        and pgqueue._notify_and_check_fast_path(
-            q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+        and case
+            when enqueue.dedup_key is null and pgqueue._notify_and_check_fast_path(
+                q, at, enqueue.payload, enqueue.delay, enqueue.headers, enqueue.expires_in, enqueue.body)
+            then pgqueue._count('enqueued', enqueue.queue_name, 1) = 1
+        end
     returning messages.id into new_id;
     if found then
         return new_id;
