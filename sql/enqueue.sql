@@ -155,7 +155,7 @@ create or replace function pgqueue._has_fast_path(
 returns boolean
 language sql immutable parallel safe
 as $$
-    select num_nonnulls(body, expires_in) = 0 and delay = interval '0'
+    select body is null and delay = interval '0' and expires_in is null
         -- The limit applies to the JSON text that consumers receive: 1e131071 takes 16 bytes as jsonb.
         and octet_length(payload::text) <= q.max_payload_bytes
         and (headers is null or jsonb_typeof(headers) = 'object' and octet_length(headers::text) <= 65536)

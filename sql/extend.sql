@@ -53,6 +53,7 @@ begin
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
     if not q.dedicated then
+        -- A queue with one of these limits is dedicated.
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         where m.queue_name = q.name and m.id = extend.id

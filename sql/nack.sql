@@ -93,11 +93,12 @@ declare
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
-    delete from pgqueue.messages_shared c
-    where c.queue_name = q.name and c.id = _nack_or_reject.id
-        and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
-    returning c.* into m;
-    if not found then
+    if not q.dedicated then
+        delete from pgqueue.messages_shared c
+        where c.queue_name = q.name and c.id = _nack_or_reject.id
+            and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
+        returning c.* into m;
+    else
         delete from pgqueue.messages c
         where c.queue_name = q.name and c.id = _nack_or_reject.id
             and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)

@@ -23,29 +23,16 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    due refcursor;
     places tid[];
-    sizes bigint[];
-    bytes bigint;
 begin
-    if wanted = 1 then
-        -- For the usual claim the aggregates cost a twentieth of the call.
-        places := array(
-            select c.ctid from pgqueue.scheduled_messages c
-            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-            order by c.due_at, c.id limit 1 for update skip locked);
-    else
-        select array_agg(w.place), array_agg(w.bytes), sum(w.bytes) into places, sizes, bytes
-        from (
-            select c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
-            from pgqueue.scheduled_messages c
-            where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
-            order by c.due_at, c.id limit wanted for update skip locked
-        ) w;
-    end if;
-    if bytes > 131072 then
-        -- The other rows stay locked for the next slice. They are less than 128, as each counts for 1 kB.
-        places := places[:(select s.last_place from pgqueue._slices(sizes) s limit 1)];
-    end if;
+    open due for
+        select c.id, c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
+        from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+        order by c.due_at, c.id limit wanted for update skip locked;
+    places := (pgqueue._fetch_slice(due)).places;
+    close due;
     -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
     with gone as (
         delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning s.*
@@ -89,15 +76,12 @@ declare
     moved int;
     all_moved int := 0;
     next_due_at timestamptz;
-    -- How many messages of the size of the first one make a slice.
-    slice_length bigint;
     next_due bigint;
     announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
     this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
     is_unsettled boolean;
 begin
-    select s.due_at, 1 + 131072 / pgqueue._moved_bytes(s.payload, s.body, s.headers, s.transport_headers)
-    into next_due_at, slice_length
+    select s.due_at into next_due_at
     from pgqueue.scheduled_messages s
     where s.queue_name = q.name and s.due_at >= since
     order by s.due_at limit 1;
@@ -105,7 +89,7 @@ begin
         begin
             for n in 1..8 loop
                 select r.moved, moved_ids || r.ids into moved, moved_ids
-                from pgqueue._move_due_slice(q, at, least(wanted - all_moved, slice_length)::int, since) r;
+                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
                 all_moved := all_moved + moved;
                 exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
             end loop;
