@@ -9,7 +9,7 @@ import pytest
 import pgqueue
 
 # Optional dependencies, and the packages of this distribution that need them.
-HEAVY = ("fastapi", "pyarrow", "pydantic", "pyspark", "starlette", "uvicorn", "pgqueue.http", "pgqueue.spark")
+HEAVY = ("msgspec", "pyarrow", "pyspark", "starlette", "uvicorn", "pgqueue.http", "pgqueue.spark")
 
 
 def test_no_module_imports_itself_through_others() -> None:

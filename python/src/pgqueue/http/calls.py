@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, Final, TypeVar, cast
 from urllib.parse import parse_qsl
 
-import msgspec
 from msgspec import Struct
 from starlette.types import Message, Receive, Scope, Send
 
@@ -231,8 +230,3 @@ async def respond(send: Send, answer: Answer, headers: Mapping[str, str] | None 
 def parameters(call: Call, model: type[T]) -> T:
     """The parameters of the URL as a struct. Raises `ApiError` 422."""
     return convert(model, call.query)
-
-
-def to_answer(status: int, value: Any) -> Answer:
-    """The answer with a value as JSON."""
-    return Answer(status, msgspec.json.encode(value))

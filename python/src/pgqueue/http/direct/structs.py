@@ -24,7 +24,6 @@ _OBJECT: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "null"}
 
 Delay = Annotated[int, Meta(ge=0, le=DELAY_LIMIT)]
 Timeout = Annotated[int, Meta(ge=1, le=TIMEOUT_LIMIT)]
-Attempts = Annotated[int, Meta(ge=1, le=100)]
 Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
 Batch = Annotated[int, Meta(ge=1, le=BATCH_LIMIT)]
 Priority = Annotated[int, Meta(ge=0, le=9, description="For a queue with priorities; 9 is the highest")]
