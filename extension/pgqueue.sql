@@ -4400,7 +4400,8 @@ begin
         )
         and pgqueue._try_lock_existing_queue(q)
     then
-        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value(q.fresh_from_id), 1));
+        -- Also above fresh_from_id, which may lag: the slower one of two claims can set it back.
+        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1);
     end if;
 end;
 $$;
@@ -7663,8 +7664,9 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    fresh_from_id constant bigint := coalesce(pg_sequence_last_value(q.fresh_from_id), 1);
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
+    fresh_from_id constant bigint := greatest(
+        pg_sequence_last_value(q.fresh_from_id), pgqueue._first_possible_id(state));
     pages_before constant bigint := pgqueue._pages_read(q);
     examined int;
     ready int;

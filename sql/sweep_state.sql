@@ -384,7 +384,8 @@ begin
         )
         and pgqueue._try_lock_existing_queue(q)
     then
-        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value(q.fresh_from_id), 1));
+        -- Also above fresh_from_id, which may lag: the slower one of two claims can set it back.
+        perform pgqueue._record_vacant_ids(q, at, coalesce(pg_sequence_last_value('pgqueue.message_id'), 0) + 1);
     end if;
 end;
 $$;
