@@ -331,13 +331,14 @@ def test_cancel_removes_messages_that_no_consumer_has_claimed(cli: Cli, orders: 
 
 
 def test_reschedule_makes_messages_due_now_or_later(cli: Cli, orders: pgqueue.Queue) -> None:
-    first, second = orders.enqueue_batch([1, 2], delay=timedelta(hours=1))
+    first, second, gone = orders.enqueue_batch([1, 2, 3], delay=timedelta(hours=1))
+    assert orders.cancel(gone)
     later = datetime.now(UTC) + timedelta(days=30)
     assert cli("reschedule", orders.name, str(second), "--at", later.isoformat()).out == "1 rescheduled\n"
     assert orders.browse("scheduled")[1].visible_at == later
-    missed = cli("reschedule", orders.name, str(first), "7")
+    missed = cli("reschedule", orders.name, str(first), str(gone))
     assert (missed.status, missed.out) == (3, "1 rescheduled\n")
-    assert "ready, claimed or gone: 7" in missed.err
+    assert f"ready, claimed or gone: {gone}" in missed.err
     assert [claimed.id for claimed in orders.claim(2)] == [first]
     again = cli("reschedule", orders.name, str(first), "--json")
     assert (again.status, again.records) == (3, [{"id": first, "rescheduled": False}])
