@@ -27,6 +27,7 @@ from clients import PATIENCE, growing, wait_for
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import pgqueue
 from pgqueue.cli import app
 from pgqueue.embedded import EmbeddedServer
 
@@ -326,3 +327,16 @@ def terminal(*words: str, cwd: Path | None = None, **variables: str | Path) -> I
         yield made
     finally:
         made.close()
+
+
+def payloads(queue: pgqueue.Queue, state: str = "ready") -> list[Any]:
+    return [message.payload for message in queue.browse(state, 10000)]
+
+
+def kill_letters(queue: pgqueue.Queue, number: int, error: str | None = None) -> list[int]:
+    """Create `number` dead letters. Returns their ids."""
+    queue.enqueue_batch([{"n": n} for n in range(number)])
+    messages = queue.claim(number)
+    for message in messages:
+        queue.reject(message.id, message.claim_token, error)
+    return [message.id for message in messages]

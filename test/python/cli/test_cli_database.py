@@ -1,11 +1,14 @@
 """The commands that install, upgrade and remove pgqueue, and those that give other programs access to the database."""
 
+import json
 import os
 import re
 import signal
 import stat
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,16 @@ import psycopg
 import pytest
 import typer
 from clients import PATIENCE, wait_for
-from commands import COMMAND, Cli, NewDatabase, environment, in_process, run, running, terminal
+from commands import (
+    COMMAND,
+    Cli,
+    NewDatabase,
+    environment,
+    in_process,
+    run,
+    running,
+    terminal,
+)
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -414,3 +426,83 @@ def test_an_unknown_queue_is_reported_with_the_most_similar_name(cli: Cli, name:
     ):
         assert cli(*words).err.startswith(expected), words
     assert cli("show", "xyzzy").err.startswith("pgqueue: queue 'xyzzy' does not exist\nhint: ")
+
+
+# Installation and care
+
+
+def test_install_uses_the_extension_if_the_server_has_it(empty_database: NewDatabase) -> None:
+    dsn = empty_database()
+    assert in_process("", "install", dsn, "--json").records == [{"version": "0.1.0", "installed": True}]
+    assert in_process(dsn, "install", "--json").records == [{"version": "0.1.0", "installed": False}]
+    with psycopg.connect(dsn) as connection:
+        has_files, is_extension = connection.execute(
+            "select exists (select from pg_available_extensions where name = 'pgqueue' and default_version = '0.1.0'),"
+            " exists (select from pg_extension where extname = 'pgqueue')"
+        ).fetchall()[0]
+    assert has_files == is_extension
+
+
+def test_of_concurrent_installations_one_installs(
+    empty_database: NewDatabase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dsn = empty_database()
+    waiting = "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'advisory'"
+    with ThreadPoolExecutor(2) as pool, psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("select pg_advisory_lock(hashtext('pgqueue install'))")
+        session = pgqueue.cli.session.Session(dsn, json=True)
+        installs = [pool.submit(pgqueue.cli.installation.install, session) for _ in range(2)]
+        wait_for(lambda: connection.execute(waiting).fetchone() == (2,))
+        connection.execute("select pg_advisory_unlock_all()")
+        for each in installs:
+            each.result()
+    first, second = (json.loads(line)["installed"] for line in capsys.readouterr().out.splitlines())
+    assert {first, second} == {False, True}
+
+
+def test_doctor_exits_with_3_if_it_finds_a_problem(empty_database: NewDatabase) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        queue = pgqueue.Queue(connection, "orders")
+        queue.create_queue()
+        queue.pause_queue()
+        assert in_process(dsn, "doctor").status == 0  # a finding of severity info has no effect
+        connection.execute("alter sequence pgqueue.message_id cache 10")
+        done = in_process(dsn, "doctor", "--peek-delay", "5s")
+        found = in_process(dsn, "doctor", "--json")
+        connection.execute("alter sequence pgqueue.message_id cache 1")
+        queue.resume_queue()
+        healthy = in_process(dsn, "doctor")
+    assert done.status == found.status == 3
+    assert "error sequence_cache\n" in done.out
+    assert "repair: alter sequence pgqueue.message_id cache 1;\n" in done.out
+    assert "info paused_queue in queue orders\n" in done.out
+    assert list(found.records[0]) == [field.name for field in fields(pgqueue.Finding)]
+    assert {record["finding"] for record in found.records} >= {"sequence_cache", "paused_queue"}
+    if healthy.status == 0:  # another test may hold back vacuum at this moment
+        assert healthy.out == "no problems found\n"
+
+
+def test_compact_returns_the_disk_space_of_dead_rows(empty_database: NewDatabase) -> None:
+    dsn = empty_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        pgqueue.install(connection)
+        connection.execute("select pgqueue.create_queue('orders', dedicated => true)")
+        nothing = in_process(dsn, "compact")
+        connection.execute(
+            "select pgqueue.enqueue('orders', to_jsonb(repeat('x', 1000))) from generate_series(1, 3000)"
+        )
+        connection.execute("delete from pgqueue.messages where queue_name = 'orders'")
+        connection.execute("select pgqueue.enqueue('orders', '1')")
+        with psycopg.connect(dsn) as reader:
+            reader.execute("select from pgqueue.messages where queue_name = 'orders'")
+            busy = in_process(dsn, "compact", "orders", "--json")
+        done = in_process(dsn, "compact", "orders")
+    assert (nothing.status, nothing.out, nothing.err) == (0, "", "pgqueue: no table has 1 MB\n")
+    assert (busy.status, busy.records[0]["outcome"], len(busy.records)) == (3, "busy", 1)
+    heading, _, line = done.out.splitlines()
+    assert heading.split("  ")[0] == "table"
+    table, outcome, kept, before, after = line.split()
+    assert (done.status, table, outcome, kept) == (0, busy.records[0]["table_name"], "compacted", "1")
+    assert float(after) < 1 < float(before)
