@@ -66,6 +66,51 @@ def test_option_path_is_refused_with_a_hint_at_option_queue() -> None:
     assert "set option queue" in refused(READ, path="/tmp/x")
 
 
+def test_options_of_kafka_with_the_same_meaning_are_accepted() -> None:
+    stream = parse(
+        {"subscribe": "a, b", "maxOffsetsPerTrigger": "7", "minPartitions": "3", "startingOffsets": "Earliest"}, STREAM
+    )
+    assert (stream.queue, stream.max_messages_per_trigger, stream.num_partitions) == (("a", "b"), 7, 3)
+    # The job has no name for its stream.
+    assert (stream.columns, stream.stream_id, stream.include_headers) == ("kafka", "kafka", True)
+    assert parse({"subscribe": "a", "kafka.group.id": "g"}, STREAM).stream_id == "g"
+    assert parse({"subscribe": "a", "columns": "pgqueue", "streamId": "s"}, STREAM).columns == "pgqueue"
+    read = parse({"subscribe": "a", "endingOffsets": "latest", "includeHeaders": "false"}, READ)
+    assert (read.queue, read.columns, read.include_headers) == (("a",), "kafka", False)
+    assert (parse({"topic": "a"}, WRITE).queue, parse({"topic": "a"}, WRITE).columns) == ("a", "kafka")
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "value", "advice"),
+    [
+        (READ, "kafka.bootstrap.servers", "db:9092", "set option dsn to the database"),
+        (WRITE, "kafka.acks", "all", "leave it out: the settings of the connection are those of option dsn"),
+        (STREAM, "subscribePattern", "a.*", "set option queuePattern to the beginning of the names, such as billing-*"),
+        (STREAM, "startingOffsets", "latest", "the only value is earliest; minId and since limit a batch read"),
+        (READ, "endingOffsets", '{"a":{"0":7}}', "the only value is latest, in a batch read, which maxId and until"),
+        (STREAM, "endingOffsets", "latest", "the only value is latest, in a batch read"),
+        (READ, "startingTimestamp", "1", "set option since of a batch read to a time in ISO 8601"),
+        (READ, "assign", "{}", "set option queue to the queue"),
+        (READ, "topic", "a", "set option subscribe or queue"),
+        (WRITE, "subscribe", "a", "set option topic or queue"),
+        (STREAM, "groupIdPrefix", "a", "set option streamId to a name of the stream"),
+        (READ, "maxOffsetsPerTrigger", "1", "set option maxMessagesPerTrigger of a stream"),
+    ],
+)
+def test_the_error_for_an_option_of_kafka_with_another_meaning_says_what_to_write(
+    use: str, name: str, value: str, advice: str
+) -> None:
+    said = refused(use, **{name: value})
+    assert said.startswith(f"option {name} of Kafka is not for ")
+    assert advice in said
+
+
+def test_options_of_kafka_are_checked_under_their_own_names() -> None:
+    assert refused(STREAM, maxOffsetsPerTrigger="many").startswith("invalid option maxOffsetsPerTrigger: 'many' is not")
+    assert refused(READ, subscribe="q") == "options queue and subscribe have the same meaning: give one of them"
+    assert "option includeHeaders is only for columns=kafka" in refused(READ, includeHeaders="false")
+
+
 def test_options_that_spark_adds_to_a_sink_are_ignored() -> None:
     parse({"queue": "q", "checkpointLocation": "/tmp/c", "queryName": "x"}, WRITE)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from engines import Checkpoint, Died, Engine, Rows, struct
     from late_workers import completed, running
+    from pyspark.errors import StreamingQueryException
     from pyspark.sql import functions as F
     from pyspark.sql import types as t
     from pyspark.sql.streaming.datasource import ReadAllAvailable
@@ -644,9 +645,40 @@ def test_rows_with_the_columns_of_kafka_are_written(queues: Queues, database: st
     # Option queue overrides column topic, as option topic does for Kafka.
     kafka_sink(database, queues["c"].name, sink_table((None, b"2", "elsewhere", None)), sink_schema())
     assert [message.body for message in queues["c"].browse()] == [b"2"]
-    # A string is JSON, as in column payload.
-    kafka_sink(database, queues["c"].name, pa.table({"value": ['{"n": 1}']}), struct("value string"))
-    assert [message.payload for message in queues["c"].browse()][1:] == [{"n": 1}]
+
+
+def test_text_is_the_payload_if_it_is_json_and_otherwise_the_body(
+    queues: Queues, database: str, connection: Connection
+) -> None:
+    queue = queues["a"]
+    stored = ['{"n": 1}', " [1, 2] ", "7", '"\\ud83d\\ude00"', "1" + "0" * 5000]
+    # Also text that Python takes for JSON and the database does not.
+    others = ["hello", "", "[info] started", "NaN", '{"a": NaN}', '"\\u0000"', '"\\ud800"', "[" * 100_000, "\0"]
+    values = pa.array([*stored, *others])
+    kafka_sink(database, queue.name, pa.table({"value": values}), struct("value string"))
+    found = connection.execute(
+        "select payload::text, body from pgqueue.messages where queue_name = %s order by id", [queue.name]
+    ).fetchall()
+    expected = connection.execute("select unnest(%s::jsonb[])::text", [stored])
+    assert found == [(text, None) for (text,) in expected] + [(None, text.encode()) for text in others]
+
+
+def test_rows_that_were_read_with_the_columns_of_kafka_can_be_written(queues: Queues, database: str) -> None:
+    a, b = queues["a"], queues["b"]
+    a.enqueue({"n": 1}, headers={"x": "y"}, group_key="k")
+    a.enqueue(body=b"\xff")
+    reader, (part,) = planned(dsn=database, queue=a.name, columns="kafka", numPartitions="1")
+    rows = pa.Table.from_batches(reader.read(part))
+    # Column offset, timestamp and so on are ignored, as Spark's Kafka sink does.
+    kafka_sink(database, b.name, rows, source_schema("ready", kafka=True))
+    reader, (part,) = planned(dsn=database, queue=b.name, columns="kafka", numPartitions="1")
+    columns = ["key", "value", "headers"]
+    assert pa.Table.from_batches(reader.read(part)).select(columns) == rows.select(columns)
+    # With includeHeaders=false a write ignores them, and a read has no such column.
+    source = PgQueueDataSource({"dsn": database, "topic": b.name, "includeHeaders": "false"})
+    writer: Any = source.writer(source_schema("ready", kafka=True), overwrite=False)
+    assert writer.kafka.names == ["body", "group_key"]
+    assert "headers" not in PgQueueDataSource({"dsn": "", "subscribe": "a", "includeHeaders": "False"}).schema().names
 
 
 @pytest.mark.parametrize(
@@ -675,8 +707,9 @@ def test_values_of_kafka_without_a_counterpart_are_refused_with_their_row(
 @pytest.mark.parametrize(
     ("ddl", "said"),
     [
-        ("key string", "columns=kafka: there is no column value"),
-        ("value string, partition int", "unknown column partition: there are key, value, topic"),
+        ("key string, Value string", "columns=kafka: there is no column value; the columns are key, Value"),
+        ("value string, partition string", "column partition is string, and must be an int; cast it"),
+        ("value string, value binary", "columns=kafka: two columns have the same name: value, value"),
         ("value string", "columns=kafka: no queue: set option queue, or add a column topic"),
         ("value long", "column value is bigint, and must be a string or binary"),
         ("value string, headers map", "must be an array<struct<key: string"),
@@ -692,22 +725,43 @@ def test_columns_of_kafka_are_checked_at_planning(ddl: str, said: str) -> None:
 # Through Spark.
 
 
+def kafka_job(spark: Any, form: str, address: dict[str, str], topics: tuple[str, str], home: Path, fails: bool) -> Any:
+    """A job as one is written for Kafka: sums for each minute, as Parquet, and sent to another topic."""
+    source = spark.readStream.format(form).options(**address).option("subscribe", topics[0])
+    rows = source.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", 4).load()
+    events = rows.select(F.from_json(F.col("value").cast("string"), "at timestamp, n int").alias("event"))
+    minutes = events.select("event.*").withWatermark("at", "1 minute").groupBy(F.window("at", "1 minute"))
+    sums = minutes.agg(F.sum("n").alias("total")).select("window.start", "total")
+
+    def write(frame: Any, batch: int) -> None:
+        frame.write.mode("overwrite").parquet(f"{home}/sums/batch={batch}")
+        if fails and batch == 1:
+            raise InterruptedError
+        message = frame.select(F.date_format("start", "mm").alias("key"), F.to_json(F.struct("total")).alias("value"))
+        message.write.format(form).options(**address).option("topic", topics[1]).mode("append").save()
+
+    made = sums.writeStream.foreachBatch(write).option("checkpointLocation", f"{home}/checkpoint")
+    return made.trigger(availableNow=True).start()
+
+
 @long
-def test_a_job_for_kafka_runs_with_the_format_and_options_of_pgqueue(
+def test_a_job_for_kafka_runs_with_another_format_address_and_topic(
     spark: Any, queues: Queues, database: str, tmp_path: Path
 ) -> None:
-    queues["a"].enqueue_batch([{"n": n} for n in range(5)], headers=[{"trace": str(n)} for n in range(5)])
-    kafka = {"dsn": database, "columns": "kafka"}
-    source = spark.readStream.format("pgqueue").options(**kafka, queue=queues["a"].name, streamId="s").load()
-    assert source.schema.simpleString() == t.StructType.fromDDL(KAFKA_DDL).simpleString()
-    rows = source.selectExpr("cast(key as string) as key", "cast(value as string) as value", "headers")
-    sink = rows.writeStream.format("pgqueue").options(**kafka, queue=queues["b"].name)
-    started = completed(sink.option("checkpointLocation", str(tmp_path)).trigger(availableNow=True).start)
-    assert sorted((m.payload["n"], m.headers) for m in queues["b"].browse()) == [
-        (n, {"trace": str(n)}) for n in range(5)
+    # The last message ends the windows of the others.
+    times = [*(f"2026-01-31T12:{minute:02}:{second:02}Z" for minute in range(3) for second in (1, 31)), "2026-02-01"]
+    queues["a"].enqueue_batch([{"at": at, "n": n} for n, at in enumerate(times)])
+    topics = (queues["a"].name, queues["b"].name)
+    with pytest.raises(StreamingQueryException, match="InterruptedError"):
+        completed(lambda: kafka_job(spark, "pgqueue", {"dsn": database}, topics, tmp_path, fails=True))
+    completed(lambda: kafka_job(spark, "pgqueue", {"dsn": database}, topics, tmp_path, fails=False))
+    stored = spark.read.parquet(str(tmp_path / "sums")).selectExpr("minute(start) as minute", "total").collect()
+    assert sorted((row.minute, row.total) for row in stored) == [(0, 0 + 1), (1, 2 + 3), (2, 4 + 5)]
+    sent = [(m.headers, m.payload) for m in queues["b"].browse()]
+    assert sorted(sent, key=str) == [
+        ({"pgqueue.group": f"0{minute}"}, {"total": total}) for minute, total in enumerate((1, 5, 9))
     ]
-    report = json.loads(started.lastProgress.json)["sources"][0]["latestOffset"]
-    assert report == {"ready_messages": 0, "oldest_age_seconds": None, "replays": 0}
+    assert left(queues["a"]) == 0
 
 
 @long

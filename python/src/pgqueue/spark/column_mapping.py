@@ -75,7 +75,8 @@ def map_columns(schema: t.StructType, queue: str | None) -> ColumnMapping:
     if len(kinds) < len(schema.fields) or not kinds:
         raise OptionError("the columns of the data must have different names, and there must be at least one")
     if queue is None and "queue_name" not in kinds:
-        raise OptionError("no queue: set option queue, or add a column queue_name")
+        kafka = "; for the columns of Kafka set columns=kafka" if "value" in kinds and "topic" in kinds else ""
+        raise OptionError(f"no queue: set option queue, or add a column queue_name{kafka}")
     if queue is not None and "queue_name" in kinds:
         raise OptionError(
             f"the queue is named twice: by option queue ({queue!r}), and by the column queue_name; drop one"

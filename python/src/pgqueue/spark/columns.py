@@ -81,13 +81,15 @@ _NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts", "sh
 _NEVER_NULL |= {"topic", "partition", "offset", "timestampType"}
 
 
-def source_schema(source: str, kafka: bool = False, sharded: bool = False) -> StructType:
+def source_schema(source: str, kafka: bool = False, sharded: bool = False, include_headers: bool = True) -> StructType:
     """Return the columns of a source: a value of option `source`, or `stream`.
 
     With `kafka` they are those of Spark's Kafka source; with `sharded` there is a column for the database.
     """
     if kafka:
-        return StructType([StructField(name, kind) for name, kind in KAFKA_TYPES.items()])
+        return StructType(
+            [StructField(name, kind) for name, kind in KAFKA_TYPES.items() if include_headers or name != "headers"]
+        )
     known = _COLUMNS.get(source, _LIVE) | ({"shard"} if sharded else set())
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if name in known])
 

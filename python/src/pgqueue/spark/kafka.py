@@ -34,11 +34,13 @@ _SOURCES = {
     "headers": ("headers",),
 }
 _TEXTS = ((t.StringType, t.BinaryType), "a string or binary; cast it")
+# As in Spark's Kafka sink, which ignores all other columns. A queue has no partitions.
 _SINK_TYPES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "key": _TEXTS,
     "value": _TEXTS,
     "topic": ((t.StringType,), "a string; cast it"),
     "headers": ((t.ArrayType,), "an array<struct<key: string, value: binary>>"),
+    "partition": ((t.IntegerType,), "an int; cast it"),
 }
 
 
@@ -96,23 +98,27 @@ def _bytes(value: str | None) -> bytes | None:
     return None if value is None else value.encode()
 
 
-def sink_schema(schema: t.StructType, queue: str | None) -> t.StructType:
+def sink_schema(schema: t.StructType, queue: str | None, include_headers: bool = True) -> t.StructType:
     """Return the columns of messages that these Kafka columns of a DataFrame become. Raises OptionError.
 
-    Option queue overrides column topic, as option topic does in Spark's Kafka sink.
+    Option queue overrides column topic, as option topic does in Spark's Kafka sink. Other columns are ignored.
     """
-    kinds = {field.name: field.dataType for field in schema.fields}
+    wanted = _SINK_TYPES.keys() - (set() if include_headers else {"headers"})
+    known = [field for field in schema.fields if field.name in wanted]
+    kinds = {field.name: field.dataType for field in known}
+    if len(kinds) < len(known):
+        raise OptionError(f"columns=kafka: two columns have the same name: {', '.join(field.name for field in known)}")
     if "value" not in kinds:
-        raise OptionError("columns=kafka: there is no column value")
+        raise OptionError(f"columns=kafka: there is no column value; the columns are {', '.join(schema.names)}")
     for name, kind in kinds.items():
-        if name not in _SINK_TYPES:
-            raise OptionError(f"columns=kafka: unknown column {name}: there are {', '.join(_SINK_TYPES)}; drop it")
         allowed, words = _SINK_TYPES[name]
         if not isinstance(kind, allowed) or (name == "headers" and not _is_headers(kind)):
             raise OptionError(f"column {name} is {kind.simpleString()}, and must be {words}")
     if queue is None and "topic" not in kinds:
         raise OptionError("columns=kafka: no queue: set option queue, or add a column topic")
-    fields = [t.StructField("payload" if isinstance(kinds["value"], t.StringType) else "body", kinds["value"])]
+    fields = [t.StructField("body", t.BinaryType())]
+    if isinstance(kinds["value"], t.StringType):
+        fields.append(t.StructField("payload", t.StringType()))
     if "key" in kinds:
         fields.append(t.StructField("group_key", t.StringType()))
     if "headers" in kinds:
@@ -133,18 +139,44 @@ def from_kafka(batches: Iterable[pa.RecordBatch], schema: t.StructType, partitio
     """
     done = 0
     for batch in batches:
-        arrays = []
-        for name in schema.names:
+        arrays = _contents(batch.column("value"))
+        for name in schema.names[len(arrays) :]:
             if name == "queue_name":
                 arrays.append(batch.column("topic"))
             elif name == "group_key":
                 arrays.append(pa.array(_all_keys(batch, done, partition), pa.string()))
             elif name == "headers":
                 arrays.append(pa.array(_all_headers(batch, done, partition), pa.string()))
-            else:
-                arrays.append(batch.column("value"))
         done += batch.num_rows
         yield pa.RecordBatch.from_arrays(arrays, names=schema.names)
+
+
+def _contents(values: pa.Array) -> list[pa.Array]:
+    """Return the bodies, and for texts also the payloads: a text that is JSON is the payload, any other the body."""
+    if pa.types.is_binary(values.type):
+        return [values]
+    # As bytes: the text of a Spark string may be invalid UTF-8.
+    bodies = values.cast(pa.binary())
+    are_json = pa.array((value is not None and _is_json(value) for value in bodies.to_pylist()), pa.bool_())
+    return [pc.if_else(are_json, None, bodies), pc.if_else(are_json, values, None)]
+
+
+def _is_json(value: bytes) -> bool:
+    """Whether the database can store these bytes as JSON."""
+    try:
+        text = value.decode()
+        found = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+        if "\\u" in text:
+            # jsonb has no NUL, and no half of a surrogate pair, which cannot be encoded.
+            json.dumps(found, ensure_ascii=False).encode()
+            return "\\u0000" not in text
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN and infinities, which Python accepts
 
 
 def _all_keys(batch: pa.RecordBatch, done: int, partition: int) -> Iterator[str | None]:

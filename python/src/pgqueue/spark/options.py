@@ -11,6 +11,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
+from .kafka_options import DEFAULT_STREAM, KAFKA_NAMES, names_topic, substitute
 from .option_parsers import (
     boolean,
     choice,
@@ -24,7 +25,18 @@ from .option_parsers import (
     timestamp,
 )
 
-__all__ = ["OPTIONS", "READ", "STREAM", "WRITE", "Option", "OptionError", "Options", "distinct_names", "parse"]
+__all__ = [
+    "OPTIONS",
+    "READ",
+    "STREAM",
+    "WRITE",
+    "Option",
+    "OptionError",
+    "Options",
+    "distinct_names",
+    "has_kafka_columns",
+    "parse",
+]
 
 READ = "read"
 STREAM = "stream"
@@ -141,8 +153,18 @@ SOURCE_OPTIONS = (
         "pgqueue or kafka",
         choice("pgqueue", "kafka"),
         (READ, STREAM, WRITE),
-        "The names and types of the columns: those of pgqueue, or those of Spark's Kafka source and sink.",
+        "The names and types of the columns: those of pgqueue, or those of Spark's Kafka source and sink. The default"
+        " is kafka if the queue is named by subscribe or topic, the options of Kafka; streamId is then kafka by"
+        " default.",
         default="pgqueue",
+    ),
+    Option(
+        "includeHeaders",
+        "true or false",
+        boolean,
+        (READ, STREAM, WRITE),
+        "Whether there is a column headers among those of Kafka. With false, a write ignores such a column.",
+        default=True,
     ),
     Option(
         "maxConnections",
@@ -282,17 +304,30 @@ SINK_OPTIONS = (
 OPTIONS = (*SOURCE_OPTIONS, *SINK_OPTIONS)
 
 
+def has_kafka_columns(given: Mapping[str, str]) -> bool:
+    """Whether the columns are those of Kafka: by option columns, or as the queue is named by an option of Kafka."""
+    lowered = {key.lower(): value for key, value in given.items()}
+    columns = lowered.get("columns")
+    return names_topic(lowered) if columns is None else columns.strip().lower() == "kafka"
+
+
 def parse(given: Mapping[str, str], use: str) -> Options:
     """Parse the options given for READ, STREAM or WRITE. Raises OptionError."""
-    for key in given:
+    for key, value in given.items():
         if use != WRITE or key.lower() not in _SPARK_OPTIONS:
-            _check_name(key, use)
+            _check_name(key, value, use)
     lowered = {key.lower(): value for key, value in given.items()}
+    is_for_kafka = names_topic(lowered)
+    defaults = {"columns": "kafka", "streamId": DEFAULT_STREAM} if is_for_kafka else {}
     values: dict[str, Any] = {}
     for option in _for(use):
-        value = lowered.get(option.name.lower())
-        if value is not None:
-            values[_snake(option.name)] = _value(option, value)
+        written = [name for name in _names(option, use) if name.lower() in lowered]
+        if len(written) > 1:
+            raise OptionError(f"options {' and '.join(written)} have the same meaning: give one of them")
+        if written:
+            values[_snake(option.name)] = _value(option, written[0], lowered[written[0].lower()])
+        elif option.name in defaults:
+            values[_snake(option.name)] = defaults[option.name]
         elif use in option.required and not (option.name == "queue" and "queuepattern" in lowered):
             raise OptionError(f"option {option.name} is missing: {option.allowed}; {_USES[use]} need it")
         else:
@@ -304,32 +339,42 @@ def parse(given: Mapping[str, str], use: str) -> Options:
     return Options(values)
 
 
+def _names(option: Option, use: str) -> tuple[str, ...]:
+    """Return the names of an option, of which the first is that of pgqueue."""
+    return (option.name, *KAFKA_NAMES.get(option.name, {}).get(use, ()))
+
+
 def _for(use: str) -> list[Option]:
     return [option for option in OPTIONS if use in option.uses]
 
 
-def _check_name(key: str, use: str) -> None:
+def _check_name(key: str, value: str, use: str) -> None:
+    if key.lower() in {name.lower() for option in _for(use) for name in _names(option, use)}:
+        return
     options = {option.name.lower(): option for option in OPTIONS}
     option = options.get(key.lower())
-    if option is not None and use in option.uses:
-        return
     if option is not None:
         uses = " and ".join(_USES[other] for other in option.uses)
         raise OptionError(f"option {option.name} is not for {_USES[use]} but for {uses}")
     if key.lower() == "path":
         raise OptionError("format pgqueue has no path: call load() and save() without one, and set option queue")
+    advice = substitute(key, value, use)
+    if advice == "":
+        return
+    if advice is not None:
+        raise OptionError(f"option {key} of Kafka is not for {_USES[use]} of pgqueue: {advice}")
     here = [option.name for option in _for(use)]
     close = get_close_matches(key.lower(), [known.lower() for known in here], 1, 0.6)
     meant = f"did you mean {options[close[0]].name}? There are" if close else "there are"
     raise OptionError(f"unknown option {key} for {_USES[use]}: {meant} {', '.join(here)}")
 
 
-def _value(option: Option, value: str) -> Any:
+def _value(option: Option, written: str, value: str) -> Any:
     try:
         return option.parse(value)
     except (ValueError, OverflowError):
         shown = " it" if option.secret else f" {value[:200]!r}"
-        raise OptionError(f"invalid option {option.name}:{shown} is not {option.allowed}") from None
+        raise OptionError(f"invalid option {written}:{shown} is not {option.allowed}") from None
 
 
 def _check_together(values: dict[str, Any]) -> None:
@@ -350,6 +395,8 @@ def _check_single(values: dict[str, Any], use: str) -> None:
     """Refuse several databases or queues where one is needed, and set the one. Raises OptionError."""
     if values["queue"] is not None and values.get("queue_pattern") is not None:
         raise OptionError("options queue and queuePattern: give one of them")
+    if not values["include_headers"] and values["columns"] != "kafka":
+        raise OptionError("option includeHeaders is only for columns=kafka: leave it out")
     if values.get("pushdown") and values["columns"] == "kafka":
         raise OptionError(
             "option pushdown is not for columns=kafka: leave out one of them, or use minId, maxId and since"

@@ -70,7 +70,7 @@ class _Writer(Shipped):
 
     def __init__(self, options: Options, schema: StructType) -> None:
         self.options = options
-        self.kafka = sink_schema(schema, options.queue) if options.columns == "kafka" else None
+        self.kafka = sink_schema(schema, options.queue, options.include_headers) if options.columns == "kafka" else None
         self.mapping = map_columns(self.kafka or schema, options.queue)
         self.conninfo = resolve_conninfo(options.dsn)
         self.slots = ConnectionSlots(options.max_connections)

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from .options import READ, STREAM, WRITE, OptionError, parse
+from .options import READ, STREAM, WRITE, OptionError, has_kafka_columns, parse
 from .shipped import Shipped
 
 __all__ = ["PgQueueDataSource"]
@@ -72,15 +72,16 @@ class PgQueueDataSource(Shipped, DataSource):
         """Return the columns of the source, for a read without a user's schema."""
         from .columns import source_schema
 
-        kafka = self.options.get("columns", "").strip().lower() == "kafka"
+        kafka = has_kafka_columns(self.options)
+        with_headers = self.options.get("includeHeaders", "").strip().lower() != "false"
         # Spark does not say whether the read is a stream, but only a stream has option streamId.
         if "streamId" in self.options:
             # Spark calls streamReader only when the query runs.
             with _short_errors():
                 parse(self.options, STREAM)
-            return source_schema("stream", kafka)
+            return source_schema("stream", kafka, include_headers=with_headers)
         sharded = self.options.get("dsn", "").lstrip().startswith("[")
-        return source_schema(self.options.get("source", "ready").strip().lower(), kafka, sharded)
+        return source_schema(self.options.get("source", "ready").strip().lower(), kafka, sharded, with_headers)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a batch reader. Raises OptionError."""
