@@ -4,11 +4,9 @@ The headers of a message carry the trace context (`traceparent` and `tracestate`
 is not installed (`pip install pgqueue[otel]`), all functions here do nothing.
 """
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from ._tasks import is_async
 
 if TYPE_CHECKING:
     from .consumer import AsyncConsumer, Consumer, Delivery, Event
@@ -16,14 +14,14 @@ if TYPE_CHECKING:
     AnyConsumer = TypeVar("AnyConsumer", Consumer, AsyncConsumer)
 
 try:
-    from opentelemetry import metrics, propagate, trace
-    from opentelemetry.trace import Link, SpanKind
+    from opentelemetry import metrics, propagate
+    from opentelemetry.trace import Link, SpanKind, get_current_span, get_tracer
 except ImportError:
     _is_installed = False
 else:
     _is_installed = True
 
-__all__ = ["inject", "instrument"]
+__all__ = ["inject", "instrument", "trace", "trace_async"]
 
 
 def inject(headers: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -37,57 +35,58 @@ def inject(headers: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def instrument(consumer: "AnyConsumer") -> "AnyConsumer":
     """Trace the handler of a consumer and count its events. Call it before the consumer starts. Returns the consumer.
 
-    The span `process <queue>` is a child of the span that sent the message. The span of a batch has the queue of its
-    first message, and is linked to the spans of all its messages. An exception of the handler is recorded in the span.
-    The metrics are `messaging.client.consumed.messages`, by outcome, and `messaging.process.duration`, in seconds.
+    It puts `trace` or `trace_async` before the middleware of the consumer. The metrics are
+    `messaging.client.consumed.messages`, by outcome, and `messaging.process.duration`, in seconds.
     """
     if _is_installed:
-        consumer.handler = _traced(consumer.handler)
+        from .consumer import Consumer  # only for those who consume
+
+        if isinstance(consumer, Consumer):
+            consumer.middleware = (trace, *consumer.middleware)
+        else:
+            consumer.middleware = (trace_async, *consumer.middleware)
         consumer.observe = _measured(consumer.observe)
     return consumer
 
 
-def _traced(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    tracer = trace.get_tracer("pgqueue")
+def trace(work: "Delivery | list[Delivery]", call_next: Callable[[], None]) -> None:
+    """Middleware of a `Consumer`: runs each call of the handler in a span `process <queue>`.
 
-    def span(argument: "Delivery | list[Delivery]") -> Any:
-        queue_name = (argument[0] if isinstance(argument, list) else argument).queue_name
-        attributes: dict[str, Any] = {
-            "messaging.system": "pgqueue",
-            "messaging.operation.type": "process",
-            "messaging.destination.name": queue_name,
-        }
-        links: list[Link] = []
-        context = None
-        if isinstance(argument, list):
-            attributes["messaging.batch.message_count"] = len(argument)
-            sent = [trace.get_current_span(_context(delivery)).get_span_context() for delivery in argument]
-            links = [Link(one) for one in sent if one.is_valid]
-        else:
-            attributes["messaging.message.id"] = str(argument.message.id)
-            attributes["pgqueue.attempt"] = argument.attempt
-            context = _context(argument)
-        return tracer.start_as_current_span(
-            f"process {queue_name}", context=context, kind=SpanKind.CONSUMER, attributes=attributes, links=links
-        )
+    The span is a child of the span that sent the message. The span of a batch has the queue of its first message, and
+    is linked to the spans of all its messages. An exception of the handler is recorded in the span.
+    """
+    with _span(work):
+        call_next()
 
-    # A consumer checks whether its handler is a coroutine function. `wraps` does not make the wrapper one, so each kind
-    # of handler has a wrapper of its own. The span of a coroutine ends when the coroutine has ended.
-    if is_async(handler):
 
-        @wraps(handler)
-        async def handle_async(argument: Any) -> Any:
-            with span(argument):
-                return await handler(argument)
+async def trace_async(work: "Delivery | list[Delivery]", call_next: Callable[[], Awaitable[None]]) -> None:
+    """The same for an `AsyncConsumer`."""
+    with _span(work):
+        await call_next()
 
-        return handle_async
 
-    @wraps(handler)
-    def handle(argument: Any) -> Any:
-        with span(argument):
-            return handler(argument)
-
-    return handle
+def _span(work: "Delivery | list[Delivery]") -> AbstractContextManager[object]:
+    if not _is_installed:
+        return nullcontext()
+    queue_name = (work[0] if isinstance(work, list) else work).queue_name
+    attributes: dict[str, str | int] = {
+        "messaging.system": "pgqueue",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": queue_name,
+    }
+    links: list[Link] = []
+    context = None
+    if isinstance(work, list):
+        attributes["messaging.batch.message_count"] = len(work)
+        sent = [get_current_span(_context(delivery)).get_span_context() for delivery in work]
+        links = [Link(one) for one in sent if one.is_valid]
+    else:
+        attributes["messaging.message.id"] = str(work.message.id)
+        attributes["pgqueue.attempt"] = work.attempt
+        context = _context(work)
+    return get_tracer("pgqueue").start_as_current_span(
+        f"process {queue_name}", context=context, kind=SpanKind.CONSUMER, attributes=attributes, links=links
+    )
 
 
 def _context(delivery: "Delivery") -> Any:

@@ -215,7 +215,7 @@ def test_a_consumer_on_threads_refuses_connections_for_an_event_loop() -> None:
         raise AssertionError("nobody asks for one")
 
     with pytest.raises(TypeError, match="the conninfo is a coroutine function: use AsyncConsumer"):
-        Consumer(connected, "q", lambda _: None)
+        Consumer(connected, "q", lambda _: None)  # type: ignore[arg-type]
 
 
 # The consumers

@@ -483,9 +483,9 @@ def test_arguments_out_of_bounds_are_refused_by_name(arguments: dict[str, Any], 
 
 def test_handlers_of_the_other_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="AsyncConsumer"):
-        Consumer("", "q", nothing_async)
+        Consumer("", "q", nothing_async)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="use Consumer"):
-        AsyncConsumer("", "q", nothing)
+        AsyncConsumer("", "q", nothing)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
         Consumer("", "q", None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="conninfo"):
@@ -504,12 +504,12 @@ def test_the_wrapped_function_of_a_partial_or_a_method_decides_the_kind() -> Non
     handler = Handler()
     for coroutine in (partial(nothing_async), handler.handle, handler, partial(partial(handler))):
         with pytest.raises(TypeError, match="use AsyncConsumer"):
-            Consumer("", "q", coroutine)
+            Consumer("", "q", coroutine)  # type: ignore[arg-type]
         AsyncConsumer("", "q", coroutine)
     for plain in (partial(nothing), handler.plain, partial(handler.plain), print):
         Consumer("", "q", plain)
         with pytest.raises(TypeError, match="use Consumer"):
-            AsyncConsumer("", "q", plain)
+            AsyncConsumer("", "q", plain)  # type: ignore[arg-type]
 
 
 class Generator:

@@ -1,11 +1,9 @@
 """What the consumer promises beyond the transport: waking, leases, retries, evidence, batches, and being seen."""
 
 import asyncio
-import inspect
 import logging
 import time
 from datetime import timedelta
-from functools import partial
 from threading import Event
 from typing import Any
 
@@ -525,20 +523,9 @@ def test_a_span_follows_the_message(case: Case) -> None:
 
     with case.consuming(work, start=False) as run:
         assert instrument(run.consumer) is run.consumer
-        assert inspect.iscoroutinefunction(run.consumer.handler) is case.form.is_async
         run.start()
         wait_for(lambda: seen)
     [(headers, context)] = seen
     assert headers["a"] == 1
     assert headers["traceparent"]
     assert context.trace_id == sent.get_span_context().trace_id
-
-
-def test_the_span_of_a_callable_object_with_an_async_call_lasts_as_long_as_the_call() -> None:
-    pytest.importorskip("opentelemetry.trace")
-
-    class Handler:
-        async def __call__(self, delivery: pgqueue.Delivery) -> None: ...
-
-    consumer = instrument(pgqueue.AsyncConsumer("", "q", partial(Handler())))
-    assert inspect.iscoroutinefunction(consumer.handler)

@@ -3,9 +3,12 @@
 from .consumer import AsyncConsumer, Consumer
 from .delivery import ConsumerStats, Delivery, Event, Failure
 from .policy import Decision, Handled, Reject, Retries, Retry
+from .settings import AsyncHandler, AsyncMiddleware, Handler, Middleware
 
 __all__ = [
     "AsyncConsumer",
+    "AsyncHandler",
+    "AsyncMiddleware",
     "Consumer",
     "ConsumerStats",
     "Decision",
@@ -13,6 +16,8 @@ __all__ = [
     "Event",
     "Failure",
     "Handled",
+    "Handler",
+    "Middleware",
     "Reject",
     "Retries",
     "Retry",

@@ -192,7 +192,7 @@ class Claims:
             if message.id in kept:
                 message.claimed_until = now + self.visibility_timeout.total_seconds()
             # Otherwise it was lost, unless it was settled while the statement ran.
-            elif message.state is not State.COMMITTING and message in self._held:
+            elif message.state is not State.COMMITTING and message in self._held and not message.is_settled_by_handler:
                 self.lose(message)
                 if message.call is not None and message.call.is_lost:
                     message.call.cancel_task()
@@ -283,6 +283,11 @@ class Claims:
             result.message.become(State.SETTLING)
         self._settlements.append(_Settlement(statement, result, fallback))
         self._runtime.signal()
+
+    def note_settled_by_handler(self, result: Result) -> None:
+        """Note the outcome of a message that the handler has acknowledged."""
+        result.message.become(State.SETTLING)
+        self.settled(result)
 
     def record_failure(self, message: ClaimedMessage, statement: Bound[Any], call: HandlerCall) -> None:
         """Count the attempt of a message whose transaction was rolled back.

@@ -4,22 +4,28 @@ import asyncio
 import inspect
 import os
 import threading
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import Any, Self
+
+from psycopg import AsyncConnection, Connection
 
 from .._coroutines import run_to_end
 from .._signals import stop_signals
 from .._tasks import end_tasks, is_async, unwrapped
-from .delivery import ConsumerStats
+from .delivery import ConsumerStats, Failure
+from .policy import Decision
 from .polling import Poller
 from .runtime import Runtime
-from .settings import Settings, check_integer
+from .settings import AsyncHandler, AsyncMiddleware, Handler, Middleware, Settings, check_integer
 from .workers import ThreadWorkers, Workers
 
 __all__ = ["AsyncConsumer", "Consumer"]
+
+AnyConnection = Connection[object] | AsyncConnection[object]
 
 
 class _Base(Settings):
@@ -167,12 +173,21 @@ class _Base(Settings):
             if self.liveness_file is not None:
                 self.touch_liveness_file()
                 tasks.append(asyncio.create_task(runtime.show_liveness()))
-            await poller.run(self._found)
+            await self._workers.call_hook(self.on_start)
+            try:
+                await poller.run(self._found)
+            finally:
+                await self._workers.call_hook(self.on_stop)
         finally:
-            await end_tasks(tasks)
-            self._loop = self._runtime = self._workers = None
+            try:
+                await end_tasks(tasks)
+            finally:
+                await runtime.close()
+                await self._workers.close()
+                self._loop = self._runtime = self._workers = None
 
 
+@dataclass(eq=False, repr=False)
 class Consumer(_Base):
     """Gives the messages of a queue, or of several, to a plain function, in threads.
 
@@ -217,6 +232,13 @@ class Consumer(_Base):
         give_up_after: for how long the database may be unreachable, at the start and later, before the consumer stops
             and raises its error; None: it waits for ever, and logs.
         liveness_file: a file that is touched every five seconds while the event loop of the consumer runs.
+        middleware: functions that run around each call of the handler, the first one outermost. Each is called with the
+            handler's argument and with `call_next`, a function without arguments that goes on to the handler. What they
+            raise fails the attempt, and the transaction, the time limit and the thread are those of the handler. If one
+            does not call `call_next`, the handler does not run, and the message is acknowledged.
+        on_start: called before the consumer connects, once in each run, on a thread of its own. What it raises ends the
+            run.
+        on_stop: called after the last handler has ended, also if the run fails, but not if `on_start` has raised.
 
     Raises:
         ValueError: for a value out of its bounds.
@@ -226,11 +248,23 @@ class Consumer(_Base):
 
     _kind = ThreadWorkers
 
+    conninfo: str | Callable[[], Connection[object]]
+    handler: Handler
+    _: KW_ONLY
+    on_failure: Callable[[Failure], Decision | None] | None = None
+    middleware: Sequence[Middleware] = ()
+    on_start: Callable[[], None] | None = None
+    on_stop: Callable[[], None] | None = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, what in (("handler", "the handler"), ("conninfo", "the conninfo"), ("on_failure", "on_failure")):
+        for name in ("handler", "conninfo", "on_failure", "on_start", "on_stop"):
             if is_async(getattr(self, name)):
+                what = f"the {name}" if name in ("handler", "conninfo") else name
                 raise TypeError(f"{what} is a coroutine function: use AsyncConsumer")
+        for place, function in enumerate(self.middleware):
+            if is_async(function):
+                raise TypeError(f"middleware[{place}] is a coroutine function: use AsyncConsumer")
 
     def run(self) -> None:
         """Consume in this thread until `stop` or `request_stop` is called.
@@ -276,17 +310,30 @@ class Consumer(_Base):
         future.result()
 
 
+@dataclass(eq=False, repr=False)
 class AsyncConsumer(_Base):
     """Gives the messages of a queue to a coroutine function. Arguments as those of `Consumer`.
 
     A function as `conninfo` may return an awaitable `AsyncConnection`; `on_failure` may be a coroutine function. A
-    handler is cancelled if its claim was lost, or by a forced stop.
+    handler is cancelled if its claim was lost, or by a forced stop. Middleware are coroutine functions; `on_start` and
+    `on_stop` may be.
     """
+
+    conninfo: str | Callable[[], AnyConnection | Awaitable[AnyConnection]]
+    handler: AsyncHandler
+    _: KW_ONLY
+    on_failure: Callable[[Failure], Decision | Awaitable[Decision | None] | None] | None = None
+    middleware: Sequence[AsyncMiddleware] = ()
+    on_start: Callable[[], Awaitable[None] | None] | None = None
+    on_stop: Callable[[], Awaitable[None] | None] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if inspect.isroutine(unwrapped(self.handler)) and not is_async(self.handler):
             raise TypeError("the handler is no coroutine function: use Consumer")
+        for place, function in enumerate(self.middleware):
+            if inspect.isroutine(unwrapped(function)) and not is_async(function):
+                raise TypeError(f"middleware[{place}] is no coroutine function: use Consumer")
 
     async def run(self) -> None:
         """Consume until stopped, as `Consumer.run` does, which raises the same. A cancellation is a forced stop."""

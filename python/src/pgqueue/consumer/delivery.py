@@ -56,7 +56,18 @@ class IllegalTransition(RuntimeError):
 class ClaimedMessage:
     """A message that the consumer has claimed or received, and its state."""
 
-    __slots__ = ("call", "claimed_until", "id", "is_locked", "message", "queue_name", "renew_at", "state", "token")
+    __slots__ = (
+        "call",
+        "claimed_until",
+        "id",
+        "is_locked",
+        "is_settled_by_handler",
+        "message",
+        "queue_name",
+        "renew_at",
+        "state",
+        "token",
+    )
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -65,6 +76,7 @@ class ClaimedMessage:
         self.token = message.claim_token  # None for a received message
         self.call: HandlerCall | None = None  # the call of the handler that has it
         self.is_locked = False  # another transaction has locked the row
+        self.is_settled_by_handler = False  # by `Delivery.settled`, in any thread
         # On the monotonic clock. Before `claimed_until` no other consumer can claim the message.
         self.claimed_until = self.renew_at = 0.0
         self.state = State.CLAIMED  # only `try_become` changes it, in any thread
@@ -275,10 +287,26 @@ class Delivery:
         Unlike an exception this does not undo the work of a transaction. Raises `ValueError` for a negative `after`.
         """
         self.outcome = Retry(after, error)
+        self._claimed.is_settled_by_handler = False
 
     def reject(self, reason: str) -> None:
         """Mark the message to become a dead letter, as raising `Reject` does, without raising."""
         self.outcome = Reject(reason)
+        self._claimed.is_settled_by_handler = False
+
+    def settled(self) -> None:
+        """Say that the handler acknowledges the message itself, in a transaction of its own, such as that of an ORM.
+
+        Call it before that transaction commits, as the claim is gone with the commit. When the handler returns, the
+        consumer counts a success, and does not acknowledge. An exception of the handler is a failed attempt
+        nevertheless. A message that the handler has not acknowledged is delivered again when its claim ends. Raises
+        `RuntimeError` where the consumer acknowledges in the transaction of the handler: with `transactional`, in
+        receive mode, and in a policy.
+        """
+        if self.connection is not None:
+            raise RuntimeError("settled() has no effect here: the consumer settles the message on delivery.connection")
+        self.outcome = None
+        self._claimed.is_settled_by_handler = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ class HandlerCalls:
         argument = self._settings.argument(deliveries)
         call.in_hand = messages
         started = time.monotonic()
-        answer = await self._retry_until_done(call, partial(self._workers.call, call, self._settings.handler, argument))
+        answer = await self._retry_until_done(call, partial(self._workers.call, call, self._workers.attempt, argument))
         seconds = time.monotonic() - started
         if answer is None:
             return None, None
@@ -305,7 +305,9 @@ class HandlerCalls:
         for message, delivery in zip(messages, deliveries, strict=True):
             if message.state is not State.WORKING:  # It was lost or released.
                 continue
-            if delivery.outcome is None:
+            if message.is_settled_by_handler:
+                self.claims.note_settled_by_handler(Result(message, State.ACKED, seconds))
+            elif delivery.outcome is None:
                 self.claims.acknowledge(Result(message, State.ACKED, seconds))
             else:
                 await self._settle_failure(call, message, delivery.outcome, seconds)

@@ -276,11 +276,7 @@ class Poller:
             raise
         finally:
             self._calls.detach_running_calls()
-            try:
-                await end_tasks(tasks)
-            finally:
-                await runtime.close()
-                await self._workers.close()
+            await end_tasks(tasks)
 
     async def _end(self, polling: asyncio.Task[None]) -> None:
         runtime, claims = self._runtime, self._claims

@@ -15,10 +15,18 @@ from psycopg.conninfo import conninfo_to_dict
 
 from .._calls import as_duration, many
 from .._tasks import is_async, unwrapped
-from .delivery import Event, Failure
+from .delivery import Delivery, Event, Failure
 from .policy import Decision, Retries, clean
 
 Mode = Literal["lease", "receive"]
+Handler = Callable[[Delivery], None] | Callable[[list[Delivery]], None]
+AsyncHandler = Callable[[Delivery], Awaitable[None]] | Callable[[list[Delivery]], Awaitable[None]]
+CallNext = Callable[[], None]
+AsyncCallNext = Callable[[], Awaitable[None]]
+Middleware = Callable[[Delivery, CallNext], None] | Callable[[list[Delivery], CallNext], None]
+AsyncMiddleware = (
+    Callable[[Delivery, AsyncCallNext], Awaitable[None]] | Callable[[list[Delivery], AsyncCallNext], Awaitable[None]]
+)
 
 MOST_MESSAGES = 10_000  # of one claim or peek
 _MOST_QUEUES = 100  # of one claim
@@ -76,9 +84,12 @@ class Settings:
     claimed_by: str | None = None
     observe: Callable[[Event], None] | None = None
     also: Sequence[str] = ()
-    json_loads: Callable[[bytes], Any] | None = None
+    json_loads: Callable[[bytes], object] | None = None
     give_up_after: timedelta | None = None
     liveness_file: str | PathLike[str] | None = None
+    middleware: Sequence[Callable[..., Any]] = ()
+    on_start: Callable[[], Any] | None = None
+    on_stop: Callable[[], Any] | None = None
     slots: int = field(init=False)  # the concurrency; None has become a number
 
     def __post_init__(self) -> None:
@@ -102,11 +113,16 @@ class Settings:
             ("on_circuit", 1),
             ("observe", 1),
             ("json_loads", 1),
+            ("on_start", 0),
+            ("on_stop", 0),
         ):
             if (callback := getattr(self, name)) is not None:
                 _check_callable(name, callback, arguments)
-                if name != "on_failure" and is_async(callback):
+                if name not in ("on_failure", "on_start", "on_stop") and is_async(callback):
                     raise TypeError(f"invalid {name}: is a coroutine function, which nobody would await")
+        self.middleware = tuple(many("middleware", self.middleware))
+        for place, function in enumerate(self.middleware):
+            _check_callable(f"middleware[{place}]", function, 2)
         if self.mode not in ("lease", "receive"):
             raise ValueError(f"invalid mode: {self.mode!r}; must be 'lease' or 'receive'")
         if self.retries is not None and not isinstance(self.retries, Retries):

@@ -246,7 +246,7 @@ class Transactions:
         deliveries = [message.deliver(connection, True) for message in messages]
         call.in_hand = messages
         started = time.monotonic()
-        _, error = await session.call(self._settings.handler, self._settings.argument(deliveries))
+        _, error = await session.call(self._workers.attempt, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
         if is_busy(connection):
             await session.abort_connection(call)

@@ -125,6 +125,18 @@ class Workers:
         self._settings = settings
         self._pool = ConnectionPool(connections, self.is_async, for_handlers=True)
         self._calling: set[asyncio.Task[Any] | None] = set()
+        self.attempt: UserFunction = settings.handler  # inside the middleware, of which the first is the outermost
+        for middleware in reversed(settings.middleware):
+            self.attempt = self._inside(middleware, self.attempt)
+
+    def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
+        async def handle(argument: Any) -> None:
+            async def call_next() -> None:
+                await done(function(argument))
+
+            await done(middleware(argument, call_next))
+
+        return handle
 
     async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user, and on the event loop await what it returns, if that is awaitable."""
@@ -153,6 +165,20 @@ class Workers:
         if os.getpid() != process:
             _exit_child(answer.error)
         return answer
+
+    async def call_hook(self, hook: Callable[[], Any] | None) -> None:
+        """Call `on_start` or `on_stop`, if there is one, where handlers run. Raises what it raises."""
+        if hook is None:
+            return
+        task = asyncio.current_task() if self.is_async else None
+        self._calling.add(task)
+        try:
+            value = hook()
+            if self.is_async and hasattr(value, "__await__"):
+                value = await value
+            _check(value)
+        finally:
+            self._calling.discard(task)
 
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call with a session of its own. Raises what the work raises."""
@@ -196,6 +222,12 @@ class ThreadWorkers(Workers):
         self._threads = {threading.current_thread()}  # with that of the event loop
         self._is_closed = False
 
+    def _inside(self, middleware: Callable[..., Any], function: UserFunction) -> UserFunction:
+        def handle(argument: Any) -> Any:
+            return middleware(argument, lambda: _check(function(argument)))
+
+        return handle
+
     async def call(self, call: HandlerCall, function: UserFunction, argument: Any) -> Answer:
         """Call a function of the user in a thread."""
         return await self._submit(partial(super().call, call, function, argument))
@@ -203,6 +235,11 @@ class ThreadWorkers(Workers):
     async def run(self, work: Work[T], call: HandlerCall) -> T:
         """Run work for a call in a thread with a session of its own. Raises what the work raises."""
         return await self._submit(partial(super().run, work, call))
+
+    async def call_hook(self, hook: Callable[[], Any] | None) -> None:
+        """Call `on_start` or `on_stop` in a thread."""
+        if hook is not None:
+            await self._submit(partial(super().call_hook, hook))
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
         """Run work that never suspends in a thread."""
@@ -290,6 +327,12 @@ def _answered(value: Any) -> Answer:
         kind = type(value).__name__
         return Answer(error=TypeError(f"the function returned an object of type {kind}, which was not run"))
     return Answer(value)
+
+
+def _check(value: Any) -> None:
+    """Raise `TypeError` for what a function returned, if that is a coroutine or generator that has not run."""
+    if (error := _answered(value).error) is not None:
+        raise error
 
 
 def _exit_child(error: BaseException | None) -> NoReturn:
