@@ -14,6 +14,7 @@ from consumers import CROSSED, MIXED, PLAIN, SECOND, TRANSACTIONAL, Case, Form, 
 
 import pgqueue
 from pgqueue._tasks import in_thread
+from pgqueue.consumer import current_delivery
 from pgqueue.consumer.claims import Claims
 
 
@@ -193,6 +194,28 @@ def test_middleware_gets_a_batch_as_the_handler_does(case: Case) -> None:
     with case.consuming(middleware=[middleware], batch_size=5) as run:
         wait_for(lambda: run.consumer.stats.succeeded == 2)
     assert sizes == [2]
+
+
+@each_of(CROSSED)
+def test_code_below_a_handler_or_a_policy_can_ask_for_the_delivery(case: Case) -> None:
+    case.prepare(max_attempts=1).enqueue_batch([1, 2])
+    found: list[bool] = []
+
+    async def work(step: Step) -> None:
+        found.append(current_delivery() is step.delivery)
+        if step.form.is_async:
+            found.append(await in_thread(current_delivery) is step.delivery)
+        raise ValueError
+
+    async def decide(step: Step) -> pgqueue.Handled:
+        found.append(current_delivery() is step.delivery)
+        return pgqueue.Handled()
+
+    with case.consuming(work, policy=decide) as run:
+        wait_for(lambda: run.consumer.stats.succeeded == 2)
+    assert len(found) in (4, 6)
+    assert all(found)
+    assert current_delivery() is None
 
 
 def hook(form: Form, words: list[str], word: str, error: Exception | None = None) -> Any:

@@ -1,7 +1,7 @@
 """Consumers: they claim messages, give them to a function, and settle them."""
 
 from .consumer import AsyncConsumer, Consumer
-from .delivery import ConsumerStats, Delivery, Event, Failure
+from .delivery import ConsumerStats, Delivery, Event, Failure, current_delivery
 from .policy import Decision, Handled, Reject, Retries, Retry
 from .settings import AsyncHandler, AsyncMiddleware, Handler, Middleware
 
@@ -21,4 +21,5 @@ __all__ = [
     "Reject",
     "Retries",
     "Retry",
+    "current_delivery",
 ]

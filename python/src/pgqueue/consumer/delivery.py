@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
@@ -307,6 +308,25 @@ class Delivery:
             raise RuntimeError("settled() has no effect here: the consumer settles the message on delivery.connection")
         self.outcome = None
         self._claimed.is_settled_by_handler = True
+
+
+_argument: "ContextVar[Delivery | list[Delivery] | Failure | None]" = ContextVar("pgqueue_argument", default=None)
+
+
+def note_argument(argument: Any) -> None:
+    """Note what the function of the user gets that is called next in this context."""
+    _argument.set(argument)
+
+
+def current_delivery() -> Delivery | None:
+    """The delivery that the calling code handles, or the first one of a list; None outside of a handler or policy.
+
+    Code that a handler calls can ask for it, also on another thread to which the context is copied.
+    """
+    argument = _argument.get()
+    if isinstance(argument, Failure):
+        return argument.delivery
+    return argument[0] if isinstance(argument, list) else argument
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from .._calls import as_duration
 from ..message import Message
 
 FAILURES = "pgqueue.failures"
-_RECORD_HEADERS = frozenset(
+RECORD_HEADERS = frozenset(
     {
         FAILURES,
         "pgqueue.failed_queue",
@@ -221,9 +221,9 @@ def failures_of(message: Message) -> list[Any]:
 def without_record(message: Message) -> Message:
     """A message with the headers that its sender set."""
     headers = message.headers
-    if not headers or _RECORD_HEADERS.isdisjoint(headers):
+    if not headers or RECORD_HEADERS.isdisjoint(headers):
         return message
-    kept = {name: value for name, value in headers.items() if name not in _RECORD_HEADERS}
+    kept = {name: value for name, value in headers.items() if name not in RECORD_HEADERS}
     return replace(message, headers=kept or None)
 
 

@@ -35,7 +35,7 @@ from .connections import (
     reset_statements,
     restore,
 )
-from .delivery import HandlerCall
+from .delivery import HandlerCall, note_argument
 from .settings import Settings
 from .timings import timings
 
@@ -144,6 +144,7 @@ class Workers:
         task = asyncio.current_task() if self.is_async else None
         self._calling.add(task)
         call.thread, call.began_at = threading.get_ident(), time.monotonic()
+        note_argument(argument)
         try:
             value = function(argument)
             if self.is_async and hasattr(value, "__await__"):
