@@ -1,7 +1,6 @@
 """Values on the command line, and the options that several commands share."""
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
@@ -13,6 +12,7 @@ import typer
 from psycopg.types.json import Jsonb
 
 from .._connections import complete_conninfo, connect
+from .._wording import duration
 from ..client import Queues
 from ..embedded import default_home, given_server, shared_server
 from ..message import ArchivedMessage, DeadMessage, Message
@@ -45,23 +45,13 @@ __all__ = [
 
 M = TypeVar("M", Message, DeadMessage, ArchivedMessage)
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
-_PART = re.compile(rf"({_NUMBER.pattern})(ms|[smhd])")
-
 
 def parse_duration(text: str | timedelta) -> timedelta:
     """Parse 30s, 5m, 1h30m, 250ms, 7d, or 90, which is in seconds."""
-    if isinstance(text, timedelta):
-        return text
-    whole = f"{text}s" if _NUMBER.fullmatch(text) else text
-    parts: list[tuple[str, str]] = _PART.findall(whole)
-    if not parts or "".join(number + unit for number, unit in parts) != whole:
-        raise typer.BadParameter(f"{text!r} is not a duration: write 30s, 5m, 1h30m, 250ms, 7d, or seconds.")
     try:
-        return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
-    except OverflowError:
-        raise typer.BadParameter(f"{text!r} is too long for a duration.") from None
+        return text if isinstance(text, timedelta) else duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 duration_option = partial(typer.Option, parser=parse_duration, metavar="DURATION", show_default=False)
