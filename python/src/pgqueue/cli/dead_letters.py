@@ -140,11 +140,11 @@ def edit(
     its headers, but for the failures that consumers recorded. In a queue with groups it comes after the messages of its
     group. The exit status is 3 if there is no dead letter with this id.
     """
-    from ..consumer.policy import _RECORD_HEADERS
+    from ..consumer.policy import RECORD_HEADERS
 
     content = json_argument(payload)
     with session.queue(queue) as verbs, verbs.connection.transaction():
-        values = [queue, content, list(_RECORD_HEADERS), queue, _before(id), id]
+        values = [queue, content, list(RECORD_HEADERS), queue, _before(id), id]
         sent = verbs.connection.execute(_SEND_EDITED, values).fetchone()
         # Another session can have redriven or deleted it since.
         if sent is None or verbs.purge_dead_messages([id]) != 1:

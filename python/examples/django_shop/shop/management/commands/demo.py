@@ -1,0 +1,26 @@
+"""`manage.py demo`: the site and a worker, in an empty database."""
+
+import subprocess
+import sys
+
+from django.contrib.auth import get_user_model
+from django.core.management import call_command
+from django.core.management.base import BaseCommand
+
+
+class Command(BaseCommand):
+    """Prepares the database, and runs the worker and the site until Ctrl-C."""
+
+    help = "Run the shop at http://127.0.0.1:8000/ with a worker."
+
+    def handle(self, *_: object, **__: object) -> None:
+        """Run them."""
+        call_command("migrate", verbosity=0)
+        users = get_user_model().objects
+        if not users.filter(username="admin").exists():
+            users.create_superuser("admin", password="admin")  # noqa: S106 - it is an example
+        with subprocess.Popen([sys.executable, sys.argv[0], "pgqueue_work", "orders", "shop.handlers:ship"]) as worker:
+            try:
+                call_command("runserver", "127.0.0.1:8000", use_reloader=False)
+            finally:
+                worker.terminate()

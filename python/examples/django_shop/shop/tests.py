@@ -1,0 +1,57 @@
+"""Tests of the shop: `manage.py test`."""
+
+from django.test import TestCase, TransactionTestCase
+from django.urls import reverse
+
+from pgqueue.contrib.django import consumer, queue
+
+from .handlers import ship
+from .models import Order
+
+orders = queue("orders")
+
+
+class OrderTest(TestCase):
+    """A `TestCase` rolls back: its messages are seen by this connection only."""
+
+    def test_an_order_sends_a_message(self) -> None:
+        """The view creates the row and sends the message."""
+        self.client.post(reverse("order"), {"article": "pencils", "pieces": "3"})
+        (message,) = orders.claim()
+        self.assertEqual(message.payload, {"order_id": Order.objects.get(article="pencils").id})
+
+
+class WorkerTest(TransactionTestCase):
+    """A worker has connections of its own: it sees what is committed. Messages stay, so the test purges the queue."""
+
+    def setUp(self) -> None:
+        """Begin with an empty queue."""
+        orders.purge_queue()
+        orders.purge_dead_messages()
+
+    def work(self) -> None:
+        """Run a worker until its queue is empty."""
+
+        def observe(_: object) -> None:
+            if worker.stats.succeeded + worker.stats.dead:
+                worker.request_stop()
+
+        worker = consumer("orders", ship, observe=observe)
+        worker.run()
+
+    def test_the_worker_ships_an_order_once(self) -> None:
+        """The shipment is committed with the acknowledgement."""
+        self.client.post(reverse("order"), {"article": "pencils"})
+        self.work()
+        order = Order.objects.get()
+        self.assertIsNotNone(order.shipped_at)
+        self.assertEqual(order.shipments.count(), 1)
+        self.assertEqual(orders.stats().inflight_messages, 0)
+
+    def test_an_order_that_fails_ships_nothing(self) -> None:
+        """The work of each attempt is rolled back, and the message becomes a dead letter."""
+        self.client.post(reverse("order"), {"article": "pencils", "pieces": "101"})
+        self.work()
+        self.assertIsNone(Order.objects.get().shipped_at)
+        (letter,) = orders.browse_dead_messages()
+        self.assertIn("do not fit", letter.last_error or "")

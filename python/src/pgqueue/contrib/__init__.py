@@ -1,0 +1,1 @@
+"""Integrations with frameworks. Each module needs the extra of its name."""

@@ -1,0 +1,1 @@
+"""Migrations of the app, which has no table of its own."""

@@ -1,0 +1,167 @@
+"""Consumers whose handlers use Django's ORM in the transaction of the acknowledgement."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.db import DEFAULT_DB_ALIAS, close_old_connections, connections, reset_queries, transaction
+
+from ..._tasks import is_async
+from ...consumer import Consumer, Delivery, Event
+
+__all__ = ["consumer"]
+
+logger = logging.getLogger("pgqueue.django")
+
+_ALIAS = "pgqueue_django"  # the attribute of a connection of psycopg that has the connection of Django
+
+
+def consumer(
+    queue_name: str,
+    handler: Callable[..., Any],
+    *,
+    using: str = DEFAULT_DB_ALIAS,
+    transactional: bool | None = None,
+    middleware: Sequence[Callable[..., Any]] = (),
+    observe: Callable[[Event], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
+    **settings: Any,
+) -> Consumer:
+    """A consumer of a queue in the database of an alias.
+
+    The handler runs on a thread. While it and `middleware` run, `connections[using]` is the connection of the delivery:
+    what they write by the ORM and the acknowledgement are one transaction. Functions that they give to
+    `transaction.on_commit` are called after the commit, one at a time, on another thread. A coroutine function is run
+    by `async_to_sync`.
+
+    With `transactional=False` in lease mode, the handler has the connection of its thread, as a view has, and the
+    acknowledgement follows when it has returned. The other arguments are those of `pgqueue.Consumer`, which also says
+    what is raised.
+    """
+    mode = settings.get("mode", "lease")
+    if transactional is None:
+        transactional = mode == "lease"
+    surroundings = _Surroundings(using, transactional or mode == "receive", observe, on_stop)
+    return Consumer(
+        partial(_connect, using),
+        queue_name,
+        async_to_sync(handler) if is_async(handler) else handler,
+        transactional=transactional,
+        middleware=(surroundings.surround, *middleware),
+        observe=surroundings.observe,
+        on_stop=surroundings.stop,
+        **settings,
+    )
+
+
+def _connect(using: str) -> Any:
+    """A new connection of psycopg with what Django has set up, which keeps the connection of Django that opened it."""
+    pattern = connections[using]
+    options = {name: value for name, value in pattern.settings_dict["OPTIONS"].items() if name != "pool"}
+    settings = {**pattern.settings_dict, "AUTOCOMMIT": True, "CONN_HEALTH_CHECKS": False, "OPTIONS": options}
+    opened = type(pattern)(settings, using)
+    opened.inc_thread_sharing()  # The next message of the connection may be handled by another thread.
+    opened.connect()
+    setattr(opened.connection, _ALIAS, opened)
+    return opened.connection
+
+
+class _Surroundings:
+    """What surrounds the handlers of a consumer: the connections of Django, and the functions to call after commits."""
+
+    def __init__(
+        self,
+        using: str,
+        in_transaction: bool,
+        observe: Callable[[Event], None] | None,
+        on_stop: Callable[[], None] | None,
+    ) -> None:
+        self._using = using
+        self._in_transaction = in_transaction
+        self._observe = observe
+        self._on_stop = on_stop
+        self._idle: set[Any] = set()  # connections of threads that run nothing now
+        self._hooks: dict[tuple[str, int | None, int | None], tuple[str | None, list[Any]]] = {}
+        self._thread: ThreadPoolExecutor | None = None  # calls the functions
+
+    def surround(self, work: Delivery | list[Delivery], call_next: Callable[[], None]) -> None:
+        """Middleware of the consumer."""
+        with self._connections_of_thread():
+            if self._in_transaction:
+                self._call_in_transaction(work[0] if isinstance(work, list) else work, call_next)
+            else:
+                call_next()
+
+    @contextmanager
+    def _connections_of_thread(self) -> Iterator[None]:
+        """Close connections of this thread that have broken or are too old, as Django does around a request."""
+        self._idle.difference_update(connections.all(initialized_only=True))
+        close_old_connections()
+        reset_queries()
+        try:
+            yield
+        finally:
+            close_old_connections()
+            self._idle.update(connections.all(initialized_only=True))
+
+    def _call_in_transaction(self, delivery: Delivery, call_next: Callable[[], None]) -> None:
+        own = getattr(delivery.connection, _ALIAS)
+        replaced = connections[self._using]
+        connections[self._using] = own
+        # The consumer has begun the transaction and ends it. For Django this is manual transaction management, in which
+        # an atomic block begins and commits nothing.
+        own.autocommit = False
+        own.run_on_commit = []
+        try:
+            reset_queries()
+            with transaction.atomic(self._using, savepoint=False):
+                call_next()
+                if transaction.get_rollback(self._using):
+                    raise transaction.TransactionManagementError(
+                        "the transaction was marked for a rollback, or a database error was caught in a block of"
+                        " transaction.atomic() without a savepoint"
+                    )
+            if own.run_on_commit:
+                outcome = None if delivery.outcome is None else type(delivery.outcome).__name__
+                key = delivery.queue_name, delivery.message.id, delivery.attempt
+                self._hooks[key] = outcome, own.run_on_commit
+        finally:
+            own.autocommit = True
+            connections[self._using] = replaced
+
+    def observe(self, event: Event) -> None:
+        """Call the functions of a message whose transaction was committed, and forget those of others."""
+        key = event.queue_name, event.message_id, event.attempt
+        if event.kind != "extended" and key in self._hooks:
+            outcome, hooks = self._hooks.pop(key)
+            # delivery.retry() and delivery.reject() commit what the handler has done.
+            if event.kind == "succeeded" or (outcome is not None and event.detail == outcome):
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(1, "pgqueue-on-commit")
+                self._thread.submit(self._call, hooks)
+        if self._observe is not None:
+            self._observe(event)
+
+    def _call(self, hooks: list[Any]) -> None:
+        with self._connections_of_thread():
+            for _, function, *_ in hooks:
+                try:
+                    function()
+                except Exception:
+                    logger.exception("a function given to transaction.on_commit failed: %r", function)
+
+    def stop(self) -> None:
+        """Wait for the functions that are called after commits, and close the connections of threads."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        while self._idle:
+            connection = self._idle.pop()
+            connection.inc_thread_sharing()
+            connection.close()
+        if self._on_stop is not None:
+            self._on_stop()

@@ -1,0 +1,93 @@
+"""The project python/examples/django_shop in this process, with a second database, and its commands as processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from clients import PATIENCE, wait_for
+from psycopg.conninfo import conninfo_to_dict
+
+import pgqueue
+
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parents[2] / "python" / "examples" / "django_shop"
+
+
+class Router:
+    """Keeps the queues of operations with the hint `only` in one database, and can send writes to another one."""
+
+    write_to: str | None = None
+
+    def db_for_write(self, _model: Any, **_: Any) -> str | None:
+        """The database for a model."""
+        return self.write_to
+
+    def allow_migrate(self, db: str, _app_label: str, **hints: Any) -> bool | None:
+        """Whether an operation runs there."""
+        return db == hints["only"] if "only" in hints else None
+
+
+@dataclass
+class Shop:
+    """The two databases of the project."""
+
+    dsns: dict[str, str]
+    router: Router
+
+    def connect(self, alias: str = "default") -> psycopg.Connection[Any]:
+        """A connection beside those of Django."""
+        return psycopg.connect(self.dsns[alias], autocommit=True)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of a command of the project."""
+        paths = [str(HERE), *sys.path]
+        return {**os.environ, "PGQUEUE_DSN": self.dsns["default"], "PYTHONPATH": os.pathsep.join(paths)}
+
+    def manage(self, *words: str) -> "subprocess.Popen[bytes]":
+        """Start a command of the project."""
+        command = [sys.executable, "-W", "error", "manage.py", *words]
+        return subprocess.Popen(command, cwd=PROJECT, env=self.environment())
+
+    @contextmanager
+    def working(self, queue: str, handler: str, *options: str) -> "Iterator[subprocess.Popen[bytes]]":
+        """A worker. Unless the test has killed it, it is stopped, and ends without an error."""
+        with self.manage("pgqueue_work", queue, handler, *options) as worker:
+            try:
+                yield worker
+                if worker.poll() is None:
+                    worker.terminate()
+                    assert worker.wait(PATIENCE) == 0
+            finally:
+                worker.kill()
+
+
+def set_up(*databases: str) -> Shop:
+    """Make this process one of the project, with the tables of the project in both databases."""
+    os.environ["PGQUEUE_DSN"] = databases[0]
+    os.environ["DJANGO_SETTINGS_MODULE"] = "shop.settings"
+    sys.path[:0] = [str(PROJECT), str(HERE)]
+    import django
+    from django.conf import settings
+    from django.core.management import call_command
+
+    other = conninfo_to_dict(databases[1])["dbname"]
+    settings.DATABASES["other"] = {**settings.DATABASES["default"], "NAME": other}
+    router = Router()
+    settings.DATABASE_ROUTERS = [router]
+    django.setup()
+    dsns = dict(zip(("default", "other"), databases, strict=True))
+    for alias in dsns:
+        call_command("migrate", database=alias, verbosity=0)
+    return Shop(dsns, router)
+
+
+def handled(consumer: pgqueue.Consumer, messages: int = 1) -> None:
+    """Run a consumer until this number of messages is acknowledged or dead."""
+    with consumer:
+        wait_for(lambda: consumer.stats.succeeded + consumer.stats.dead >= messages)
