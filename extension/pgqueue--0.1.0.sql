@@ -77,6 +77,14 @@ comment on type pgqueue.exchanged is
 'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
 acknowledgement.';
 
+create type pgqueue.settled_claim as (
+    id bigint,
+    settled boolean
+);
+comment on type pgqueue.settled_claim is
+'The answer to one claim of ack_claims, nack_claims, extend_claims or release_claims: the id of the message, and whether
+the claim was still valid.';
+
 create type pgqueue.dead_message as (
     id bigint,
     queue_name text,
@@ -321,7 +329,7 @@ create table pgqueue.queues (
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
     constraint queues_visibility_timeout_is_bounded
     check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100),
+    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
     constraint queues_max_payload_bytes_is_bounded
     check (max_payload_bytes between 1 and 104857600),
     constraint queues_backoff_is_bounded check (
@@ -1611,6 +1619,57 @@ language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
 comment on function pgqueue._is_unclaimed(pgqueue.messages) is
 'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
+
+create function pgqueue._lock_claims(
+    q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if ids is null or (select bool_or(i is null) from unnest(ids) as i) then
+        perform pgqueue._raise_invalid('ids', ids::text, 'an array of ids of claimed messages, without nulls');
+    end if;
+    if claim_tokens is null or cardinality(claim_tokens) <> cardinality(ids)
+        or (select bool_or(t is null) from unnest(claim_tokens) as t)
+    then
+        perform pgqueue._raise_invalid('claim_tokens', claim_tokens::text,
+            format('an array with the claim_token of each of the %s, without nulls', pgqueue._with_number(cardinality(ids), 'id')));
+    end if;
+    -- A subquery with a locking clause is searched once for each claim, in the order of the ids, by any plan.
+    if q.dedicated then
+        held := array(
+            select m.id is not null
+            from (
+                select u.* from unnest(ids, claim_tokens) with ordinality as u (id, claim_token, place) order by u.id
+            ) c
+            left join lateral (
+                select l.id from pgqueue.messages l
+                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                for update
+            ) m on true
+            order by c.place
+        );
+    else
+        held := array(
+            select m.id is not null
+            from (
+                select u.* from unnest(ids, claim_tokens) with ordinality as u (id, claim_token, place) order by u.id
+            ) c
+            left join lateral (
+                select l.id from pgqueue.messages_shared l
+                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                for update
+            ) m on true
+            order by c.place
+        );
+    end if;
+    held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
+end;
+$$;
+comment on function pgqueue._lock_claims(pgqueue.queues, bigint[], uuid[]) is
+'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
+is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';
 -- Finds and locks the queue of a call. The order of locks: the queue, its row in queues, the row of a stream, then
 -- message rows by id.
 
@@ -2158,7 +2217,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_ack_to_archive.claim_token, m.claim_token))
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -2172,7 +2231,7 @@ end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
-claim was still valid.';
+claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
 create function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
@@ -2186,7 +2245,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_ack_to_unfiled.claim_token, m.claim_token))
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -2325,8 +2384,8 @@ returns pgqueue.queue
 language sql stable
 as $$
     select row(
-        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
-        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
+        q.name, q.visibility_timeout, coalesce(nullif(q.max_attempts, 2147483647), 0), q.dlq_enabled,
+        q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
         q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
         q.counters
@@ -2334,6 +2393,14 @@ as $$
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
 'The row of a queue without the internal columns.';
+
+create function pgqueue._stored_max_attempts(max_attempts int)
+returns int
+language sql immutable parallel safe
+as $$ select case max_attempts when 0 then 2147483647 else max_attempts end $$;
+comment on function pgqueue._stored_max_attempts(int) is
+'The max_attempts of a queue as the tables have it. For no limit it is the highest integer, as plain SQL that claims
+compares attempt_count with it.';
 
 create function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
@@ -2372,8 +2439,8 @@ begin
         perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
     perform pgqueue._check_visibility_timeout(q.visibility_timeout);
-    if q.max_attempts is null or q.max_attempts not between 1 and 100 then
-        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100');
+    if q.max_attempts is null or q.max_attempts not between 1 and 100 and q.max_attempts <> 2147483647 then
+        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100, or 0 for no limit');
     end if;
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
@@ -2488,6 +2555,7 @@ begin
     end if;
     q.name := queue_name;
     q.visibility_timeout := visibility_timeout;
+    max_attempts := pgqueue._stored_max_attempts(max_attempts);
     q.max_attempts := max_attempts;
     q.dlq_enabled := dlq_enabled;
     q.dead_letter_expired := dead_letter_expired;
@@ -2591,30 +2659,30 @@ comment on function pgqueue.create_queue(
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
-goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
-dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
-with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues
-meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB)
-limits the size of a payload or body. The delay after a failed attempt is backoff_base times backoff_factor for each
-attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists
-is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum time for which
-acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is
-for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as by
-drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
-create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
-dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
-long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
-same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
-message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
-of its messages has become a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is
-redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all
-consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
-rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
-with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
-what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
-roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
-attached.';
+goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
+and its max_attempts is 2147483647. An expired message goes to the dead letters if dead_letter_expired is true, else it
+is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. To make it,
+PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues meanwhile: 0.3 to 0.6 seconds
+per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or
+body. The delay after a failed attempt is backoff_base times backoff_factor for each attempt after the first, at most
+backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is
+returned unchanged. archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
+pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
+for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
+and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
+dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
+enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
+With group_limit (1 to 1000) at most group_limit messages with the same group_key are in flight at a time, in the order
+of their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones
+of its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold,
+which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most max_in_flight (1 to 10000)
+messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
+at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
+claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
+and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals. If a dump
+without rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the
+relation of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
+transaction keeps a dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2693,7 +2761,7 @@ begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
-    q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
+    q.max_attempts := coalesce(pgqueue._stored_max_attempts(alter_queue.max_attempts), q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
     q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
     q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);
@@ -6578,6 +6646,18 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
+        select from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C" and q.priorities
+    ) then
+        -- A full join is a hash join by any plan. A nested loop would compare each message with each id.
+        return query
+        select c.*
+        from pgqueue._claim_dedicated(
+            queue_name, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
+        full join unnest(candidate_ids) with ordinality as o (id, place) on o.id = c.id
+        order by o.place;
+        return;
+    end if;
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -6595,7 +6675,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
-'Claims the messages, which the caller has locked, and returns them by id. For a dedicated queue.';
+'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
+candidate_ids. For a dedicated queue.';
 
 create function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -6646,11 +6727,12 @@ require. claimed_by is a name for people to read. On its way a claim removes mes
 expired, to the dead letters if the queue keeps them, and makes due messages ready. It stops this work after a few MB,
 about 50 ms, or half of statement_timeout, and later claims go on with it. So it can return fewer than max_messages
 although more are due. In a queue with group_limit, a claim returns at most that many messages of a group, and messages
-of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority; about one claim
-in ten first takes those with the priority whose next message is the oldest, so that no message waits for ever. Waits
-only for drop_queue and, in a queue with max_in_flight, up to 100 ms for another claim that has not committed. Returns
-no row if no message is ready, the queue is paused, or a limit of the queue allows none; next_due_at returns when to try
-again. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority, and returns
+them in the order in which it takes them; about one claim in ten first takes those with the priority whose next message
+is the oldest, so that no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight, up to
+100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a limit
+of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
+claim. Raises 22023, PQ001.';
 -- Receives messages inside the caller's transaction: a commit removes them, a rollback returns them to the queue.
 
 create function pgqueue.receive(queue_name pgqueue.queue_of_consumer, max_messages int default 1)
@@ -6795,6 +6877,48 @@ comment on function pgqueue.extend(pgqueue.queue_of_consumer, bigint, uuid, inte
 Returns true, or false if the claim was lost. In a queue with max_in_flight or group_limit a claim that has
 ended is lost. If the claim ends earlier than before, waiting consumers are notified. Raises 22023, PQ001.';
 
+create function pgqueue._extend_held(
+    q pgqueue.queues, ids bigint[], claim_token uuid, visibility_timeout interval
+)
+returns setof bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    until timestamptz;
+begin
+    if coalesce(q.max_in_flight, q.group_limit) is not null then
+        -- As in extend.
+        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
+        for no key update of m;
+    end if;
+    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
+    if not q.dedicated then
+        return query
+        update pgqueue.messages_shared m
+        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+        from pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
+        returning m.id;
+        return;
+    end if;
+    return query
+    update pgqueue.messages m
+    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
+    from pgqueue._lookup_keys(q.name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
+        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
+    returning m.id;
+end;
+$$;
+comment on function pgqueue._extend_held(pgqueue.queues, bigint[], uuid, interval) is
+'Extends the claims of messages and returns by id those whose claim is still valid: the claim with this token or, if
+claim_token is null, the claim that the caller has locked.';
+
 create function pgqueue.extend_batch(
     queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid, visibility_timeout interval default null
 )
@@ -6808,43 +6932,45 @@ set jit = off
 as $$
 declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    until timestamptz;
 begin
     if ids is null then
         perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
     end if;
     perform pgqueue._check_claim(0, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
-    if coalesce(q.max_in_flight, q.group_limit) is not null then
-        -- As in extend.
-        perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
-        for no key update of m;
-    end if;
-    until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
-    if not q.dedicated then
-        return query
-        update pgqueue.messages_shared m
-        set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-        from pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, extend_batch.claim_token)
-        returning m.id;
-        return;
-    end if;
-    return query
-    update pgqueue.messages m
-    set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-    from pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and pgqueue._is_claimed_by(m, extend_batch.claim_token)
-        and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
-    returning m.id;
+    return query select pgqueue._extend_held(q, ids, claim_token, visibility_timeout);
 end;
 $$;
 comment on function pgqueue.extend_batch(pgqueue.queue_of_consumer, bigint[], uuid, interval) is
 'Extends the claims of messages of one claim as extend does, and returns by id the messages whose claim is still valid.
 The claims of the others were lost. Raises 22023, PQ001.';
+
+create function pgqueue.extend_claims(
+    queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[], visibility_timeout interval default null
+)
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+begin
+    perform pgqueue._check_visibility_timeout(visibility_timeout);
+    return query
+    select c.id, c.is_held and e.id is not null
+    from unnest(ids, claims.held) with ordinality as c (id, is_held, place)
+    left join pgqueue._extend_held(q, claims.held_ids, null, visibility_timeout) as e (id) on e.id = c.id
+    order by c.place;
+end;
+$$;
+comment on function pgqueue.extend_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval) is
+'Extends claims of different tokens as extend does: that of ids[1] with claim_tokens[1], and so on. Returns for each of
+them, in this order, whether it was extended; false if it was lost. Both arrays have the same length and no nulls.
+Raises 22023, PQ001.';
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 -- A statement on messages locks and starts up the tables of all dedicated queues. So what every consumer calls looks
 -- into messages_shared first, and into messages only if it finds nothing there.
@@ -6924,6 +7050,39 @@ $$;
 comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';
+
+create function pgqueue.ack_claims(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[])
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+begin
+    if not pgqueue._lock_queue_without_archive(q.name) then
+        perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
+    elsif q.dedicated then
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    else
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    end if;
+    perform pgqueue._count('acknowledged', q.name, cardinality(claims.held_ids));
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.ack_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+'Acknowledges messages of different claims as ack does: ids[1] with claim_tokens[1], and so on. Returns for each of
+them, in this order, whether it was acknowledged; false if its claim was lost. Both arrays have the same length and no
+nulls. Waits for other transactions that have locked the messages, in the order of the ids. Raises 22023, PQ001.';
 -- Returns claimed messages: after a failure they are scheduled for a retry or become dead letters. A consumer that
 -- stops releases its messages.
 
@@ -7068,6 +7227,48 @@ up to 65,536 characters. headers (a JSON object) is merged into the headers of t
 same name. The message keeps its own headers unchanged if the result exceeds 64 KB, or if they are not an object. Raises
 22023, PQ001.';
 
+create function pgqueue.nack_claims(
+    queue_name pgqueue.queue_of_consumer,
+    ids bigint[],
+    claim_tokens uuid[],
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
+)
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_failure(0, delay, headers);
+    for m in
+        delete from pgqueue.messages c
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+        returning c.*
+    loop
+        perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
+        -- As in release, each message gets a due time of its own.
+        at := at + interval '1 microsecond';
+    end loop;
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.nack_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval, text, jsonb) is
+'Returns messages of different claims to the queue after a failure, as nack does: ids[1] with claim_tokens[1], and so
+on. Returns for each of them, in this order, true; false if its claim was lost. delay, error and headers apply to all;
+without a delay each message gets the backoff of its own attempt. Both arrays have the same length and no nulls. Raises
+22023, PQ001.';
+
 create function pgqueue.reject(
     queue_name pgqueue.queue_of_consumer,
     id bigint,
@@ -7159,24 +7360,14 @@ attempt_count is that of the failed attempt, as receive returned it (from 1). Re
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
-create function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
+create function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
 returns int
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     released int;
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token);
     if q.group_limit is not null then
         -- In the other table the messages would be behind later ones of their group until a claim moves them back.
         update pgqueue.messages m
@@ -7184,7 +7375,7 @@ begin
             claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, release.claim_token);
+            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token));
         get diagnostics released = row_count;
         if released > 0 then
             perform pgqueue._wake_if_waiting(q, at);
@@ -7195,7 +7386,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, release.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token))
         returning m
     )
     insert into pgqueue.scheduled_messages
@@ -7211,9 +7402,58 @@ begin
     return released;
 end;
 $$;
+comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timestamptz) is
+'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
+token or, if claim_token is null, the claim that the caller has locked.';
+
+create function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    return pgqueue._release_held(q, ids, claim_token, at);
+end;
+$$;
 comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
+
+create function pgqueue.release_claims(
+    queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[]
+)
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+begin
+    perform pgqueue._release_held(q, claims.held_ids, null, at);
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.release_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+'Returns unprocessed messages of different claims to the queue, as release does: ids[1] with claim_tokens[1], and so on.
+Returns for each of them, in this order, whether it was released; false if its claim was lost. Both arrays have the same
+length and no nulls. Raises 22023, PQ001.';
 -- Acknowledges processed messages and claims the next ones, in one call and one commit.
 
 create function pgqueue.exchange(
@@ -7299,8 +7539,8 @@ end;
 $$;
 comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
-Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
-id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
+Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages with
+lost = false, in the order of claim. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
 -- Makes dead letters of the messages that have no attempts left, returns dead letters to their queue, or deletes them.
 
 create function pgqueue.sweep_queue(
@@ -14506,13 +14746,17 @@ as $$
     ('claim_any', '{consumer}'::text[]),
     ('ack', '{consumer}'::text[]),
     ('ack_batch', '{consumer}'::text[]),
+    ('ack_claims', '{consumer}'::text[]),
     ('exchange', '{consumer}'::text[]),
     ('nack', '{consumer}'::text[]),
+    ('nack_claims', '{consumer}'::text[]),
     ('reject', '{consumer}'::text[]),
     ('record_failure', '{consumer}'::text[]),
     ('release', '{consumer}'::text[]),
+    ('release_claims', '{consumer}'::text[]),
     ('extend', '{consumer}'::text[]),
     ('extend_batch', '{consumer}'::text[]),
+    ('extend_claims', '{consumer}'::text[]),
     ('receive', '{consumer}'::text[]),
     ('stream_open', '{consumer}'::text[]),
     ('stream_claim', '{consumer}'::text[]),

@@ -77,3 +77,36 @@ $$;
 comment on function pgqueue.ack_batch(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Acknowledges messages of one claim as ack does, and returns how many of their claims were still valid. Raises 22023,
 PQ001.';
+
+create or replace function pgqueue.ack_claims(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[])
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+begin
+    if not pgqueue._lock_queue_without_archive(q.name) then
+        perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
+    elsif q.dedicated then
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    else
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    end if;
+    perform pgqueue._count('acknowledged', q.name, cardinality(claims.held_ids));
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.ack_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+'Acknowledges messages of different claims as ack does: ids[1] with claim_tokens[1], and so on. Returns for each of
+them, in this order, whether it was acknowledged; false if its claim was lost. Both arrays have the same length and no
+nulls. Waits for other transactions that have locked the messages, in the order of the ids. Raises 22023, PQ001.';

@@ -233,6 +233,18 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
+        select from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C" and q.priorities
+    ) then
+        -- A full join is a hash join by any plan. A nested loop would compare each message with each id.
+        return query
+        select c.*
+        from pgqueue._claim_dedicated(
+            queue_name, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
+        full join unnest(candidate_ids) with ordinality as o (id, place) on o.id = c.id
+        order by o.place;
+        return;
+    end if;
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
@@ -250,7 +262,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
-'Claims the messages, which the caller has locked, and returns them by id. For a dedicated queue.';
+'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
+candidate_ids. For a dedicated queue.';
 
 create or replace function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -301,8 +314,9 @@ require. claimed_by is a name for people to read. On its way a claim removes mes
 expired, to the dead letters if the queue keeps them, and makes due messages ready. It stops this work after a few MB,
 about 50 ms, or half of statement_timeout, and later claims go on with it. So it can return fewer than max_messages
 although more are due. In a queue with group_limit, a claim returns at most that many messages of a group, and messages
-of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority; about one claim
-in ten first takes those with the priority whose next message is the oldest, so that no message waits for ever. Waits
-only for drop_queue and, in a queue with max_in_flight, up to 100 ms for another claim that has not committed. Returns
-no row if no message is ready, the queue is paused, or a limit of the queue allows none; next_due_at returns when to try
-again. Call it in autocommit mode: a rollback undoes the claim. Raises 22023, PQ001.';
+of at most 100 groups. In a queue with priorities, a claim takes the messages with the highest priority, and returns
+them in the order in which it takes them; about one claim in ten first takes those with the priority whose next message
+is the oldest, so that no message waits for ever. Waits only for drop_queue and, in a queue with max_in_flight, up to
+100 ms for another claim that has not committed. Returns no row if no message is ready, the queue is paused, or a limit
+of the queue allows none; next_due_at returns when to try again. Call it in autocommit mode: a rollback undoes the
+claim. Raises 22023, PQ001.';

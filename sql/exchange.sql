@@ -83,5 +83,5 @@ end;
 $$;
 comment on function pgqueue.exchange(pgqueue.queue_of_consumer, bigint[], uuid, int, interval, text) is
 'Acknowledges ids, all claimed with claim_token, as ack does, and claims up to max_messages as claim does, in one call.
-Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages by
-id with lost = false. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';
+Returns first a row with lost = true, id and queue_name for each id whose claim was lost, then the claimed messages with
+lost = false, in the order of claim. ids may be empty or null; claim_token may then be null, too. Raises 22023, PQ001.';

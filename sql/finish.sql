@@ -66,7 +66,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_archive.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_ack_to_archive.claim_token, m.claim_token))
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
@@ -80,7 +80,7 @@ end;
 $$;
 comment on function pgqueue._ack_to_archive(text, bigint[], uuid) is
 'Acknowledges messages of one claim: moves them to the archive in one statement, and returns the ids of those whose
-claim was still valid.';
+claim was still valid. If claim_token is null, the caller has locked the messages of valid claims.';
 
 create or replace function pgqueue._ack_to_unfiled(queue_name text, ids bigint[], claim_token uuid, at timestamptz)
 returns bigint[]
@@ -94,7 +94,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
         where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, _ack_to_unfiled.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_ack_to_unfiled.claim_token, m.claim_token))
         returning
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error

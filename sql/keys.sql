@@ -119,3 +119,54 @@ language sql immutable parallel safe
 as $$ select m.attempt_count = 0 or (m.claim_token is null and m.claimed_attempt = m.attempt_count) $$;
 comment on function pgqueue._is_unclaimed(pgqueue.messages) is
 'Whether a message that is not visible waits for its time or for its retry. Otherwise a consumer has it. Inlined.';
+
+create or replace function pgqueue._lock_claims(
+    q pgqueue.queues, ids bigint[], claim_tokens uuid[], out held boolean[], out held_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if ids is null or (select bool_or(i is null) from unnest(ids) as i) then
+        perform pgqueue._raise_invalid('ids', ids::text, 'an array of ids of claimed messages, without nulls');
+    end if;
+    if claim_tokens is null or cardinality(claim_tokens) <> cardinality(ids)
+        or (select bool_or(t is null) from unnest(claim_tokens) as t)
+    then
+        perform pgqueue._raise_invalid('claim_tokens', claim_tokens::text,
+            format('an array with the claim_token of each of the %s, without nulls', pgqueue._with_number(cardinality(ids), 'id')));
+    end if;
+    -- A subquery with a locking clause is searched once for each claim, in the order of the ids, by any plan.
+    if q.dedicated then
+        held := array(
+            select m.id is not null
+            from (
+                select u.* from unnest(ids, claim_tokens) with ordinality as u (id, claim_token, place) order by u.id
+            ) c
+            left join lateral (
+                select l.id from pgqueue.messages l
+                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                for update
+            ) m on true
+            order by c.place
+        );
+    else
+        held := array(
+            select m.id is not null
+            from (
+                select u.* from unnest(ids, claim_tokens) with ordinality as u (id, claim_token, place) order by u.id
+            ) c
+            left join lateral (
+                select l.id from pgqueue.messages_shared l
+                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                for update
+            ) m on true
+            order by c.place
+        );
+    end if;
+    held_ids := array(select distinct u.id from unnest(ids, held) as u (id, is_held) where u.is_held order by 1);
+end;
+$$;
+comment on function pgqueue._lock_claims(pgqueue.queues, bigint[], uuid[]) is
+'Locks the messages of those of the claims that are valid, in the order of their ids. Returns for each claim whether it
+is, and the ids of these messages. A claim that is given twice has the same answer twice. Raises 22023.';

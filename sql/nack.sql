@@ -142,6 +142,48 @@ up to 65,536 characters. headers (a JSON object) is merged into the headers of t
 same name. The message keeps its own headers unchanged if the result exceeds 64 KB, or if they are not an object. Raises
 22023, PQ001.';
 
+create or replace function pgqueue.nack_claims(
+    queue_name pgqueue.queue_of_consumer,
+    ids bigint[],
+    claim_tokens uuid[],
+    delay interval default null,
+    error text default null,
+    headers jsonb default null
+)
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+    m pgqueue.messages;
+begin
+    perform pgqueue._check_failure(0, delay, headers);
+    for m in
+        delete from pgqueue.messages c
+        using pgqueue._lookup_keys(q.name, claims.held_ids) k
+        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
+        returning c.*
+    loop
+        perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
+        -- As in release, each message gets a due time of its own.
+        at := at + interval '1 microsecond';
+    end loop;
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.nack_claims(pgqueue.queue_of_consumer, bigint[], uuid[], interval, text, jsonb) is
+'Returns messages of different claims to the queue after a failure, as nack does: ids[1] with claim_tokens[1], and so
+on. Returns for each of them, in this order, true; false if its claim was lost. delay, error and headers apply to all;
+without a delay each message gets the backoff of its own attempt. Both arrays have the same length and no nulls. Raises
+22023, PQ001.';
+
 create or replace function pgqueue.reject(
     queue_name pgqueue.queue_of_consumer,
     id bigint,
@@ -233,24 +275,14 @@ attempt_count is that of the failed attempt, as receive returned it (from 1). Re
 message is gone, claimed, or locked by another transaction, or if an attempt was counted since. Does not wait for that
 transaction. Raises 22023, PQ001.';
 
-create or replace function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
+create or replace function pgqueue._release_held(q pgqueue.queues, ids bigint[], claim_token uuid, at timestamptz)
 returns int
-language plpgsql volatile security definer
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
 as $$
 declare
-    at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     released int;
 begin
-    if ids is null then
-        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
-    end if;
-    perform pgqueue._check_claim(0, claim_token);
     if q.group_limit is not null then
         -- In the other table the messages would be behind later ones of their group until a claim moves them back.
         update pgqueue.messages m
@@ -258,7 +290,7 @@ begin
             claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, release.claim_token);
+            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token));
         get diagnostics released = row_count;
         if released > 0 then
             perform pgqueue._wake_if_waiting(q, at);
@@ -269,7 +301,7 @@ begin
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, release.claim_token)
+            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token))
         returning m
     )
     insert into pgqueue.scheduled_messages
@@ -285,6 +317,55 @@ begin
     return released;
 end;
 $$;
+comment on function pgqueue._release_held(pgqueue.queues, bigint[], uuid, timestamptz) is
+'Returns unprocessed messages to the queue, and returns how many of their claims were still valid: the claim with this
+token or, if claim_token is null, the claim that the caller has locked.';
+
+create or replace function pgqueue.release(queue_name pgqueue.queue_of_consumer, ids bigint[], claim_token uuid)
+returns int
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if ids is null then
+        perform pgqueue._raise_invalid('ids', null, 'an array of ids of claimed messages');
+    end if;
+    perform pgqueue._check_claim(0, claim_token);
+    return pgqueue._release_held(q, ids, claim_token, at);
+end;
+$$;
 comment on function pgqueue.release(pgqueue.queue_of_consumer, bigint[], uuid) is
 'Returns unprocessed messages of one claim to the queue, for example when a consumer stops, and returns how many of
 their claims were still valid. The messages are ready at once, and the attempt is not counted. Raises 22023, PQ001.';
+
+create or replace function pgqueue.release_claims(
+    queue_name pgqueue.queue_of_consumer, ids bigint[], claim_tokens uuid[]
+)
+returns setof pgqueue.settled_claim
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    claims constant record := pgqueue._lock_claims(q, ids, claim_tokens);
+begin
+    perform pgqueue._release_held(q, claims.held_ids, null, at);
+    return query select * from unnest(ids, claims.held);
+end;
+$$;
+comment on function pgqueue.release_claims(pgqueue.queue_of_consumer, bigint[], uuid[]) is
+'Returns unprocessed messages of different claims to the queue, as release does: ids[1] with claim_tokens[1], and so on.
+Returns for each of them, in this order, whether it was released; false if its claim was lost. Both arrays have the same
+length and no nulls. Raises 22023, PQ001.';

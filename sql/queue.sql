@@ -6,8 +6,8 @@ returns pgqueue.queue
 language sql stable
 as $$
     select row(
-        q.name, q.visibility_timeout, q.max_attempts, q.dlq_enabled, q.dead_letter_expired, q.max_payload_bytes,
-        q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
+        q.name, q.visibility_timeout, coalesce(nullif(q.max_attempts, 2147483647), 0), q.dlq_enabled,
+        q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
         q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
         q.counters
@@ -15,6 +15,14 @@ as $$
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
 'The row of a queue without the internal columns.';
+
+create or replace function pgqueue._stored_max_attempts(max_attempts int)
+returns int
+language sql immutable parallel safe
+as $$ select case max_attempts when 0 then 2147483647 else max_attempts end $$;
+comment on function pgqueue._stored_max_attempts(int) is
+'The max_attempts of a queue as the tables have it. For no limit it is the highest integer, as plain SQL that claims
+compares attempt_count with it.';
 
 create or replace function pgqueue._is_interval_between(span interval, least_span interval, most_span interval)
 returns boolean
@@ -53,8 +61,8 @@ begin
         perform pgqueue._raise_invalid('visibility_timeout', null, 'an interval from 1 second to 12 hours (43200 s)');
     end if;
     perform pgqueue._check_visibility_timeout(q.visibility_timeout);
-    if q.max_attempts is null or q.max_attempts not between 1 and 100 then
-        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100');
+    if q.max_attempts is null or q.max_attempts not between 1 and 100 and q.max_attempts <> 2147483647 then
+        perform pgqueue._raise_invalid('max_attempts', q.max_attempts::text, 'an integer from 1 to 100, or 0 for no limit');
     end if;
     if q.max_payload_bytes is null or q.max_payload_bytes not between 1 and 104857600 then
         perform pgqueue._raise_invalid('max_payload_bytes', q.max_payload_bytes::text, 'an integer from 1 to 104857600 (100 MB)');
@@ -169,6 +177,7 @@ begin
     end if;
     q.name := queue_name;
     q.visibility_timeout := visibility_timeout;
+    max_attempts := pgqueue._stored_max_attempts(max_attempts);
     q.max_attempts := max_attempts;
     q.dlq_enabled := dlq_enabled;
     q.dead_letter_expired := dead_letter_expired;
@@ -272,30 +281,30 @@ comment on function pgqueue.create_queue(
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
-goes to the dead letters if dlq_enabled is true, else it is deleted. An expired message goes to the dead letters if
-dead_letter_expired is true, else it is deleted. dedicated gives the queue a table of its own; use it for a few queues
-with a high load. To make it, PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues
-meanwhile: 0.3 to 0.6 seconds per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB)
-limits the size of a payload or body. The delay after a failed attempt is backoff_base times backoff_factor for each
-attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists
-is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum time for which
-acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is
-for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as by
-drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
-create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
-dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
-long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
-same group_key are in flight at a time, in the order of their ids; the queue is then dedicated. If group_limit is 1, a
-message that waits for its retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one
-of its messages has become a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is
-redriven or purged. At most max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all
-consumers; the queue is then dedicated. Claims and receives take at most rate_limit (1 to 1000000) messages in each
-rate_period (1 ms to 1 day), and up to rate_limit more that earlier claims have left. With priorities true, messages
-with a higher priority are claimed first; the queue is then dedicated, and cannot have a group_limit. counters false
-makes its calls faster, and stats returns null for its totals. If a dump without rows was restored, the queue takes over
-what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access of
-roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
-attached.';
+goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
+and its max_attempts is 2147483647. An expired message goes to the dead letters if dead_letter_expired is true, else it
+is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. To make it,
+PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues meanwhile: 0.3 to 0.6 seconds
+per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or
+body. The delay after a failed attempt is backoff_base times backoff_factor for each attempt after the first, at most
+backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is
+returned unchanged. archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
+pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
+for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
+and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
+dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
+enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
+With group_limit (1 to 1000) at most group_limit messages with the same group_key are in flight at a time, in the order
+of their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones
+of its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold,
+which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most max_in_flight (1 to 10000)
+messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
+at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
+claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
+and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals. If a dump
+without rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the
+relation of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
+transaction keeps a dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -374,7 +383,7 @@ begin
     select queues.* into q from pgqueue.queues where queues.name = queue_name collate "C" for no key update;
     before := q;
     q.visibility_timeout := coalesce(alter_queue.visibility_timeout, q.visibility_timeout);
-    q.max_attempts := coalesce(alter_queue.max_attempts, q.max_attempts);
+    q.max_attempts := coalesce(pgqueue._stored_max_attempts(alter_queue.max_attempts), q.max_attempts);
     q.dlq_enabled := coalesce(alter_queue.dlq_enabled, q.dlq_enabled);
     q.dead_letter_expired := coalesce(alter_queue.dead_letter_expired, q.dead_letter_expired);
     q.max_payload_bytes := coalesce(alter_queue.max_payload_bytes, q.max_payload_bytes);

@@ -41,7 +41,7 @@ create table pgqueue.queues (
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
     constraint queues_visibility_timeout_is_bounded
     check (visibility_timeout between '1 s' and '43200 s'),
-    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100),
+    constraint queues_max_attempts_is_bounded check (max_attempts between 1 and 100 or max_attempts = 2147483647),
     constraint queues_max_payload_bytes_is_bounded
     check (max_payload_bytes between 1 and 104857600),
     constraint queues_backoff_is_bounded check (

@@ -69,6 +69,14 @@ comment on type pgqueue.exchanged is
 'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
 acknowledgement.';
 
+create type pgqueue.settled_claim as (
+    id bigint,
+    settled boolean
+);
+comment on type pgqueue.settled_claim is
+'The answer to one claim of ack_claims, nack_claims, extend_claims or release_claims: the id of the message, and whether
+the claim was still valid.';
+
 create type pgqueue.dead_message as (
     id bigint,
     queue_name text,

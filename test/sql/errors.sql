@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(311);
+select plan(350);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -32,6 +32,7 @@ insert into verbs values
 ('enqueue', ', ''1'''), ('enqueue_batch', ', ''{1}'''), ('claim', ''), ('ack', ', 1, gen_random_uuid()'), ('ack_batch', ', ''{1}'', gen_random_uuid()'),
 ('exchange', ', null, null'), ('nack', ', 1, gen_random_uuid()'), ('reject', ', 1, gen_random_uuid()'), ('extend', ', 1, gen_random_uuid()'),
 ('extend_batch', ', ''{1}'', gen_random_uuid()'), ('record_failure', ', 1, 1'), ('release', ', ''{1}'', gen_random_uuid()'), ('reschedule', ', 1'),
+('ack_claims', ', ''{1}'', array[gen_random_uuid()]'), ('nack_claims', ', ''{1}'', array[gen_random_uuid()]'), ('extend_claims', ', ''{1}'', array[gen_random_uuid()]'), ('release_claims', ', ''{1}'', array[gen_random_uuid()]'),
 ('receive', ''), ('sink_stage', ', gen_random_uuid(), 0, 0'), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('browse_archived_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
 ('stream_open', ', ''s'''), ('stream_claim', ', ''s'', 1, 0, null'), ('stream_begin', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_read', ', ''s'', 1, 1, gen_random_uuid()'),
 ('stream_extend', ', ''s'', 1'), ('stream_ack', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_skip', ', ''s'', 1'), ('list_streams', ''), ('list_subscriptions', ''), ('list_schedules', ''), ('cancel', ', 1'), ('cancel_by_key', ', ''k'''), ('expose_transport', ''), ('unexpose_transport', ''), ('advance_transport', ''), ('drop_stream', ', ''s'''),
@@ -59,7 +60,7 @@ select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', backoff_jitt
 select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dlq_enabled => null)', '22023', 'dlq_enabled', 'null');
 select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dedicated => null)', '22023', 'dedicated', 'null');
 select pg_temp.refuses('select pgqueue.create_queue(''errors_bad'', dead_letter_expired => null)', '22023', 'dead_letter_expired', 'null');
-select pg_temp.refuses('select pgqueue.alter_queue(''errors'', max_attempts => 0)', '22023', 'max_attempts', '0');
+select pg_temp.refuses('select pgqueue.alter_queue(''errors'', max_attempts => -1)', '22023', 'max_attempts', '-1');
 
 select pg_temp.refuses('select pgqueue.doctor(''-00:00:07'')', '22023', 'peek_delay', '-00:00:07');
 select pg_temp.refuses('select pgqueue.doctor(null)', '22023', 'peek_delay', 'null');
@@ -104,6 +105,17 @@ select pg_temp.refuses('select pgqueue.nack(''errors'', 1, gen_random_uuid(), he
 select pg_temp.refuses('select pgqueue.reject(''errors'', 1, gen_random_uuid(), headers => ''[7]'')', '22023', 'headers', '[7]');
 select pg_temp.refuses('select pgqueue.release(''errors'', null, gen_random_uuid())', '22023', 'ids', 'null');
 select pg_temp.refuses('select pgqueue.release(''errors'', ''{1}'', null)', '22023', 'claim_token', 'null');
+select pg_temp.refuses(format('select pgqueue.%s(''errors'', %s)', v.name, c.arguments), '22023', c.argument, c.given)
+from verbs v, (values
+    ('null, ''{}''', 'ids', 'null'), ('array[7, null], array_fill(gen_random_uuid(), array[2])', 'ids', '{7,NULL}'),
+    ('''{7}'', null', 'claim_tokens', 'null'), ('''{7}'', ''{}''', 'claim_tokens', '{}'),
+    ('''{7}'', array[null::uuid]', 'claim_tokens', '{NULL}'),
+    ('''{7}'', ''{00000000-0000-0000-0000-000000000001,00000000-0000-0000-0000-000000000001}''', 'claim_tokens', '-0000-000000000001}')
+) as c (arguments, argument, given)
+where v.name ~ '_claims$';
+select pg_temp.refuses('select pgqueue.nack_claims(''errors'', ''{}'', ''{}'', ''-00:00:07'')', '22023', 'delay', '-00:00:07');
+select pg_temp.refuses('select pgqueue.nack_claims(''errors'', ''{}'', ''{}'', headers => ''[7]'')', '22023', 'headers', '[7]');
+select pg_temp.refuses('select pgqueue.extend_claims(''errors'', ''{}'', ''{}'', ''12:00:01'')', '22023', 'visibility_timeout', '12:00:01');
 select pg_temp.refuses('select pgqueue.record_failure(''errors'', null, 1)', '22023', 'id', 'null');
 select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, null)', '22023', 'attempt_count', 'null');
 select pg_temp.refuses('select pgqueue.record_failure(''errors'', 1, -7)', '22023', 'attempt_count', '-7');

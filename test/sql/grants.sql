@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(443);
+select plan(463);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -48,12 +48,16 @@ insert into verbs values
 ('exchange', 'select pgqueue.exchange(''grants'', null, null)', false, true, false),
 ('ack', 'select pgqueue.ack(''grants'', 1, gen_random_uuid())', false, true, false),
 ('ack_batch', 'select pgqueue.ack_batch(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
+('ack_claims', 'select pgqueue.ack_claims(''grants'', ''{1}'', array[gen_random_uuid()])', false, true, false),
 ('nack', 'select pgqueue.nack(''grants'', 1, gen_random_uuid())', false, true, false),
+('nack_claims', 'select pgqueue.nack_claims(''grants'', ''{1}'', array[gen_random_uuid()])', false, true, false),
 ('reject', 'select pgqueue.reject(''grants'', 1, gen_random_uuid())', false, true, false),
 ('record_failure', 'select pgqueue.record_failure(''grants'', 1000000, 1)', false, true, false),
 ('release', 'select pgqueue.release(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
+('release_claims', 'select pgqueue.release_claims(''grants'', ''{1}'', array[gen_random_uuid()])', false, true, false),
 ('extend', 'select pgqueue.extend(''grants'', 1, gen_random_uuid())', false, true, false),
 ('extend_batch', 'select pgqueue.extend_batch(''grants'', ''{1}'', gen_random_uuid())', false, true, false),
+('extend_claims', 'select pgqueue.extend_claims(''grants'', ''{1}'', array[gen_random_uuid()])', false, true, false),
 ('prepare_wait', 'select pgqueue.prepare_wait(''grants'')', false, true, false),
 ('stream_open', 'select pgqueue.stream_open(''grants'', ''anew'')', false, true, false),
 ('stream_claim', 'select pgqueue.stream_claim(''grants'', ''given'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),

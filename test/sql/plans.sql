@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(65);
+select plan(77);
 
 -- Upper bounds for the buffers of one call: about twice the highest figure measured, on PostgreSQL 15. A walk over
 -- the whole queue takes 1,000 or more. Calls that run a sweep have higher bounds, because a sweep may also maintain
@@ -16,6 +16,7 @@ create temporary table bounds (call text, most int) on commit drop;
 insert into bounds values
     ('claim 10', 220), ('extend_batch of 10', 130), ('exchange 10 for 10', 340), ('ack_batch of 10', 160),
     ('claim', 40), ('extend', 20), ('exchange', 60), ('ack', 30), ('nack', 40), ('receive', 50), ('receive 10', 190),
+    ('extend_claims of 10', 210), ('ack_claims of 5', 130), ('nack_claims of 5', 190), ('release_claims of 5', 160),
     ('record_failure', 50), ('record_failure of what is not due', 50), ('release of 5', 130), ('claim 10 where 5 came due', 500),
     ('ack_batch of 10 and the last', 180), ('claim 10 where 5 ran out', 3000), ('claim 10 where 5 are spent', 3000);
 
@@ -33,6 +34,7 @@ create function pg_temp.calls(queue text, out call text, out buffers int, out le
 declare
     ids text;
     token text;
+    tokens text;
     one_id bigint;
 begin
     -- No sweep runs except in the calls that test one.
@@ -83,6 +85,23 @@ begin
     return next;
     call := 'record_failure of what is not due';
     buffers := pg_temp.buffers('pgqueue.record_failure(%L, %s, 1, ''1 h'')', queue, pgqueue.enqueue(queue, '1', delay => '1 h')::text);
+    return next;
+
+    perform pgqueue.claim(queue, n - n + 2, '1 h', 'many') from generate_series(1, 5) n;
+    select array_agg(m.id)::text, array_agg(m.claim_token)::text into ids, tokens from pgqueue.messages m where m.queue_name = queue and m.claimed_by = 'many';
+    call := 'extend_claims of 10';
+    buffers := pg_temp.buffers('pgqueue.extend_claims(%L, %L, %L)', queue, ids, tokens);
+    return next;
+    call := 'ack_claims of 5';
+    buffers := pg_temp.buffers('pgqueue.ack_claims(%L, %L, %L)', queue, ((ids::bigint[])[:5])::text, ((tokens::uuid[])[:5])::text);
+    return next;
+    call := 'nack_claims of 5';
+    buffers := pg_temp.buffers('pgqueue.nack_claims(%L, %L, %L, ''1 h'')', queue, ((ids::bigint[])[6:])::text, ((tokens::uuid[])[6:])::text);
+    return next;
+    perform pgqueue.claim(queue, n - n + 1, '1 h', 'give back') from generate_series(1, 5) n;
+    select array_agg(m.id)::text, array_agg(m.claim_token)::text into ids, tokens from pgqueue.messages m where m.queue_name = queue and m.claimed_by = 'give back';
+    call := 'release_claims of 5';
+    buffers := pg_temp.buffers('pgqueue.release_claims(%L, %L, %L)', queue, ids, tokens);
     return next;
 
     perform pgqueue.claim(queue, 5, '1 h', 'release');
@@ -162,9 +181,10 @@ begin
     perform pgqueue.stats(queue);
     select array_agg(id), min(claim_token::text)::uuid into ids, token from pgqueue.claim(queue, number);
     perform pgqueue.extend_batch(queue, ids, token, '1 min');
+    perform pgqueue.extend_claims(queue, ids, array_fill(token, array[number]), '1 min');
     perform pgqueue.sweep_queue(queue);
     select array_agg(id) filter (where not lost), min(claim_token::text)::uuid into ids, token from pgqueue.exchange(queue, ids, token, number);
-    perform pgqueue.ack_batch(queue, ids, token);
+    perform pgqueue.ack_claims(queue, ids, array_fill(token, array[number]));
     perform pgqueue.receive(queue, number);
 end;
 $$;

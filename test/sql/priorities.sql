@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(57);
+select plan(59);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -73,6 +73,10 @@ select pgqueue.resume_queue('jobs'), pg_temp.claim('jobs') \g /dev/null
 select pg_temp.send('jobs', '1i 8j 8k 3l'), setseed(0.5) \g /dev/null
 select is(pg_temp.claim('jobs', 3), '8j 8k 3l', 'a claim of several messages takes those with the highest priority');
 select is((select payload #>> '{}' from pgqueue.receive('jobs')), '1i', 'receive finds the message that is left');
+select pg_temp.send('jobs', 'a 3b 9c 3d 9e'), setseed(0.5) \g /dev/null
+select is((select string_agg(c.payload #>> '{}', ' ') from pgqueue.claim('jobs', 4) c), '9c 9e 3b 3d', 'a claim of several messages returns them in the order in which it takes them');
+select pg_temp.send('jobs', '5f 7g'), setseed(0.5) \g /dev/null
+select is((select string_agg(c.payload #>> '{}', ' ') from pgqueue.exchange('jobs', null, null, 3) c), '7g 5f a', 'exchange returns them in this order, too');
 insert into pgqueue.messages (queue_name, payload, headers) values
     ('jobs', '"none"', '{"pgqueue.priority": "12"}'), ('jobs', '"four"', '{"pgqueue.priority": "4"}'), ('jobs', '"array"', '[]'), ('jobs', '"nine"', '{"pgqueue.priority": 9}');
 update pgqueue.messages set enqueued_at = pgqueue._now(), visible_at = pgqueue._now() where queue_name = 'jobs' and attempt_count = 0;

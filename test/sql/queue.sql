@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(113);
+select plan(123);
 
 create function pg_temp.is_a_queue(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -126,14 +126,30 @@ select is((select count(*) from pgqueue.messages_shared m where m.queue_name = '
 select throws_ok(format('select pgqueue.create_queue(%L, %s)', 'queue_bad', s.setting), '22023', null, 'create_queue refuses ' || s.setting)
 from unnest(array[
     $$ visibility_timeout => '0.999 s' $$, $$ visibility_timeout => '43201 s' $$, $$ visibility_timeout => '-1 s' $$, $$ visibility_timeout => null $$,
-    $$ max_attempts => 0 $$, $$ max_attempts => 101 $$, $$ max_attempts => null $$, $$ dlq_enabled => null $$, $$ dedicated => null $$, $$ dead_letter_expired => null $$,
+    $$ max_attempts => -1 $$, $$ max_attempts => 101 $$, $$ max_attempts => null $$, $$ dlq_enabled => null $$, $$ dedicated => null $$, $$ dead_letter_expired => null $$,
     $$ max_payload_bytes => 0 $$, $$ max_payload_bytes => 104857601 $$, $$ backoff_base => '-1 s' $$, $$ backoff_base => '31 days' $$, $$ backoff_factor => 0.9 $$,
     $$ backoff_factor => 101 $$, $$ backoff_factor => 'NaN' $$, $$ backoff_max => '-1 s' $$, $$ backoff_max => '31 days' $$, $$ backoff_jitter => -0.1 $$, $$ backoff_jitter => 1.1 $$
 ]) as s (setting);
 select is((select count(*) from pgqueue.list_queues() l where l.name = 'queue_bad'), 0::bigint, 'a refused create_queue creates no queue');
 select throws_ok($$ select pgqueue.alter_queue('queue_a', visibility_timeout => '43201 s') $$, '22023', null, 'alter_queue refuses a visibility timeout over 12 hours');
-select throws_ok($$ select pgqueue.alter_queue('queue_a', max_attempts => 0) $$, '22023', null, 'alter_queue refuses a max_attempts of 0');
+select throws_ok($$ select pgqueue.alter_queue('queue_a', max_attempts => -1) $$, '22023', null, 'alter_queue refuses a max_attempts below 0');
 select throws_ok($$ select pgqueue.alter_queue('queue_a', backoff_jitter => 2) $$, '22023', null, 'alter_queue refuses a backoff_jitter over 1');
+
+-- Without a limit of attempts
+select is((pgqueue.create_queue('queue_endless', '1 s', 0, backoff_jitter => 0)).max_attempts, 0, 'create_queue accepts a max_attempts of 0 and returns it');
+select is((pgqueue.get_queue('queue_endless')).max_attempts, 0, 'get_queue returns it');
+select is((select l.max_attempts from pgqueue.list_queues() l where l.name = 'queue_endless'), 0, 'list_queues returns it');
+select is((select q.max_attempts from pgqueue.queues q where q.name = 'queue_endless'), 2147483647, 'the table has the highest integer, so that plain SQL can compare attempt_count with it');
+select pgqueue.enqueue('queue_endless', '1'), pgqueue.enqueue('queue_endless', '2', delay => '1 h') \g /dev/null
+select is(array(select m.max_attempts from pgqueue.messages m where m.queue_name = 'queue_endless' union all select s.max_attempts from pgqueue.scheduled_messages s where s.queue_name = 'queue_endless'),
+    '{2147483647,2147483647}', 'its messages have the highest integer, too');
+update pgqueue.messages set attempt_count = 1000000 where queue_name = 'queue_endless';
+select is((select pgqueue.nack('queue_endless', c.id, c.claim_token) from pgqueue.claim('queue_endless') c), true, 'a message that has failed a million times fails again');
+select ok((select s.attempt_count = 1000001 and s.due_at between pgqueue._now() + interval '9 min' and pgqueue._now() + interval '10 min' from pgqueue.scheduled_messages s where s.queue_name = 'queue_endless' and s.payload = '1'),
+    'it is scheduled for a retry, after the longest backoff');
+select is((pgqueue.alter_queue('queue_endless', max_attempts => 3)).max_attempts, 3, 'alter_queue sets a limit');
+select is((pgqueue.alter_queue('queue_endless', max_attempts => 0, backoff_jitter => 1)).max_attempts, 0, 'alter_queue removes it');
+select is((pgqueue.alter_queue('queue_endless', backoff_jitter => 0)).max_attempts, 0, 'alter_queue without the argument leaves it');
 
 -- A build of PostgreSQL without ICU has no such collation.
 select case when not exists (select from pg_collation c where c.collname ~ '-x-icu$')

@@ -29,6 +29,7 @@ from .message import (
     QueueInfo,
     QueueStats,
     Schedule,
+    SettledClaim,
     Stream,
     StreamBatch,
     Subscription,
@@ -253,6 +254,11 @@ extend = Call(bool, "extend", "queue_name text, id bigint, claim_token uuid", "v
 extend_batch = Call(
     int, "extend_batch", "queue_name text, ids bigint[], claim_token uuid", "visibility_timeout interval"
 )
+_CLAIMS_TO_SETTLE = "queue_name text, ids bigint[], claim_tokens uuid[]"
+ack_claims = Call(SettledClaim, "ack_claims", _CLAIMS_TO_SETTLE)
+nack_claims = Call(SettledClaim, "nack_claims", _CLAIMS_TO_SETTLE, "delay interval, error text, headers jsonb")
+extend_claims = Call(SettledClaim, "extend_claims", _CLAIMS_TO_SETTLE, "visibility_timeout interval")
+release_claims = Call(SettledClaim, "release_claims", _CLAIMS_TO_SETTLE)
 receive = Call(Message, "receive", "queue_name text", "max_messages int")
 stream_open = Call(Stream, "stream_open", "queue_name text, stream_name text", "opened_by text, on_ack text")
 stream_claim = Call(
@@ -476,19 +482,19 @@ def with_lock_timeout(call: Bound[T], milliseconds: int) -> Bound[T]:
     return Bound(call.text + _LOCK_TIMEOUT, [*call.values, str(milliseconds)], call.row)
 
 
-def ack_claims(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[tuple[UUID | None, int]]:
+def ack_by_token(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[tuple[UUID | None, int]]:
     """Acknowledge messages of several claims: a row for each claim, with the number acknowledged."""
     return Bound(_ACK_CLAIMS, [queue_name, ids, tokens], tuple_row)
 
 
-def extend_claims(
+def extend_by_token(
     queue_name: str, ids: list[int], tokens: list[UUID | None], visibility_timeout: timedelta | None
 ) -> Bound[int]:
     """Extend several claims: the ids of the messages that are still claimed under these tokens."""
     return Bound(_EXTEND_CLAIMS, [ids, tokens, queue_name, visibility_timeout], scalar_row)
 
 
-def release_claims(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[int]:
+def release_by_token(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[int]:
     """Release messages of several claims: for each claim the number released."""
     return Bound(_RELEASE_CLAIMS, [queue_name, ids, tokens], scalar_row)
 

@@ -27,6 +27,7 @@ from .message import (
     QueueInfo,
     QueueStats,
     Schedule,
+    SettledClaim,
     Stream,
     StreamBatch,
     Subscription,
@@ -367,10 +368,11 @@ class Queue(_Calls):
     ) -> QueueInfo:
         """Create this queue and return it.
 
-        A claimed message stays hidden for `visibility_timeout` (1 s to 12 h; 30 s). After `max_attempts` (1 to 100; 5)
-        it becomes a dead letter if `dlq_enabled` (true), else it is deleted. With `dead_letter_expired` (false),
-        expired messages become dead letters, too. `dedicated` (false) gives the queue a table of its own, for queues
-        with much traffic. `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and body.
+        A claimed message stays hidden for `visibility_timeout` (1 s to 12 h; 30 s). After `max_attempts` (1 to 100; 5;
+        0 for any number) it becomes a dead letter if `dlq_enabled` (true), else it is deleted. With
+        `dead_letter_expired` (false), expired messages become dead letters, too. `dedicated` (false) gives the queue a
+        table of its own, for queues with much traffic. `max_payload_bytes` (up to 100 MB; 256 KB) bounds payload and
+        body.
 
         The delay after a failed attempt is `backoff_base` (0 to 30 days; 1 s) times `backoff_factor` (1 to 100; 2) for
         every attempt after the first, at most `backoff_max` (0 to 30 days; 10 min), less a random part of up to
@@ -740,7 +742,7 @@ class Queue(_Calls):
         visibility_timeout: timedelta | None = None,
         claimed_by: str | None = None,
     ) -> list[Message]:
-        """Claim up to `max_messages` (1), by id, and hide them for `visibility_timeout` (the queue's).
+        """Claim up to `max_messages` (1), by id or priority, and hide them for `visibility_timeout` (the queue's).
 
         This counts an attempt. `claimed_by` is a name for people. The `claim_token` of the messages proves the claim to
         `ack`, `nack` and `extend`. Raises `InvalidArgument`, `QueueNotFound`.
@@ -765,7 +767,7 @@ class Queue(_Calls):
     ) -> list[Exchanged]:
         """Acknowledge messages and claim the next ones, in one call and one commit.
 
-        Returns first the `ids` whose claim was lost, with `lost` true, then the claimed messages by id. If `ids` is
+        Returns first the `ids` whose claim was lost, with `lost` true, then the claimed messages. If `ids` is
         None or empty, nothing is acknowledged, and `claim_token` may be None. Raises the errors of `claim`.
         """
         return self._all(_calls.exchange(self.name, ids, claim_token, max_messages, visibility_timeout, claimed_by))
@@ -838,6 +840,38 @@ class Queue(_Calls):
     ) -> list[int]:
         """Extend messages of one claim as `extend` does. Returns, by id, those still claimed with this token."""
         return self._all(_calls.extend_batch(self.name, ids, claim_token, visibility_timeout))
+
+    def ack_claims(self, ids: Iterable[int], claim_tokens: Iterable[UUID]) -> list[SettledClaim]:
+        """Acknowledge messages of different claims: the first of `ids` with the first of `claim_tokens`, and so on.
+
+        Returns the answer for each of them, in this order. `settled` is false if the claim was lost. Raises
+        `QueueNotFound`; `InvalidArgument` if the lists have different lengths or a value is None.
+        """
+        return self._all(_calls.ack_claims(self.name, ids, claim_tokens))
+
+    def nack_claims(
+        self,
+        ids: Iterable[int],
+        claim_tokens: Iterable[UUID],
+        delay: timedelta | None = None,
+        error: str | None = None,
+        headers: dict[str, Any] | None = None,
+    ) -> list[SettledClaim]:
+        """Return messages of different claims after a failure, as `nack` does. Answers and errors as by `ack_claims`.
+
+        `delay`, `error` and `headers` apply to all. If `delay` is None, each gets the backoff of its own attempt.
+        """
+        return self._all(_calls.nack_claims(self.name, ids, claim_tokens, delay, error, headers))
+
+    def extend_claims(
+        self, ids: Iterable[int], claim_tokens: Iterable[UUID], visibility_timeout: timedelta | None = None
+    ) -> list[SettledClaim]:
+        """Extend different claims, as `extend` does. Answers and errors as by `ack_claims`."""
+        return self._all(_calls.extend_claims(self.name, ids, claim_tokens, visibility_timeout))
+
+    def release_claims(self, ids: Iterable[int], claim_tokens: Iterable[UUID]) -> list[SettledClaim]:
+        """Return unprocessed messages of different claims, as `release` does. Answers and errors as by `ack_claims`."""
+        return self._all(_calls.release_claims(self.name, ids, claim_tokens))
 
     def receive(self, max_messages: int | None = None) -> list[Message]:
         """Take up to `max_messages` (1), by id: they are deleted in the caller's transaction.

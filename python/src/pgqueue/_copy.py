@@ -17,7 +17,7 @@ from ._adapters import Adapters
 from ._calls import Bound, as_jsonb
 from ._elements import add_name
 from .errors import InvalidArgument, PayloadTooLarge
-from .message import NewMessage, QueueInfo
+from .message import UNLIMITED_ATTEMPTS, NewMessage, QueueInfo
 
 __all__ = ["BEGIN", "END", "CopyRows", "add_row", "copy_messages", "server_moment"]
 
@@ -87,7 +87,8 @@ class CopyRows:
 
     def _begin_block(self) -> None:
         moment = _field(struct.pack("!q", self._ahead + time.monotonic_ns() // 1000))
-        name, attempts = _field(self._queue.name.encode()), _field(_length(self._queue.max_attempts))
+        name = _field(self._queue.name.encode())
+        attempts = _field(_length(self._queue.max_attempts or UNLIMITED_ATTEMPTS))
         self._start = b"".join((struct.pack("!h", 9), moment, moment, name, attempts))
         self._plain = self._start + _NULL * 4
 

@@ -20,22 +20,30 @@ __all__ = [
     "NewMessage",
     "QueueInfo",
     "QueueStats",
+    "SettledClaim",
     "Stream",
     "StreamBatch",
     "Subscription",
     "UnreadableJson",
 ]
 
+UNLIMITED_ATTEMPTS = 2**31 - 1  # the `max_attempts` of messages of a queue without a limit
+
+
+def attempts_of(attempt_count: int, max_attempts: int) -> str:
+    """The attempts of a message: 3 of 5, or 3 if it may have any number."""
+    return str(attempt_count) if max_attempts == UNLIMITED_ATTEMPTS else f"{attempt_count} of {max_attempts}"
+
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
     """A queue and its settings.
 
-    `paused_at` is None unless the queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle`
-    is None if it is never dropped for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives.
-    `group_limit` is None if the queue has no groups, `max_in_flight` and `rate_limit` if there is no such limit.
-    With `priorities`, messages with a higher priority are claimed first. Without `counters`, its messages are not
-    counted.
+    `max_attempts` is 0 if there is no such limit; its messages then have 2147483647. `paused_at` is None unless the
+    queue is paused. `archive_for` is None if it keeps no archive. `expires_after_idle` is None if it is never dropped
+    for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives. `group_limit` is None if the
+    queue has no groups, `max_in_flight` and `rate_limit` if there is no such limit. With `priorities`, messages with a
+    higher priority are claimed first. Without `counters`, its messages are not counted.
     """
 
     name: str
@@ -111,6 +119,14 @@ class Exchanged(Message):
     """
 
     lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SettledClaim:
+    """The answer to one of many claims: the `id` of the message, and whether its claim was still valid."""
+
+    id: int
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)

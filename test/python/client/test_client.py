@@ -113,6 +113,23 @@ def test_a_failing_json_loads_does_not_lose_a_claim(client: Client, queue: Any, 
     assert (message.payload.text, type(message.payload.error), message.headers) == ('{"a": 1}', KeyError, "known")
 
 
+def test_claims_of_different_tokens_are_settled_in_one_call(queue: Any) -> None:
+    ids = queue.enqueue_batch([1, 2, 3])
+    claimed = {message.id: message.claim_token for _ in ids for message in queue.claim()}
+    tokens = [claimed[ids[0]], NOWHERE, claimed[ids[2]]]
+    settled = [pgqueue.SettledClaim(each, each != ids[1]) for each in ids]
+    assert queue.extend_claims(ids, iter(tokens), timedelta(minutes=1)) == settled
+    assert queue.nack_claims(ids, tokens, timedelta(0), "it broke", {"n": 1}) == settled
+    again = {message.id: message for message in queue.claim(3)}
+    assert [(again[each].last_error, again[each].headers) for each in (ids[0], ids[2])] == [("it broke", {"n": 1})] * 2
+    assert queue.release_claims(ids, [NOWHERE, NOWHERE, again[ids[2]].claim_token]) == [
+        pgqueue.SettledClaim(each, each == ids[2]) for each in ids
+    ]
+    assert all(each.settled for each in queue.ack_claims(ids[:2], [again[ids[0]].claim_token, claimed[ids[1]]]))
+    with pytest.raises(pgqueue.InvalidArgument, match=r"^invalid claim_tokens: '\{\}'"):
+        queue.ack_claims(ids, [])
+
+
 # The adapters of the connection
 
 

@@ -105,6 +105,7 @@ class Shop:
             "attempt": 0,
             "attempt_count": 1,
             "claim_token": batch.claim_token,
+            "claim_tokens": [batch.claim_token],
             "counts": [],
             "cron": "@daily",
             "dedup_key": "k",

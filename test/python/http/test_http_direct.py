@@ -117,6 +117,23 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
     assert queue.post("ack_batch", body).json() == {"count": 0}
 
 
+def test_claims_of_different_tokens_are_settled_together(queue: DirectQueue) -> None:
+    ids = queue.send(1, 2, 3)
+    tokens = {each["id"]: each["claim_token"] for _ in ids for each in queue.claim()}
+
+    def settle(verb: str, lost: int, **more: Any) -> None:
+        body = {"claims": [{"id": each, "claim_token": TOKEN if each == lost else tokens[each]} for each in ids]}
+        settled = [{"id": each, "settled": each != lost} for each in ids]
+        assert queue.post(verb, body | more).json() == {"claims": settled}
+
+    settle("extend_claims", ids[1], visibility_timeout_seconds=60)
+    settle("nack_claims", ids[1], delay_seconds=0, error="it broke", headers={"n": 1})
+    again = {each["id"]: each for each in queue.claim(max_messages=3)}
+    assert [(again[each]["last_error"], again[each]["headers"]) for each in again] == [("it broke", {"n": 1})] * 2
+    tokens |= {each: again[each]["claim_token"] for each in again}
+    settle("ack_claims", ids[0])
+
+
 @pytest.mark.parametrize(
     ("verb", "field", "good", "bad"),
     [
@@ -134,6 +151,7 @@ def test_a_batch_is_acknowledged_and_counted(queue: DirectQueue) -> None:
         ("ack", "id", 2**63 - 1, 2**63),
         ("ack", "claim_token", TOKEN, "token"),
         ("ack_batch", "ids", [1] * 100, [1] * 101),
+        ("ack_claims", "claims", [{"id": 1, "claim_token": TOKEN}] * 100, []),
         ("redrive", "ids", [1], []),
         ("redrive", "max_messages", 100_000, 100_001),
         ("purge_dead_messages", "ids", [1], [0]),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from .._calls import as_integer
-from ..message import DeadMessage
+from ..message import DeadMessage, attempts_of
 from .formatting import counted, format_moment, message_content, printable
 from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
 from .session import Failure, Session, Status, json_argument
@@ -70,7 +70,7 @@ def _describe(letter: DeadMessage) -> str:
         "died": f"{format_moment(letter.died_at)}, {letter.reason}",
         "sent": format_moment(letter.enqueued_at),
         "expired": letter.expires_at and format_moment(letter.expires_at),
-        "attempts": f"{letter.attempt_count} of {letter.max_attempts}",
+        "attempts": attempts_of(letter.attempt_count, letter.max_attempts),
         "claimed by": letter.claimed_by,
         "message id": letter.message_id,
     }

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import typer
 
-from ..message import Message
+from ..message import Message, attempts_of
 from .formatting import counted, format_age, message_content
 from .parameters import MOMENT, After, All, AlsoQueues, Max, QueueName, Yes, after_phrase, browse_pages, duration_option
 from .session import Failure, Session, Status
@@ -78,7 +78,7 @@ _HEADINGS = [">id", ">attempt", ">sent ago", "…message"]
 def _row(message: Message) -> list[object]:
     return [
         str(message.id),
-        f"{message.attempt_count} of {message.max_attempts}",
+        attempts_of(message.attempt_count, message.max_attempts),
         format_age(message.enqueued_at),
         message_content(message.payload, message.body),
     ]

@@ -35,7 +35,8 @@ VisibilityTimeout = Annotated[
     timedelta | None, duration_option(help="How long a claimed message stays hidden (30s; 1s to 12h).")
 ]
 MaxAttempts = Annotated[
-    int | None, typer.Option(metavar="N", help="Attempts before a message is dead (5; 1 to 100).", show_default=False)
+    int | None,
+    typer.Option(metavar="N", help="Attempts before a message is dead (5; 1 to 100; 0: no limit).", show_default=False),
 ]
 Dlq = Annotated[
     bool | None,
@@ -231,10 +232,12 @@ def _report(session: Session, info: QueueInfo) -> None:
         session.lines([info])
         return
     fate = "to the dead letters" if info.dlq_enabled else "deleted"
-    attempts = counted(info.max_attempts, "attempt")
+    attempts = "any number of attempts"
+    if info.max_attempts:
+        attempts = f"{counted(info.max_attempts, 'attempt')}, then {fate}"
     hidden = format_duration(info.visibility_timeout)
     kept = f"; archived for {format_duration(info.archive_for)}" if info.archive_for else ""
-    session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}, then {fate}{kept}")
+    session.say(f"queue {info.name}: visibility timeout {hidden}, {attempts}{kept}")
 
 
 def show(session: Session, queue: QueueName) -> None:
@@ -248,7 +251,7 @@ def show(session: Session, queue: QueueName) -> None:
         "queue": info.name,
         "paused": format_moment(info.paused_at) if info.paused_at else None,
         "visibility timeout": format_duration(info.visibility_timeout),
-        "max attempts": info.max_attempts,
+        "max attempts": info.max_attempts or "any number",
         "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
         "backoff": f"{format_duration(info.backoff_base)}, {info.backoff_factor:g} times as long after each failure,"
@@ -288,7 +291,7 @@ def list_(session: Session) -> None:
         return [
             info.name,
             info.visibility_timeout,
-            info.max_attempts,
+            info.max_attempts or "any",
             f"{format_duration(info.backoff_base)}-{format_duration(info.backoff_max)}",
             info.archive_for,
             ", ".join(_notes(info)),

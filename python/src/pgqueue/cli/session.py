@@ -358,6 +358,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
 # The commands whose functions have other names in SQL.
 _COMMANDS: Final = {
     "ack_batch": "ack",
+    "ack_claims": "ack",
     "alter_queue": "alter",
     "alter_schedule": "schedule alter",
     "browse_archived_messages": "archive list",
@@ -373,6 +374,7 @@ _COMMANDS: Final = {
     "enqueue": "send",
     "enqueue_batch": "send --file",
     "extend_batch": "extend",
+    "extend_claims": "extend",
     "get_queue": "show",
     "grant_access": "grant",
     "list_queues": "list",
@@ -380,6 +382,7 @@ _COMMANDS: Final = {
     "list_streams": "spark streams",
     "list_subscriptions": "subscriptions",
     "maintain_archive": "archive maintain",
+    "nack_claims": "nack",
     "pause_queue": "pause",
     "peek": "stats",
     "purge_dead_messages": "dead purge",

@@ -179,7 +179,7 @@ class Claims:
         if not messages:
             return True
         now = time.monotonic()
-        call = _calls.extend_claims(*claims_of(messages), self.visibility_timeout)
+        call = _calls.extend_by_token(*claims_of(messages), self.visibility_timeout)
         try:
             rows = await self._run(call, is_locked)
         except QueueNotFound:  # It was dropped with its messages.
@@ -388,7 +388,7 @@ class Claims:
         """Acknowledge all of these messages; False, and none was acknowledged, if one is locked."""
         counts: list[Any] | None = None
         try:
-            counts = await self._run(_calls.ack_claims(*claims_of([result.message for result in done])), is_locked)
+            counts = await self._run(_calls.ack_by_token(*claims_of([result.message for result in done])), is_locked)
             lost = await self._lost_of(done, dict(counts or ()))
         except BaseException as error:
             if counts is None and isinstance(error, psycopg.Error) and not is_trouble(error):
@@ -484,7 +484,7 @@ class Claims:
 
         async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
             try:
-                rows = await self._run(_calls.release_claims(*claims_of(part)), is_locked)
+                rows = await self._run(_calls.release_by_token(*claims_of(part)), is_locked)
             except QueueNotFound:  # It was dropped with its messages.
                 rows = []
             if rows and sum(rows):

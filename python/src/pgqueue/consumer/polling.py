@@ -390,7 +390,7 @@ class Poller:
             text = f"a peek_delay of {settings.peek_delay} is long: 100 ms to 10 s are recommended"
             runtime.log(logging.WARNING, text)
         for info in found:
-            if is_first and settings.retries is not None and settings.retries.total > info.max_attempts:
+            if is_first and settings.retries is not None and 0 < info.max_attempts < settings.retries.total:
                 total = settings.retries.total
                 text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
                 runtime.log(logging.WARNING, text, queue=info.name)

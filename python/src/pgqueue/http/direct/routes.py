@@ -29,17 +29,21 @@ from .structs import (
     ClaimAny,
     ClaimedFromQueues,
     ClaimedMessages,
+    Claims,
     Count,
     DeadLetters,
     DirectStats,
     Done,
     EnqueueDirect,
     Extend,
+    ExtendClaims,
     Ids,
     ListedSettings,
     Nack,
+    NackClaims,
     Page,
     Redrive,
+    SettledClaims,
     is_plain,
     settings_of,
     text_of,
@@ -55,6 +59,9 @@ _ACK: Final = b"select pgqueue.ack($1, $2, $3)"
 _ACK_BATCH: Final = b"select pgqueue.ack_batch($1, $2, $3)"
 _NACK: Final = b"select pgqueue.nack($1, $2, $3, $4, $5, $6)"
 _EXTEND: Final = b"select pgqueue.extend($1, $2, $3, $4)"
+_ACK_CLAIMS: Final = b"select id, settled from pgqueue.ack_claims($1, $2, $3)"
+_NACK_CLAIMS: Final = b"select id, settled from pgqueue.nack_claims($1, $2, $3, $4, $5, $6)"
+_EXTEND_CLAIMS: Final = b"select id, settled from pgqueue.extend_claims($1, $2, $3, $4)"
 
 
 @verb("enqueue", PRODUCER, MessageIds, EnqueueDirect, status=201, old_name="messages")
@@ -133,17 +140,31 @@ async def ack_batch(target: Target, body: AckBatch) -> Answer:
 @verb("nack", CONSUMER, Done, Nack, errors=_SETTLE_ERRORS)
 async def nack(target: Target, body: Nack) -> Answer:
     """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
-    headers = text_of(body.headers)
-    if headers is not None:
-        await run_beside(len(headers), check_json, headers, "headers", HEADERS_LIMIT)
-    values = seconds(body.delay_seconds), storable_text(body.error), headers and headers.decode()
-    return await _settle(target, body, "nacked", _NACK, *values)
+    return await _settle(target, body, "nacked", _NACK, *await _failure(body))
 
 
 @verb("extend", CONSUMER, Done, Extend, errors=_SETTLE_ERRORS)
 async def extend(target: Target, body: Extend) -> Answer:
     """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
     return await _settle(target, body, "extended", _EXTEND, seconds(body.visibility_timeout_seconds))
+
+
+@verb("ack_claims", CONSUMER, SettledClaims, Claims)
+async def ack_claims(target: Target, body: Claims) -> Answer:
+    """Acknowledge messages of different claims. Returns for each whether its claim was still valid."""
+    return await _settle_claims(target, body, "acked", _ACK_CLAIMS)
+
+
+@verb("nack_claims", CONSUMER, SettledClaims, NackClaims)
+async def nack_claims(target: Target, body: NackClaims) -> Answer:
+    """Return messages of different claims, as `nack` does. Returns for each whether its claim was still valid."""
+    return await _settle_claims(target, body, "nacked", _NACK_CLAIMS, *await _failure(body))
+
+
+@verb("extend_claims", CONSUMER, SettledClaims, ExtendClaims)
+async def extend_claims(target: Target, body: ExtendClaims) -> Answer:
+    """Extend different claims; their new timeout starts now. Returns for each whether it was still valid."""
+    return await _settle_claims(target, body, "extended", _EXTEND_CLAIMS, seconds(body.visibility_timeout_seconds))
 
 
 @verb("stats", SEES, DirectStats)
@@ -199,6 +220,23 @@ async def _settle(target: Target, body: Ack | Nack | Extend, operation: str, sta
     if not answer.replayed:
         target.count(operation, 1)
     return answer
+
+
+async def _settle_claims(target: Target, body: Claims, operation: str, statement: bytes, *values: Any) -> Answer:
+    async def effect(queue: AsyncQueue) -> Answer:
+        ids, tokens = [each.id for each in body.claims], [each.claim_token for each in body.claims]
+        rows = await fetch(queue.connection, statement, target.name, ids, tokens, *values)
+        target.count(operation, sum(settled for _, settled in rows))
+        return Answer(200, encode({"claims": [{"id": each, "settled": settled} for each, settled in rows]}))
+
+    return await target.run_once(effect)
+
+
+async def _failure(body: Nack | NackClaims) -> tuple[Any, ...]:
+    headers = text_of(body.headers)
+    if headers is not None:
+        await run_beside(len(headers), check_json, headers, "headers", HEADERS_LIMIT)
+    return seconds(body.delay_seconds), storable_text(body.error), headers and headers.decode()
 
 
 async def _run_and_count(target: Target, operation: str, call: Callable[[AsyncQueue], Awaitable[int]]) -> Answer:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from msgspec import Meta, Raw, Struct, defstruct, field
 
-from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, Subscription
+from ...message import DeadMessage, Message, QueueInfo, QueueStats, Schedule, SettledClaim, Subscription
 from ..decoding import Violation
 from ..enqueueing import BATCH_LIMIT
 
@@ -49,6 +49,10 @@ Moment = Annotated[datetime, Meta(tz=True)]
 Json = Annotated[Raw, Meta(description="Any JSON, max 256 KB")]
 PayloadOrBody = Annotated[Raw, Meta(description="Any JSON, max 256 KB; null or absent if body is given")]
 JsonObject = Annotated[Raw, Meta(description="A JSON object, max 64 KB", extra_json_schema=_OBJECT)]
+AddedHeaders = Annotated[JsonObject, Meta(description="Merged into those of the message")]
+RetryDelay = Annotated[Delay, Meta(description="By default the queue's backoff")]
+LastError = Annotated[str, Meta(max_length=10_000, description="Kept as last_error")]
+Extension = Annotated[Timeout, Meta(description="From now; by default the queue's")]
 
 
 _NOTHING: Final = Raw(b"")
@@ -178,11 +182,9 @@ class AckBatch(Request):
 class Nack(Claimed):
     """A claimed message to return to the queue."""
 
-    delay_seconds: Annotated[Delay, Meta(description="By default the queue's backoff")] | None = None
-    error: Annotated[str, Meta(max_length=10_000, description="Kept as last_error")] | None = None
-    headers: Annotated[JsonObject, Meta(description="Merged into those of the message")] = field(
-        default_factory=_nothing
-    )
+    delay_seconds: RetryDelay | None = None
+    error: LastError | None = None
+    headers: AddedHeaders = field(default_factory=_nothing)
 
     def __post_init__(self) -> None:
         check_object(self.headers, "headers")
@@ -191,7 +193,30 @@ class Nack(Claimed):
 class Extend(Claimed):
     """A claimed message whose claim is extended."""
 
-    visibility_timeout_seconds: Annotated[Timeout, Meta(description="From now; by default the queue's")] | None = None
+    visibility_timeout_seconds: Extension | None = None
+
+
+class Claims(Request):
+    """Claimed messages, of the same or of different claims."""
+
+    claims: Annotated[list[Claimed], Meta(min_length=1, max_length=BATCH_LIMIT)]
+
+
+class NackClaims(Claims):
+    """Claimed messages to return to the queue."""
+
+    delay_seconds: RetryDelay | None = None
+    error: LastError | None = None
+    headers: AddedHeaders = field(default_factory=_nothing)
+
+    def __post_init__(self) -> None:
+        check_object(self.headers, "headers")
+
+
+class ExtendClaims(Claims):
+    """Claims to extend."""
+
+    visibility_timeout_seconds: Extension | None = None
 
 
 class Ids(Request):
@@ -311,6 +336,11 @@ DeadLetters = _answer(
 )
 Count = _answer("Count", "The number of messages that were changed, or sent.", count=int)
 Done = _answer("Done", "The message that was changed.", id=int)
+SettledClaims = _answer(
+    "SettledClaims",
+    "For each claim, in the order of the request: the message, and whether the claim was still valid.",
+    claims=_list_of(SettledClaim),
+)
 Cancelled = _answer(
     "Cancelled",
     "Whether a message was removed. It was not if a consumer has claimed it, or if it is gone.",

@@ -65,7 +65,7 @@ class Field(NamedTuple):
 
 _BASICS: Final = (
     Field("visibility_timeout", "Visibility timeout (s)", "s", "how long a claimed message stays hidden"),
-    Field("max_attempts", "Attempts", "int", "after these a message becomes a dead letter"),
+    Field("max_attempts", "Attempts", "int", "after these a message becomes a dead letter; 0: never"),
     Field("dlq_enabled", "Keep dead letters", "bool"),
 )
 _FIELDS: Final = (

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse
 from starlette.types import Scope
 
 from ..._wording import counted as count
-from ...message import QueueStats
+from ...message import QueueStats, attempts_of
 from ..errors import ApiError
 from ..managed.structs import QueueBody
 from ..sampling import Place, Sample, Sampler
@@ -206,4 +206,4 @@ def _may(access: str, place: Sequence[str] = ()) -> bool:
 
 
 TEMPLATES.globals |= {"sparkline": sparkline, "queue_url": queue_url, "count": count}
-TEMPLATES.globals |= {"caller": current, "may": _may, "ALL": ALL}
+TEMPLATES.globals |= {"caller": current, "may": _may, "ALL": ALL, "attempts_of": attempts_of}
