@@ -4,6 +4,8 @@ psycopg itself raises them, sync and async: a subclass of `psycopg.Error` with a
 server's message and hint are in `str(error)` and `error.diag`.
 """
 
+from collections.abc import Iterator
+
 import psycopg
 from psycopg.errors import InvalidParameterValue as InvalidArgument
 from psycopg.errors import InvalidSchemaName, UndefinedFunction
@@ -117,18 +119,26 @@ def not_installed(error: InvalidSchemaName | UndefinedFunction, database: str) -
     return made
 
 
-def is_conflict(error: BaseException | None) -> bool:
-    """Whether an exception was caused by a deadlock or a serialization failure: the work can be repeated."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those from which it was raised."""
     for _ in range(20):
         if error is None:
-            return False
-        if isinstance(error, psycopg.Error) and error.sqlstate in _CONFLICTS:
-            return True
+            break
+        yield error
         try:
             error = error.__cause__
         except BaseException:  # The class may define it as a property.
-            return False
-    return False
+            break
+
+
+def database_error(error: BaseException) -> BaseException:
+    """The error of psycopg from which an exception was raised, as ORMs do; else the exception itself."""
+    return next((cause for cause in _chain(error) if isinstance(cause, psycopg.Error)), error)
+
+
+def is_conflict(error: BaseException | None) -> bool:
+    """Whether an exception was caused by a deadlock or a serialization failure: the work can be repeated."""
+    return any(isinstance(cause, psycopg.Error) and cause.sqlstate in _CONFLICTS for cause in _chain(error))
 
 
 def is_trouble(error: BaseException) -> bool:

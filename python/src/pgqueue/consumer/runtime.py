@@ -14,7 +14,7 @@ from psycopg.errors import LockNotAvailable
 
 from .. import _calls
 from .._calls import Bound
-from ..errors import QueueNotFound, is_conflict, is_trouble, is_unreachable
+from ..errors import QueueNotFound, database_error, is_conflict, is_trouble, is_unreachable
 from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
 from .policy import cause_of, text_of
@@ -293,7 +293,7 @@ class Runtime:
         While a database is unreachable every attempt fails, so the traceback of such an error is only for debugging.
         """
         self.stats.failed += 1
-        cause = cause_of(error)
+        cause = database_error(cause_of(error))
         reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
         text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {next_step}"
         has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)

@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 from .. import _calls
 from .._calls import Bound
 from .._connections import is_broken
-from ..errors import QueueNotFound, is_conflict, is_trouble
+from ..errors import QueueNotFound, database_error, is_conflict, is_trouble
 from ..message import Message, UnreadableJson
 from . import policy
 from .connections import begin_statement, is_busy, is_outside_transaction
@@ -138,7 +138,7 @@ class Transactions:
                 error = error.__cause__ or error
             if error is None:
                 return Attempt("lost")
-            if is_trouble(error) and is_broken(session.connection):
+            if is_trouble(database_error(error)) and is_broken(session.connection):
                 return Attempt("undone", error=error, seconds=seconds)
             if not is_conflict(error) or conflicts >= _MOST_CONFLICTS:
                 return Attempt("failed", error=error, seconds=seconds)
