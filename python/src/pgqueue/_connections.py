@@ -5,8 +5,10 @@ for the session, other clients get, and the client itself may not find it again.
 nothing, and its settings hold for a transaction. A pooler by session is treated in the same way.
 """
 
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Mapping
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from psycopg import AsyncConnection, Connection, Error, generators
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -17,6 +19,7 @@ from psycopg.pq.abc import PGresult
 from ._coroutines import done, run_to_end
 
 __all__ = [
+    "as_url",
     "check_connection",
     "complete_conninfo",
     "connect",
@@ -68,6 +71,24 @@ def complete_conninfo(conninfo: str, application: str, **defaults: Any) -> str:
     given = conninfo_to_dict(conninfo)
     missing = {name: value for name, value in defaults.items() if name not in given}
     return make_conninfo(conninfo, **missing, fallback_application_name=application, client_encoding="utf8")
+
+
+def as_url(values: Mapping[str, str]) -> str:
+    """The connection parameters of libpq as a URL. Sockets are in the query: no other part of a URL has their place."""
+    left = dict(values)
+    database, hosts, ports = left.pop("dbname", ""), left.get("host", "").split(","), left.get("port", "").split(",")
+    place = ""
+    if "hostaddr" not in left and all(re.match("[^/@]", host) for host in hosts):
+        del left["host"]
+        left.pop("port", None)
+        ports = ports * len(hosts) if len(ports) == 1 else ports
+        named = [f"[{host}]" if ":" in host else quote(host, safe="") for host in hosts]
+        place = ",".join(f"{host}:{port}" if port else host for host, port in zip(named, ports, strict=False))
+        if "user" in left:
+            password = f":{quote(left.pop('password'), safe='')}" if "password" in left else ""
+            place = f"{quote(left.pop('user'), safe='')}{password}@{place}"
+    query = urlencode(left, quote_via=quote)
+    return f"postgresql://{place}/{quote(database, safe='')}" + (f"?{query}" if query else "")
 
 
 def connect(conninfo: str, autocommit: bool = True, kind: type[Connection[Any]] = Connection) -> Connection[Any]:

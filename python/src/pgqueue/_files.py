@@ -25,10 +25,19 @@ def extension_dir() -> Path:
 def install_script() -> str:
     """The SQL that installs pgqueue without `create extension`, in the caller's transaction or as one query.
 
-    It is the file pgqueue.sql without what is meant for psql: its commands, and `begin` and `commit`.
+    It is the file pgqueue.sql without what is meant for psql: its commands, and `begin` and `commit`. The settings that
+    it makes for the transaction end with it.
     """
     script = (extension_dir() / "pgqueue.sql").read_text("utf8")
-    return re.sub(r"(?m)^(\\set .*|begin;|commit;)$", "", script)
+    script = re.sub(r"(?m)^(\\set .*|begin;|commit;)$", "", script)
+    names = re.findall(r"(?m)^set local (\w+)", script)
+    save, restore = (
+        "".join(
+            f"select pg_catalog.set_config('{to}{n}', pg_catalog.current_setting('{of}{n}'), true);\n" for n in names
+        )
+        for to, of in (("pgqueue.before_", ""), ("", "pgqueue.before_"))
+    )
+    return f"{save}{script}\n{restore}"
 
 
 def upgrade_scripts(before: str, after: str) -> list[str] | None:

@@ -7,17 +7,16 @@ Timestamps are aware `datetime`. Every verb of a queue except `create_queue` and
 argument that is out of range raises `InvalidArgument`.
 """
 
-import re
 from typing import Any
 
-from psycopg import Connection, Cursor
+from psycopg import Connection
 from psycopg.rows import tuple_row
 
 from ._client_async import AsyncQueue, AsyncQueues
 from ._client_sync import Queue, Queues
 from ._files import install_script
 
-__all__ = ["AsyncQueue", "AsyncQueues", "Queue", "Queues", "install"]
+__all__ = ["AsyncQueue", "AsyncQueues", "Queue", "Queues", "ensure_installed", "install"]
 
 
 def install(connection: Connection[Any]) -> None:
@@ -26,10 +25,18 @@ def install(connection: Connection[Any]) -> None:
     For managed servers, on which no extension files can be installed. Raises `psycopg.errors.DuplicateSchema` if the
     schema exists.
     """
-    script = install_script()
-    settings = re.findall(r"(?m)^set local (\w+)", script)
-    cursor = Cursor(connection, row_factory=tuple_row)
-    before = [(name, cursor.execute("select current_setting(%s)", [name]).fetchone()) for name in settings]
-    cursor.execute(script.encode())  # one query, so that it is one transaction in autocommit mode, too
-    for name, value in before:
-        cursor.execute("select set_config(%s, %s, true)", [name, *(value or ())])
+    # One query, so that it is one transaction in autocommit mode, too.
+    connection.execute(install_script().encode())
+
+
+def ensure_installed(connection: Connection[Any]) -> None:
+    """Install pgqueue unless the database has it: as an extension if the server has its files, else as plain SQL."""
+    row = connection.cursor(row_factory=tuple_row).execute(
+        "select to_regprocedure('pgqueue.version()') is not null,"
+        " exists (select from pg_available_extensions where name = 'pgqueue')"
+    )
+    is_installed, is_offered = row.fetchone() or (False, False)
+    if not is_installed and is_offered:
+        connection.execute("create extension pgqueue")
+    elif not is_installed:
+        install(connection)

@@ -1,7 +1,6 @@
 """The commands that give other programs access to the database: `dsn` prints it, `psql` runs psql on it."""
 
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -17,6 +16,7 @@ import typer
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from .._connections import as_url
 from .._files import extra
 from ..embedded import EmbeddedServerError, _packaged_bindir, keep_shared_server
 from .session import Failure, Session, Status
@@ -69,7 +69,7 @@ def dsn(
         values = {name: str(value) for name, value in conninfo_to_dict(text).items()}
         variables = _variables(session, values) if env else {}
         if url:
-            text = _url(values)
+            text = as_url(values)
         elif jdbc:
             text = _jdbc_url(session, values)
         elif env:
@@ -94,27 +94,9 @@ def _from_environment() -> str:
     return make_conninfo("", **{name: value for name, value in values.items() if value and name != "password"})
 
 
-def _url(values: Mapping[str, str]) -> str:
-    """The connection parameters of libpq as a URL. Sockets are in the query: no other part of a URL has their place."""
-    left = dict(values)
-    database, hosts, ports = left.pop("dbname", ""), left.get("host", "").split(","), left.get("port", "").split(",")
-    place = ""
-    if "hostaddr" not in left and all(re.match("[^/@]", host) for host in hosts):
-        del left["host"]
-        left.pop("port", None)
-        ports = ports * len(hosts) if len(ports) == 1 else ports
-        named = [f"[{host}]" if ":" in host else quote(host, safe="") for host in hosts]
-        place = ",".join(f"{host}:{port}" if port else host for host, port in zip(named, ports, strict=False))
-        if "user" in left:
-            password = f":{quote(left.pop('password'), safe='')}" if "password" in left else ""
-            place = f"{quote(left.pop('user'), safe='')}{password}@{place}"
-    query = urlencode(left, quote_via=quote)
-    return f"postgresql://{place}/{quote(database, safe='')}" + (f"?{query}" if query else "")
-
-
 def _jdbc_url(session: Session, values: Mapping[str, str]) -> str:
     """The same for JDBC, which has other names, and takes user and password in the query only."""
-    url = _url({name: value for name, value in values.items() if name in ("host", "port", "dbname")})
+    url = as_url({name: value for name, value in values.items() if name in ("host", "port", "dbname")})
     if url.startswith("postgresql:///"):
         raise Failure("JDBC connects by TCP only, and the database has no host", "Give --tcp, or a host.", Status.USAGE)
     _note_missing(session, "JDBC", values, {"host", "port", "dbname", *_JDBC_NAMES})

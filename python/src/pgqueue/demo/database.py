@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import psycopg
 
-from ..client import Queue, install
+from ..client import Queue, ensure_installed
 from ..errors import QueueBusy
 from .flights import DemoError
 from .workers import QUEUE
@@ -40,17 +40,7 @@ def demo_objects(connection: psycopg.Connection[Any], keep: bool) -> Iterator[No
 
     Raises DemoError if objects with these names exist that the demo did not create.
     """
-    known = connection.execute(
-        "select to_regprocedure('pgqueue.version()') is not null,"
-        " exists (select from pg_available_extensions where name = 'pgqueue')"
-    ).fetchone()
-    assert known is not None
-    installed, available = known
-    if not installed:
-        if available:
-            connection.execute("create extension pgqueue")
-        else:
-            install(connection)
+    ensure_installed(connection)
     clear(connection)
     with connection.transaction():
         connection.execute(f"create schema {SCHEMA}")

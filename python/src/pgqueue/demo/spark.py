@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._connections import complete_conninfo, connect
-from ..client import Queue, install
+from ..client import Queue, ensure_installed
 from ..embedded import EmbeddedServer, EmbeddedServerError, given_server
 from .flights import DemoError, Flight, flights
 
@@ -249,15 +249,7 @@ def demo_objects(connection: psycopg.Connection[Any], keep: bool) -> Iterator[No
     pgqueue is installed if it is missing, and stays. Raises DemoError if objects with these names exist that the demo
     did not create.
     """
-    row = connection.execute(
-        "select to_regprocedure('pgqueue.version()') is not null,"
-        " exists (select from pg_available_extensions where name = 'pgqueue')"
-    ).fetchone()
-    installed, available = row or (False, False)
-    if not installed and available:
-        connection.execute("create extension pgqueue")
-    elif not installed:
-        install(connection)
+    ensure_installed(connection)
     clear(connection)
     connection.execute(f"create schema {SCHEMA}")
     connection.execute(f"comment on schema {SCHEMA} is '{OURS}'")
