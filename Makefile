@@ -212,7 +212,7 @@ timed = began=$$SECONDS; end=passed; $(2) || end=FAILED; \
 # PYTHONNODEBUGRANGES removes carets from tracebacks: to print them, Python 3.11 parses the source, and this fails if
 # two threads do it at once.
 pytest = cd python && PYTHONNODEBUGRANGES=1 ../$(python) -m pytest -c pyproject.toml --rootdir .. --numprocesses auto \
-	--dist loadgroup --no-loadscope-reorder --durations 10 ../test/python ../test/upgrade
+	--dist loadgroup --no-loadscope-reorder --durations 10 ../test/python ../test/upgrade examples
 
 test-python: setup  ## run the Python tests of "make test"
 	@$(pytest) -m 'not long'

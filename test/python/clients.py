@@ -18,6 +18,7 @@ import psutil
 import psycopg
 
 import pgqueue
+from pgqueue import testing
 from pgqueue.embedded import EmbeddedServer
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -26,12 +27,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 PATIENCE = 120
 # Settings of a private server that keep autovacuum, checkpoints and JIT out of a test. The launcher of autovacuum
 # divides its pause by the number of databases. With autovacuum off, doctor() would report an error.
-QUIET = {
-    "autovacuum_naptime": "2147483s",
-    "checkpoint_timeout": "1h",
-    "max_wal_size": "8GB",
-    "jit": "off",
-}
+QUIET = testing.SETTINGS
 
 
 def use_memory() -> None:

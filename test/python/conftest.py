@@ -18,7 +18,7 @@ import hypothesis
 import psutil
 import psycopg
 import pytest
-from clients import PATIENCE, QUIET, use_memory
+from clients import PATIENCE, use_memory
 from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -26,7 +26,6 @@ from served import Server, Site, serving_a_run
 from sparks import drivers, elsewhere, jre, role, s3, spark
 
 import pgqueue
-from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from consumers import Case, Form
@@ -171,15 +170,9 @@ def late_imports(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[str]:
+def server(pgqueue_server: str) -> str:
     """How to connect to a server as superuser: PGQUEUE_TEST_DSN, or a private one."""
-    if dsn := os.environ.get("PGQUEUE_TEST_DSN"):
-        yield dsn
-    else:
-        # Autovacuum can hold a table for longer than the half second that expose_transport and others wait for it.
-        with EmbeddedServer(durable=False, settings=QUIET) as embedded:
-            yield embedded.dsn
-            embedded.stop(immediate=True)
+    return pgqueue_server
 
 
 @pytest.fixture(scope="session")
@@ -237,25 +230,15 @@ def curl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def database(empty_database: Callable[[], str]) -> str:
+def database(pgqueue_dsn: str) -> str:
     """How to connect to a database with pgqueue: by the extension where the server has it, else by plain SQL."""
-    dsn = empty_database()
-    with psycopg.connect(dsn) as connection:
-        available = connection.execute(
-            "select exists (select from pg_available_extensions where name = 'pgqueue')"
-        ).fetchone()
-        if available == (True,):
-            connection.execute("create extension pgqueue")
-        else:
-            pgqueue.install(connection)
-    return dsn
+    return make_conninfo(pgqueue_dsn)
 
 
 @pytest.fixture
-def connection(database: str) -> Iterator[psycopg.Connection[Any]]:
+def connection(pgqueue_connection: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
     """A connection in autocommit mode, beside the client's."""
-    with psycopg.connect(database, autocommit=True) as connection:
-        yield connection
+    return pgqueue_connection
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry
+from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry, testing
 from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
 from pgqueue.consumer.polling import PollSchedule
 from pgqueue.consumer.runtime import CircuitBreaker
@@ -26,9 +25,7 @@ NOW = datetime.now(UTC)
 
 
 def message(headers: Any = None, attempt: int = 1, max_attempts: int = 5) -> Message:
-    return Message(
-        7, "q", {"n": 1}, None, headers, None, attempt, max_attempts, NOW, NOW, None, "consumer", uuid4(), None
-    )
+    return testing.message({"n": 1}, headers=headers, attempt_count=attempt, max_attempts=max_attempts)
 
 
 def raised(error: BaseException) -> BaseException:

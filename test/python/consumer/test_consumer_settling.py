@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
@@ -15,7 +15,7 @@ from clients import PATIENCE, wait_for
 from consumers import LONG, SECOND, prepare
 from psycopg.rows import scalar_row
 
-from pgqueue import Consumer, Message
+from pgqueue import Consumer, testing
 from pgqueue._calls import Bound, LostAck
 from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims
@@ -27,7 +27,6 @@ from pgqueue.consumer.transactions import Transactions
 from pgqueue.consumer.workers import Workers
 
 Connection = psycopg.Connection[Any]
-NOW = datetime.now(UTC)
 TOKEN = uuid4()
 
 
@@ -42,7 +41,7 @@ def asked(text: bytes) -> Bound[Any]:
 
 
 def claimed(number: int, token: UUID = TOKEN) -> ClaimedMessage:
-    return ClaimedMessage(Message(number, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", token, None))
+    return ClaimedMessage(testing.message(1, id=number, claim_token=token))
 
 
 def circuit(parts: Runtime) -> str:

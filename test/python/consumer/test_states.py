@@ -1,26 +1,23 @@
 """The states of a message in a consumer: the table in python/README.md is the table of the code."""
 
 import re
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
-from pgqueue import Message
+from pgqueue import testing
 from pgqueue.consumer.delivery import TRANSITIONS, ClaimedMessage, IllegalTransition, State
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "python/README.md"
 TABLE = DOCUMENT.read_text(encoding="utf-8").partition("\n| State | Meaning |")[2].partition("\n\n")[0]
 ROWS = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", TABLE, re.MULTILINE)
-NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FINAL = {State.ACKED, State.RETRIED, State.DEAD, State.LOST, State.RELEASED}
 
 
 def claimed_in(state: State) -> ClaimedMessage:
     """A message in a state, reached by legal transitions."""
-    message = ClaimedMessage(Message(1, "q", 1, None, None, None, 1, 5, NOW, NOW, None, "me", uuid4(), None))
+    message = ClaimedMessage(testing.message(1, id=1))
     paths = {
         State.CLAIMED: [],
         State.WORKING: [State.WORKING],

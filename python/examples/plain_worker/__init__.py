@@ -1,0 +1,1 @@
+"""A worker without a framework."""
