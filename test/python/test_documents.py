@@ -13,9 +13,12 @@ import commands
 import psycopg
 import pytest
 from clients import PATIENCE
+from psycopg.conninfo import conninfo_to_dict
 
 import pgqueue
 import pgqueue.consumer
+from pgqueue import testing
+from pgqueue._connections import as_url
 from pgqueue.embedded import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +32,7 @@ DOCUMENTS = sorted(
 PASTED = (
     "README.md",
     "python/README.md",
+    "python/src/pgqueue/contrib/README.md",
     "python/src/pgqueue/http/README.md",
     "sql/README.md",
     "sql/REFERENCE.md",
@@ -95,20 +99,29 @@ class Pasting:
                 assert block.language in ("", "text", "yaml")
 
     def python(self, code: str) -> None:
-        """Run it on the database; a consumer stops after its first message."""
+        """Run it on the database, and its tests; a consumer that is not drained stops after its first message."""
 
         def consumer(_dsn: str, *arguments: Any, **options: Any) -> pgqueue.Consumer:
             made = pgqueue.consumer.Consumer(self.dsn, *arguments, **options)
-            made.observe = lambda event: made.request_stop() if event.kind == "succeeded" else None
+            if "drain" not in code:
+                made.observe = lambda event: made.request_stop() if event.kind == "succeeded" else None
             return made
 
         with self.monkeypatch.context() as patch:
             patch.setenv("PGQUEUE_DSN", self.dsn)
+            patch.setenv("DATABASE_URL", as_url({key: str(part) for key, part in conninfo_to_dict(self.dsn).items()}))
             patch.setattr(pgqueue, "Consumer", consumer, raising=False)
             if "Consumer(" in code and "enqueue(" not in code:
                 with psycopg.connect(self.dsn, autocommit=True) as connection:
                     pgqueue.Queue(connection, "orders").enqueue({"order_id": 1004})
-            exec(code, {})
+            names: dict[str, Any] = {}
+            exec(code, names)
+            if "engine" in names:  # of SQLAlchemy
+                names["engine"].dispose()
+            for test in [function for name, function in names.items() if name.startswith("test_")]:
+                with psycopg.connect(self.dsn, autocommit=True) as connection, testing.queue(connection) as queue:
+                    fixtures = {"pgqueue_dsn": self.dsn, "pgqueue_queue": queue}
+                    test(**{name: fixtures[name] for name in inspect.signature(test).parameters})
 
     def shell(self, code: str) -> None:
         """Run the commands of pgqueue, but not what would install something or go on until Ctrl-C."""
