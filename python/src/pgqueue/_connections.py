@@ -38,11 +38,10 @@ _WANTED = {b"DateStyle": b"ISO", b"IntervalStyle": b"postgres", b"client_encodin
 _BACKEND_PID = b"select pg_catalog.pg_backend_pid()"
 
 
-# Where objects of other packages keep their connection of psycopg, by the start of their modules. The first fits.
+# What to call for objects of other packages, by the start of their modules.
 _REMEDIES = {
-    "django.": "connection.connection after connection.ensure_connection()",
-    "sqlalchemy.ext.asyncio.": "(await (await session.connection()).get_raw_connection()).driver_connection",
-    "sqlalchemy.": "session.connection().connection.driver_connection",
+    "django.": "pgqueue.contrib.django.queue",
+    "sqlalchemy.": "pgqueue.contrib.sqlalchemy.queue_of",
 }
 
 
@@ -53,7 +52,7 @@ def check_connection(connection: Any, kind: type[AnyConnection]) -> None:
     """
     name, module = type(connection).__name__, type(connection).__module__
     if not hasattr(connection, "pgconn"):
-        remedy = next((f", such as {remedy}" for start, remedy in _REMEDIES.items() if module.startswith(start)), "")
+        remedy = next((f"; see {call}" for start, call in _REMEDIES.items() if module.startswith(start)), "")
         if connection is None:
             remedy = " (connection.connection of Django is None before connection.ensure_connection())"
         path = name if module == "builtins" else f"{module}.{name}"

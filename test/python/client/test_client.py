@@ -438,16 +438,12 @@ def test_a_queue_refuses_what_is_no_connection_or_no_name(
 @pytest.mark.parametrize(
     ("package", "remedy"),
     [
-        ("django.utils.connection", ", such as connection.connection after connection.ensure_connection()"),
-        ("sqlalchemy.orm.session", ", such as session.connection().connection.driver_connection"),
-        (
-            "sqlalchemy.ext.asyncio.session",
-            ", such as (await (await session.connection()).get_raw_connection()).driver_connection",
-        ),
+        ("django.utils.connection", "; see pgqueue.contrib.django.queue"),
+        ("sqlalchemy.orm.session", "; see pgqueue.contrib.sqlalchemy.queue_of"),
         ("psycopg2.extensions", ""),
     ],
 )
-def test_the_error_says_where_another_package_keeps_its_connection(package: str, remedy: str) -> None:
+def test_the_error_says_what_to_call_for_the_session_of_another_package(package: str, remedy: str) -> None:
     session = type("Session", (), {"__module__": package})()
     with pytest.raises(TypeError) as raised:
         pgqueue.Queue(session, "orders")
