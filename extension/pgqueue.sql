@@ -11090,8 +11090,8 @@ comment on function pgqueue.sink_stage(pgqueue.queue_of_producer, uuid, int, big
 'Starts to stage the messages that one attempt of one partition of a run writes for a queue, and returns a token. In the
 same transaction the caller copies the messages into pgqueue.staged_messages under this token: as arrays, some hundred
 messages per row, each row with the number of its first message, counted from 1. The copy raises 22023 or PQ003 for
-messages that enqueue would refuse, except for those over the limit of the queue, which sink_commit refuses. No session
-can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
+messages that enqueue would refuse; sink_commit refuses those over a limit of the queue that was lowered since. No
+session can claim the messages before sink_commit, which must be called by the same session_user. Raises 22023, PQ001.';
 
 create function pgqueue._check_messages(s pgqueue.staged_messages, a pgqueue.staged_attempts)
 returns void
@@ -11167,7 +11167,11 @@ begin
     else
         new.dedup_keys := null;
     end if;
-    if not are_sound then
+    if not are_sound or new.largest_bytes > (
+        select q.max_payload_bytes
+        from pgqueue.staged_attempts a join pgqueue.queues q on q.name = a.queue_name
+        where a.token = new.token
+    ) then
         perform pgqueue._check_messages(new, (select a from pgqueue.staged_attempts a where a.token = new.token));
     end if;
     new.group_keys := null;
@@ -11177,7 +11181,7 @@ end;
 $$;
 comment on function pgqueue._measure_messages() is
 'Trigger of staged_messages: moves groups and priorities to the headers, counts and measures the messages of a row, and
-raises an error for messages that enqueue would refuse in every queue.';
+raises an error for messages that enqueue would refuse.';
 
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();

@@ -5,7 +5,7 @@ create or replace function pgqueue._now() returns timestamptz language sql volat
 as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 
-select plan(199);
+select plan(203);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -158,6 +158,17 @@ begin
     ) w (columns, given, error, sentence);
     return next is((select count(*) from pgqueue.messages x where x.queue_name = queue), 4::bigint, queue || ': sink_commit of a run with an invalid row sends nothing');
     return next is((select count(*) from pgqueue.sink_commits c where c.app_id = 'bad'), 0::bigint, queue || ': sink_commit of a run with an invalid row records no commit');
+
+    return next is(pg_temp.raised(format($f$
+        do $d$ declare token uuid := pgqueue.sink_stage(%L, pg_temp.run(2), 3, 1); begin
+            insert into pgqueue.staged_messages (token, row_number, payloads)
+            values (token, 1, array['1', to_jsonb(repeat('x', 99))]);
+        end $d$ $f$, queue)), format('PQ003 row 2 of partition 3: payload of 101 bytes is over the limit of 100 bytes of queue %L', queue), queue || ': a payload over the limit of the queue is refused when it is staged');
+    run := gen_random_uuid();
+    first := pg_temp.staged(queue, run, 0, 1, '{12345678901}');
+    perform pgqueue.alter_queue(queue, max_payload_bytes => 10);
+    return next is(pg_temp.raised(format('select pgqueue.sink_commit(%L, array[%L]::uuid[], ''{1}'', ''gone'', 1)', run, first)), format('PQ003 row 1 of partition 0: payload of 11 bytes is over the limit of 10 bytes of queue %L', queue), queue || ': sink_commit refuses a payload over a limit that was lowered after staging');
+    perform pgqueue.alter_queue(queue, max_payload_bytes => 100);
 
     -- A paused queue and a dropped queue.
     run := gen_random_uuid();

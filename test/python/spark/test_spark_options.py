@@ -15,8 +15,11 @@ from psycopg.conninfo import conninfo_to_dict
 from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
     from pgqueue.spark.connections import connect, resolve_conninfo
     from pgqueue.spark.options import OPTIONS, OptionError, parse
+    from pgqueue.spark.source import PgQueueDataSource
 
 
 # Uses of options, as pgqueue.spark.options names them.
@@ -50,7 +53,7 @@ def test_unknown_options_are_refused_with_a_suggestion() -> None:
     assert "unknown option maxMessagesPerTriger for streaming reads" in refused(STREAM, maxMessagesPerTriger="1")
     assert "did you mean maxMessagesPerTrigger?" in refused(STREAM, maxmessagespertriger="1")
     assert "did you mean" not in refused(STREAM, zebra="1")
-    assert "there are dsn, queue, numPartitions" in refused(STREAM, zebra="1")
+    assert "there are dsn, url, user, password, queue, numPartitions" in refused(STREAM, zebra="1")
 
 
 def test_options_of_another_use_are_refused() -> None:
@@ -232,6 +235,23 @@ def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.__suppress_context__
 
 
+def test_a_database_can_be_named_as_jdbc_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "jdbc:postgresql://db:7777/app?sslmode=require"
+    options = parse({"queue": "q", "url": url, "user": "me", "password": "s3cret"}, READ)
+    assert "s3cret" not in repr(options)
+    found = conninfo_to_dict(resolve_conninfo(options.dsn, options.user, options.password))
+    expected = {"host": "db", "port": "7777", "dbname": "app", "sslmode": "require", "user": "me", "password": "s3cret"}
+    assert expected.items() <= found.items()
+    # They override those of the environment, too.
+    monkeypatch.setenv("PGQUEUE_DSN", "host=other user=you password=x")
+    found = conninfo_to_dict(resolve_conninfo(None, "me", "s3cret"))
+    assert (found["host"], found["user"], found["password"]) == ("other", "me", "s3cret")
+    said = "invalid option url: it is not jdbc:postgresql://host:port/database, with parameters of libpq and no pass"
+    for wrong in (url.replace("sslmode", "currentSchema"), "jdbc:mysql://db/app", f"{url}&password=s3cret"):
+        assert refused(READ, url=wrong).startswith(said)
+    assert refused(WRITE, dsn="host=db", url=url) == "options dsn and url: give one of them"
+
+
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No variable of libpq is set."""
@@ -249,7 +269,7 @@ def named(dsn: str | None) -> dict[str, Any]:
 
 
 def test_the_dsn_comes_from_the_option_or_the_environment(environment: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="option dsn is missing, and so are PGQUEUE_DSN and the libpq variables"):
+    with pytest.raises(OptionError, match="option dsn or url is missing, and so are PGQUEUE_DSN and the libpq"):
         resolve_conninfo(None)
     environment.setenv("PGHOST", "from-variable")
     environment.setenv("PGPASSWORD", "s3cret")
@@ -257,6 +277,23 @@ def test_the_dsn_comes_from_the_option_or_the_environment(environment: pytest.Mo
     environment.setenv("PGQUEUE_DSN", "host=from-dsn dbname=app")
     assert named(None) == {"host": "from-dsn", "dbname": "app", "password": "s3cret"}
     assert named("host=from-option") == {"host": "from-option", "password": "s3cret"}
+
+
+def test_the_error_for_a_table_of_sql_without_its_options_says_where_to_write_them(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    said = r"behind its name, as in: select \* from t with \(queue = 'orders', dsn = 'service=app'\)"
+    with pytest.raises(OptionError, match=f"option dsn or url is missing.*{said}"):
+        PgQueueDataSource({})
+    environment.setenv("PGQUEUE_DSN", "host=db")
+    table = PgQueueDataSource({})
+    with pytest.raises(OptionError, match=f"option queue is missing.*{said}"):
+        table.reader(table.schema())
+    with pytest.raises(OptionError, match=f"no queue: set option queue.*{said}"):
+        table.writer(StructType([table.schema()["payload"]]), overwrite=False)
+    with pytest.raises(OptionError) as raised:
+        PgQueueDataSource({"source": "dead"}).reader(table.schema())
+    assert "behind its name" not in str(raised.value)
 
 
 def test_a_service_takes_precedence_over_libpq_variables(environment: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import shutil
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         replay,
     )
     from pgqueue.spark.pipelines.folder import Folder
+    from pgqueue.spark.pipelines.predicates import matching
 
 
 # maintain_archive moves these rows to the partitions of their days.
@@ -442,6 +444,18 @@ def test_a_standby_is_refused(archiver: Archiver) -> None:
     with pytest.raises(StandbyError, match="need the primary"):
         archiver.run(archiver.path / "parquet", standby)
     assert not (archiver.path / "parquet").exists()
+
+
+def test_spark_connect_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    # A session of Spark Connect has no attribute _jvm.
+    session: Any = SimpleNamespace()
+    frame: Any = SimpleNamespace(sparkSession=session)
+    for use in (
+        lambda: archive_to_parquet(session, str(tmp_path), dsn="host=/nowhere"),
+        lambda: matching(frame, "1 = 1"),
+    ):
+        with pytest.raises(OptionError, match="needs a classic session of Spark: with Spark Connect, run it"):
+            use()
 
 
 @long

@@ -233,7 +233,7 @@ def test_missing_options_are_one_sentence_before_a_job_starts(tmp_path: Path) ->
     assert len(said) == 6, done
     without_dsn, unknown, streams = said[:3], said[3], said[4:]
     for line in without_dsn:
-        assert "OptionError: option dsn is missing, and so are PGQUEUE_DSN and the libpq variables" in line
+        assert "OptionError: option dsn or url is missing, and so are PGQUEUE_DSN and the libpq variables" in line
     assert "OptionError: unknown option queu for batch reads (spark.read): did you mean queue?" in unknown
     for line in (*without_dsn, unknown):
         assert line.startswith("[PYTHON_DATA_SOURCE_ERROR] ")

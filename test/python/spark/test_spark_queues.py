@@ -456,11 +456,11 @@ def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
     looking: list[int] = []
     numbers: list[int] = []
 
-    def counted(conninfo: str) -> Connection:
+    def counted(conninfo: str, **options: Any) -> Connection:
         with together:
             looking.append(1)
             numbers.append(len(looking))
-        return connect(conninfo)
+        return connect(conninfo, **options)
 
     def taken(self: ConnectionSlots, connection: Connection) -> bool:
         with together:
@@ -488,7 +488,7 @@ def test_each_write_has_slots_of_its_own(database: str) -> None:
 def test_tasks_that_are_more_than_the_server_accepts_try_again_if_there_is_a_limit(
     queues: Queues, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*_: Any) -> Any:
+    def refuses(*_: Any, **__: Any) -> Any:
         monkeypatch.setattr(connections, "connect", connect)
         raise psycopg.OperationalError("FATAL: sorry, too many clients already")
 

@@ -615,6 +615,7 @@ def test_spark_shows_option_errors_but_never_a_password(
             load(**options).collect()
         assert message in str(raised.value)
     load(dsn=f"{database} password=s3cret").explain("extended")
+    load(user="postgres", password="s3cret").explain("extended")
     with pytest.raises(AnalysisException) as raised:
         load(dsn="host=/nowhere password=s3cret").collect()
     assert "s3cret" not in str(raised.value) + "".join(capfd.readouterr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 from clients import PATIENCE
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sparks import Connection, long
 
 import pgqueue
@@ -27,12 +28,15 @@ from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from engines import Checkpoint
     from late_workers import completed
+    from pyspark.errors import AnalysisException
     from pyspark.sql import types as t
     from pyspark.sql.pandas.types import to_arrow_schema
 
     from pgqueue.spark import column_mapping, connections, register
     from pgqueue.spark import sink as sink_module
+    from pgqueue.spark.columns import source_schema
     from pgqueue.spark.options import WRITE, OptionError, parse
     from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter, Staged
     from pgqueue.spark.source import PgQueueDataSource
@@ -100,7 +104,8 @@ class Sink:
 
     def refuses(self, said: str, kinds: t.StructType, *batches: pa.RecordBatch, **options: str) -> None:
         """Run a task of partition 2 that fails, and leaves nothing."""
-        with pytest.raises((pgqueue.InvalidArgument, pgqueue.QueueNotFound), match=said):
+        kinds_of_errors = (pgqueue.InvalidArgument, pgqueue.PayloadTooLarge, pgqueue.QueueNotFound)
+        with pytest.raises(kinds_of_errors, match=said):
             self.write(self.writer(kinds, **options), *batches, task=(2, 0, None))
         assert self.staged() == 0
 
@@ -342,6 +347,74 @@ def test_an_invalid_value_is_refused_with_its_row(sink: Sink, column: str, value
         batch(kinds, good, bad, good),
         queue="" if column == "queue_name" else sink.name,
     )
+
+
+def test_a_payload_over_the_limit_of_the_queue_is_refused_by_its_task(sink: Sink) -> None:
+    sink.queue.alter_queue(max_payload_bytes=3)
+    said = "row 2 of partition 2: payload of 6 bytes is over the limit of 3 bytes of queue"
+    sink.refuses(said, texts("payload"), payloads("1", '"long"'))
+
+
+def test_delays_are_intervals_seconds_or_text_and_priorities_any_integers(sink: Sink) -> None:
+    for kind, value in (
+        (t.StringType(), "90 minutes"),
+        (t.StringType(), "5400"),
+        (t.LongType(), 5400),
+        (t.DecimalType(10, 1), Decimal("5400.0")),
+        (t.DoubleType(), 5400.0),
+        (t.DayTimeIntervalType(), timedelta(minutes=90)),
+    ):
+        kinds = schema(payload=t.StringType(), delay=kind, expires_in=kind, priority=t.LongType())
+        sink.send(batch(kinds, ("1", value, value, 9), ("2", None, None, None)), kinds=kinds)
+    assert sink.sent() == [2] * 6
+    found = sink.connection.execute(
+        "select distinct date_trunc('minute', due_at - enqueued_at), date_trunc('minute', expires_at - enqueued_at),"
+        " headers from pgqueue.scheduled_messages where queue_name = %s",
+        [sink.name],
+    ).fetchall()
+    assert found == [(timedelta(minutes=90), timedelta(minutes=90), {"pgqueue.priority": 9})]
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "value", "said"),
+    [
+        ("delay", "string", "soon", "invalid delay: 'soon'; must be a number of seconds, or a text such as 90 seconds"),
+        ("delay", "double", float("nan"), "invalid delay: nan"),
+        ("expires_in", "long", -1, "invalid expires_in: '-00:00:01'"),
+        ("expires_in", "long", 2**62, "invalid expires_in: 4611686018427387904"),
+        ("priority", "long", 2**40, "invalid priority: Integer value 1099511627776 not in range"),
+        ("priority", "long", 10, "invalid priority: '10'"),
+    ],
+)
+def test_invalid_delays_and_priorities_are_refused_with_their_row(
+    sink: Sink, column: str, kind: str, value: Any, said: str
+) -> None:
+    types = {"string": t.StringType(), "double": t.DoubleType(), "long": t.LongType()}
+    kinds = schema(**{"payload": t.StringType(), column: types[kind]})
+    sink.refuses(f"row 2 of partition 2: {said}", kinds, batch(kinds, ("1", None), ("2", value)))
+
+
+def test_the_error_for_missing_rights_names_the_role_and_the_grant(
+    sink: Sink, role: Callable[[str], str], drivers: Callable[..., Any]
+) -> None:
+    for access, lacking, use in (
+        ("reader", "producer", lambda dsn: sink.write(sink.writer(dsn=dsn), payloads("1"))),
+        ("reader", "consumer", lambda dsn: drivers(Checkpoint(), dsn=dsn, queue=sink.name).begin()),
+        ("producer", "reader", lambda dsn: planned(dsn, sink.name)),
+    ):
+        dsn = role(access)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
+            use(dsn)
+        name = str(conninfo_to_dict(dsn)["options"]).removeprefix("-c role=")
+        assert f"DETAIL:  Role {name} needs access {lacking}." in str(raised.value)
+        (grant,) = re.findall(r"select pgqueue\.grant_access\(.*?\)", str(raised.value))
+        sink.connection.execute(grant)
+        use(dsn)
+
+
+def planned(dsn: str, queue: str) -> Any:
+    source = PgQueueDataSource({"dsn": dsn, "queue": queue})
+    return source.reader(source.schema()).partitions()
 
 
 @pytest.mark.parametrize("target", ["payload", "headers"])
@@ -641,7 +714,8 @@ def test_a_wait_for_a_slot_does_not_count_as_an_outage(monkeypatch: pytest.Monke
         yield psycopg.OperationalError("too many connections")
         yield Server(has_slot=True)
 
-    def connect(_: str) -> Any:
+    def connect(_: str, access: str) -> Any:
+        assert access == "producer"
         answer = next(coming)
         if isinstance(answer, Exception):
             raise answer
@@ -691,6 +765,23 @@ def test_a_server_crash_between_staging_and_commit_raises_staged_messages_lost(
             assert connection.execute("select payload from pgqueue.messages order by id").fetchall() == [(1,), (3,)]
 
 
+def test_an_insert_may_only_name_columns_that_a_write_sets(sink: Sink) -> None:
+    kinds = source_schema("ready")
+
+    def row(**values: Any) -> pa.RecordBatch:
+        rows: list[dict[str, Any]] = [{"payload": "1"}, values]
+        return batch(kinds, *(tuple(one.get(name) for name in kinds.names) for one in rows))
+
+    sink.send(row(payload="2", headers='{"a": "b"}'), kinds=kinds)
+    assert sink.sent() == [1, 2]
+    sink.send(row(payload="3", queue_name=sink.name).slice(1), kinds=kinds, queue="")
+    assert sink.sent() == [1, 2, 3]
+    said = "row 2 of partition 2: invalid attempt_count: the database sets it; drop this column, or name the columns"
+    sink.refuses(said, kinds, row(payload="2", attempt_count=3))
+    said = "row 2 of partition 2: invalid queue_name: option queue sets it"
+    sink.refuses(said, kinds, row(payload="2", queue_name="other"))
+
+
 # Errors at planning.
 
 
@@ -699,14 +790,14 @@ def test_invalid_columns_and_options_are_refused_at_planning(sink: Sink) -> None
     cases: list[tuple[t.StructType, dict[str, str], str]] = [
         (schema(payload=t.IntegerType()), {}, "column payload is int, and must be a string"),
         (
-            schema(payload=t.StringType(), delay=t.IntegerType()),
+            schema(payload=t.StringType(), delay=t.BooleanType()),
             {},
-            "column delay is int, and must .* make_dt_interval",
+            "column delay is boolean, and must be an interval day to second, a number of seconds, or a string",
         ),
         (schema(payload=t.StringType(), headers=t.ArrayType(t.StringType())), {}, "column headers is array<string>"),
         (schema(payload=t.StringType(), message_id=t.BinaryType()), {}, "column message_id is binary"),
         (schema(payload=t.StringType(), group_key=t.IntegerType()), {}, "column group_key is int, and must be a str"),
-        (schema(payload=t.StringType(), priority=t.LongType()), {}, "column priority is bigint, and must be an int"),
+        (schema(payload=t.StringType(), priority=t.DoubleType()), {}, "column priority is double, and must be an int"),
         (schema(payload=t.StringType(), body=t.StringType()), {}, "column body is string, and must be binary"),
         (schema(payload=t.BinaryType(), body=t.BinaryType()), {}, "leave out one of them"),
         (schema(payload=t.StringType(), header=t.StringType()), {}, "unknown column header .*did you mean headers"),
@@ -750,6 +841,27 @@ def test_txn_options_are_refused_for_streaming_queries(sink: Sink, options: dict
 
 
 # In a session.
+
+
+@long
+def test_a_queue_is_a_view_and_a_table_of_sql(spark: Any, sink: Sink) -> None:
+    where = f"queue '{sink.name}', dsn '{sink.dsn}'"
+    sink.queue.enqueue(1)
+    view, table = f"view_{uuid4().hex}", f"table_{uuid4().hex}"
+    spark.sql(f"create temporary view {view} using pgqueue options ({where})")
+    spark.sql(f"create table {table} (payload string) using pgqueue options ({where})")
+    try:
+        # Spark passes null for the columns that the insert does not name.
+        spark.sql(f"insert into {view} (payload) select '2'")
+        named = f"{table} with ({where})"
+        spark.sql(f"insert into {named} select '3'")
+        found = spark.sql(f"select a.payload from {named} a join {view} b on a.payload = b.payload")
+        assert sorted(row.payload for row in found.collect()) == ["1", "2", "3"]
+        with pytest.raises(AnalysisException, match=r"write them behind its name, as in: select \* from t with \("):
+            spark.table(table).collect()
+    finally:
+        spark.sql(f"drop table {table}")
+        spark.catalog.dropTempView(view)
 
 
 @pytest.fixture

@@ -418,8 +418,8 @@ def test_retry_timeout_starts_again_with_each_outage_of_a_task(
     made: list[Connection] = []
     monkeypatch.setattr("pgqueue.spark.copy_to_arrow._BATCH_ROWS", 10)
 
-    def kept(*given: Any) -> Connection:
-        made.append(connect(*given))
+    def kept(*given: Any, **options: Any) -> Connection:
+        made.append(connect(*given, **options))
         return made[-1]
 
     monkeypatch.setattr("pgqueue.spark.stream.connect", kept)

@@ -2,19 +2,28 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from difflib import get_close_matches
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import types as t
 
+from ..errors import InvalidArgument
 from .arrow_json import json_object, json_text, unsupported_type
+from .columns import source_schema
+from .option_parsers import duration
 from .options import OptionError
 
 __all__ = ["ColumnMapping", "map_columns"]
 
+_parse_interval = duration(timedelta(0), timedelta.max)
 _NESTED = (t.StructType, t.MapType, t.ArrayType)
-_INTERVAL = "an interval day to second, such as make_dt_interval(0, 0, 0, seconds)"
+_INTERVALS = (
+    (t.DayTimeIntervalType, t.NumericType, t.StringType),
+    "an interval day to second, a number of seconds, or a string such as '90 seconds'",
+)
 # For each column name: the allowed types, and their description for errors.
 _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "payload": (
@@ -25,12 +34,13 @@ _COLUMNS: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "queue_name": ((t.StringType,), "a string; cast it"),
     "headers": ((t.StringType, t.StructType, t.MapType), "a string (a JSON object), struct or map; use to_json"),
     "message_id": ((t.StringType,), "a string (a UUID); cast it"),
-    "delay": ((t.DayTimeIntervalType,), _INTERVAL),
-    "expires_in": ((t.DayTimeIntervalType,), _INTERVAL),
+    "delay": _INTERVALS,
+    "expires_in": _INTERVALS,
     "group_key": ((t.StringType,), "a string; cast it"),
     "dedup_key": ((t.StringType,), "a string; cast it"),
-    "priority": ((t.IntegerType, t.ShortType, t.ByteType), "an int; cast it"),
+    "priority": ((t.IntegralType,), "an integer; cast it"),
 }
+_SOURCE = {field.name: field.dataType for field in source_schema("ready").fields}
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,13 @@ class ColumnMapping:
     """The DataFrame column for each attribute of a message.
 
     `queue` is the queue of all rows; if it is None, column queue_name has the queue of each row. If there is no column
-    payload, the columns in `document` together are the payload.
+    payload, the columns in `document` together are the payload. The columns in `nulls` must be null.
     """
 
     queue: str | None
     columns: dict[str, str]
     document: tuple[str, ...] = ()
+    nulls: tuple[str, ...] = ()
 
     def by_queue(self, batch: pa.RecordBatch) -> Iterator[tuple[str | None, pa.RecordBatch]]:
         """Yield the rows of each queue; the name is None for rows whose queue_name is null."""
@@ -77,6 +88,8 @@ def map_columns(schema: t.StructType, queue: str | None) -> ColumnMapping:
     if queue is None and "queue_name" not in kinds:
         kafka = "; for the columns of Kafka set columns=kafka" if "value" in kinds and "topic" in kinds else ""
         raise OptionError(f"no queue: set option queue, or add a column queue_name{kafka}")
+    if kinds.items() >= _SOURCE.items():
+        return _map_insert(queue, kinds)
     if queue is not None and "queue_name" in kinds:
         raise OptionError(
             f"the queue is named twice: by option queue ({queue!r}), and by the column queue_name; drop one"
@@ -84,6 +97,13 @@ def map_columns(schema: t.StructType, queue: str | None) -> ColumnMapping:
     if "payload" in kinds or "body" in kinds:
         return _map_attributes(queue, kinds)
     return _map_document(queue, kinds)
+
+
+def _map_insert(queue: str | None, kinds: dict[str, t.DataType]) -> ColumnMapping:
+    """Map all columns of the source: Spark passes them for an insert into a view, with null for those not named."""
+    given = {name for name in kinds if name in _COLUMNS and name != "queue_name"}
+    nulls = tuple(name for name in kinds if name not in given and (name != "queue_name" or queue is not None))
+    return ColumnMapping(queue, {name: name for name in kinds if name in given}, nulls=nulls)
 
 
 def _map_attributes(queue: str | None, kinds: dict[str, t.DataType]) -> ColumnMapping:
@@ -130,5 +150,23 @@ def _target(name: str, kind: t.DataType) -> str:
 
 
 def _scalar(array: pa.Array, target: str) -> pa.Array:
-    """Nested values as JSON text, others unchanged."""
+    """Nested values as JSON text, intervals as durations, others unchanged. Raises InvalidArgument."""
+    if target in ("delay", "expires_in") and not pa.types.is_duration(array.type):
+        return pa.array([_interval(value, target) for value in array.to_pylist()], pa.duration("us"))
+    if target == "priority":
+        try:
+            return array.cast(pa.int32())
+        except pa.ArrowInvalid as error:
+            raise InvalidArgument(f"invalid priority: {error}; must be an integer from 0 to 9") from None
     return pc.if_else(array.is_valid(), json_text(array, target), None) if pa.types.is_nested(array.type) else array
+
+
+def _interval(value: str | float | Decimal | None, target: str) -> timedelta | None:
+    try:
+        if isinstance(value, str):
+            return _parse_interval(value)
+        return None if value is None else timedelta(seconds=float(value))
+    except (ValueError, OverflowError):
+        raise InvalidArgument(
+            f"invalid {target}: {value!r}; must be a number of seconds, or a text such as 90 seconds, 10m or 2 days"
+        ) from None

@@ -9,13 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.errors import InsufficientPrivilege
 from psycopg.pq import Conninfo
 
 from .. import _connections
@@ -23,7 +24,15 @@ from .._connections import complete_conninfo, execute_command, is_proxied
 from ..embedded import given_server
 from .options import OptionError
 
-__all__ = ["Backoff", "ConnectionSlots", "connect", "is_transient", "resolve_conninfo", "simplify_error"]
+__all__ = [
+    "Backoff",
+    "ConnectionSlots",
+    "add_grant",
+    "connect",
+    "is_transient",
+    "resolve_conninfo",
+    "simplify_error",
+]
 
 _log = logging.getLogger("pgqueue.spark")
 
@@ -98,17 +107,17 @@ def is_transient(error: psycopg.Error) -> bool:
     return error.sqlstate.startswith(_TRANSIENT)
 
 
-def resolve_conninfo(dsn: str | None) -> str:
+def resolve_conninfo(dsn: str | None, user: str | None = None, password: str | None = None) -> str:
     """Return the connection string: option dsn, else PGQUEUE_DSN, else the libpq variables. Called on the driver.
 
-    The result includes the libpq variables of the driver, as workers on other machines have other variables. Raises
-    OptionError.
+    `user` and `password` override those of the database. The result includes the libpq variables of the driver, as
+    workers on other machines have other variables. Raises OptionError.
     """
     given = dsn or given_server()
     if given is None:
         raise OptionError(
-            "option dsn is missing, and so are PGQUEUE_DSN and the libpq variables (PGHOST, PGDATABASE, PGSERVICE …)"
-            " in the environment that Spark was started in"
+            "option dsn or url is missing, and so are PGQUEUE_DSN and the libpq variables (PGHOST, PGDATABASE,"
+            " PGSERVICE …) in the environment that Spark was started in"
         )
     try:
         named = conninfo_to_dict(given)
@@ -124,7 +133,8 @@ def resolve_conninfo(dsn: str | None) -> str:
         # A service takes precedence over the variables. It is looked up on the machine that connects.
         variables = {name: value for name, value in variables.items() if name in ("service", "servicefile")}
     defaults = {"application_name": "pgqueue spark"}
-    return make_conninfo("", **defaults | variables | named | {"client_encoding": "utf8"})
+    given_options = {name: value for name, value in (("user", user), ("password", password)) if value is not None}
+    return make_conninfo("", **defaults | variables | named | given_options | {"client_encoding": "utf8"})
 
 
 def simplify_error(error: psycopg.Error) -> None:
@@ -141,7 +151,26 @@ def simplify_error(error: psycopg.Error) -> None:
     error.args = (_SQL_NAMES.sub(lambda found: _OPTIONS[found[0]], "\n".join(lines)),)
 
 
+def add_grant(error: psycopg.Error, connection: psycopg.Connection[Any]) -> None:
+    """Add to an error for a missing right which role lacks which access. Ends the transaction of the connection."""
+    message = error.diag.message_primary or ""
+    if not isinstance(error, InsufficientPrivilege) or not message.startswith("permission denied for "):
+        return
+    access = getattr(connection, "access", "reader")
+    with suppress(psycopg.Error):
+        connection.rollback()
+        row = connection.execute("select current_user, quote_literal(current_user)").fetchone()
+        assert row is not None  # noqa: S101 - one row
+        one = "" if access == "reader" else "; the name of a queue as third argument limits it to this queue"
+        error.args = (
+            f"{message}\nDETAIL:  Role {row[0]} needs access {access}.\nHINT:  As the owner of the extension:"
+            f" select pgqueue.grant_access({row[1]}, '{access}'){one}.",
+        )
+
+
 class _Connection(psycopg.Connection[Any]):
+    access = "reader"
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -150,13 +179,19 @@ class _Connection(psycopg.Connection[Any]):
     ) -> None:
         if isinstance(exc_val, psycopg.Error):
             simplify_error(exc_val)
+            add_grant(exc_val, self)
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def connect(conninfo: str, autocommit: bool = False) -> psycopg.Connection[Any]:
-    """Open a connection that detects a lost server within a minute, and whose server detects a lost client."""
+def connect(conninfo: str, autocommit: bool = False, access: str = "reader") -> psycopg.Connection[Any]:
+    """Open a connection that detects a lost server within a minute, and whose server detects a lost client.
+
+    `access` is the kind of access that its statements need, for the error if the role lacks it.
+    """
     complete = complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE)
     connection = _connections.connect(complete, autocommit, _Connection)
+    assert isinstance(connection, _Connection)  # noqa: S101 - as it was asked for
+    connection.access = access
     try:
         # A connection by a Unix socket has no address. Settings made behind a pooler would reach other clients.
         if connection.info.hostaddr and not is_proxied(connection):
@@ -186,13 +221,13 @@ class ConnectionSlots:
         `reached` is called whenever the server has answered, also if there is no slot yet.
         """
         if self._limit is None:
-            connection = connect(conninfo)
+            connection = connect(conninfo, access="producer")
             reached()
             return connection
         with self._turn():
             pause = _FIRST_PAUSE
             while True:
-                connection = connect(conninfo)
+                connection = connect(conninfo, access="producer")
                 reached()
                 try:
                     if self._take(connection):

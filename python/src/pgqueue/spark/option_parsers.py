@@ -14,6 +14,7 @@ __all__ = [
     "connection_strings",
     "duration",
     "integer",
+    "jdbc_url",
     "name",
     "names",
     "pattern",
@@ -62,6 +63,13 @@ def _connection_string(value: str, is_redacted: bool) -> str:
     if password and not is_redacted:
         raise ValueError
     return text(10000)(value)
+
+
+def jdbc_url(value: str) -> str:
+    """Parse the URL of a database as JDBC has it, without a password; returns a connection string of libpq."""
+    if not value.startswith("jdbc:postgresql://"):
+        raise ValueError
+    return _connection_string(value.removeprefix("jdbc:"), is_redacted=False)
 
 
 def text(limit: int = 1000) -> Callable[[str], str]:

@@ -18,6 +18,7 @@ from .option_parsers import (
     connection_strings,
     duration,
     integer,
+    jdbc_url,
     name,
     names,
     pattern,
@@ -119,6 +120,29 @@ SOURCE_OPTIONS = (
         " those in which Spark finds the word password (spark.redaction.regex); Spark Connect shows all of them. A"
         " batch read also accepts a JSON array of up to 100 connection strings. It reads all of these databases, and"
         " column shard has the position of the database in the array, from 0.",
+        secret=True,
+    ),
+    Option(
+        "url",
+        "jdbc:postgresql://host:port/database, with parameters of libpq and no password",
+        jdbc_url,
+        (READ, STREAM, WRITE),
+        "Instead of dsn: the database, as option url of Spark's JDBC source has it, with parameters of libpq.",
+        secret=True,
+    ),
+    Option(
+        "user",
+        "a text of 1 to 63 characters",
+        text(63),
+        (READ, STREAM, WRITE),
+        "The role, in place of that in dsn, url or the environment.",
+    ),
+    Option(
+        "password",
+        "a text of 1 to 1000 characters",
+        text(),
+        (READ, STREAM, WRITE),
+        "The password of the role. Spark redacts it in plans; Spark Connect shows it in its UI and its event log.",
         secret=True,
     ),
     Option(
@@ -393,6 +417,11 @@ def _check_together(values: dict[str, Any]) -> None:
 
 def _check_single(values: dict[str, Any], use: str) -> None:
     """Refuse several databases or queues where one is needed, and set the one. Raises OptionError."""
+    url = values.pop("url")
+    if url is not None:
+        if values["dsn"] is not None:
+            raise OptionError("options dsn and url: give one of them")
+        values["dsn"] = url
     if values["queue"] is not None and values.get("queue_pattern") is not None:
         raise OptionError("options queue and queuePattern: give one of them")
     if not values["include_headers"] and values["columns"] != "kafka":

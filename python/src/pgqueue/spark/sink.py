@@ -72,7 +72,7 @@ class _Writer(Shipped):
         self.options = options
         self.kafka = sink_schema(schema, options.queue, options.include_headers) if options.columns == "kafka" else None
         self.mapping = map_columns(self.kafka or schema, options.queue)
-        self.conninfo = resolve_conninfo(options.dsn)
+        self.conninfo = resolve_conninfo(options.dsn, options.user, options.password)
         self.slots = ConnectionSlots(options.max_connections)
         self.run = uuid4()
 
@@ -134,7 +134,7 @@ class _Writer(Shipped):
         backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
-                with connect(self.conninfo, autocommit=True) as connection:
+                with connect(self.conninfo, autocommit=True, access="producer") as connection:
                     return call(Queues(connection))
             except psycopg.Error as error:
                 backoff.wait(error)
@@ -144,7 +144,7 @@ class _Writer(Shipped):
 
         Raises nothing: Spark would report that error in place of the one that failed the job.
         """
-        with suppress(psycopg.Error), connect(self.conninfo, autocommit=True) as connection:
+        with suppress(psycopg.Error), connect(self.conninfo, autocommit=True, access="producer") as connection:
             for run in runs:
                 Queues(connection).sink_abort(run)
 
@@ -231,6 +231,7 @@ class _Staging:
     def add(self, batches: Iterator[pa.RecordBatch]) -> None:
         """Stage batches."""
         for batch in batches:
+            self._check_nulls(batch)
             for name, rows in self._mapping.by_queue(batch):
                 token = self._token(self._check_name(batch, name))
                 for piece in _split(rows):
@@ -243,6 +244,18 @@ class _Staging:
             row = self._rows + 1 + pc.index(batch.column("queue_name").is_null(), True).as_py()
             raise InvalidArgument(f"row {row} of partition {self._partition}: invalid queue_name: null")
         return name
+
+    def _check_nulls(self, batch: pa.RecordBatch) -> None:
+        """Raise InvalidArgument with the first row that has a value in a column of an insert that only reads have."""
+        for name in self._mapping.nulls:
+            values = batch.column(name)
+            if values.null_count < batch.num_rows:
+                row = self._rows + 1 + pc.index(values.is_valid(), True).as_py()
+                set_by = "option queue" if name == "queue_name" else "the database"
+                raise InvalidArgument(
+                    f"row {row} of partition {self._partition}: invalid {name}: {set_by} sets it; drop this column, or"
+                    " name the columns of the insert, as in: insert into v (payload) …"
+                )
 
     def _token(self, name: str) -> UUID:
         """Return the token for a queue, a new one at its first row."""

@@ -200,7 +200,8 @@ class SnapshotReader(Shipped, DataSourceReader):
         self._options = options
         self._kafka = schema if kafka else None
         self._schema = messages_schema(schema, sharded) if kafka else schema
-        self._conninfos = [resolve_conninfo(dsn) for dsn in (options.dsn if sharded else [options.dsn])]
+        dsns = options.dsn if sharded else [options.dsn]
+        self._conninfos = [resolve_conninfo(dsn, options.user, options.password) for dsn in dsns]
         self._conditions: list[sql.Composable] = []
         self._values: dict[str, Any] = {"since": options.since, "until": options.until}
         time_column = sql.Identifier(_TIME_COLUMNS.get(options.source, "enqueued_at"))

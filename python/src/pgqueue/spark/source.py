@@ -18,6 +18,10 @@ from .options import READ, STREAM, WRITE, OptionError, has_kafka_columns, parse
 from .shipped import Shipped
 
 __all__ = ["PgQueueDataSource"]
+_TABLE_HINT = (
+    "; if this is a table: Spark drops the options of a table of this format, so write them behind its name, as in:"
+    " select * from t with (queue = 'orders', dsn = 'service=app')"
+)
 
 
 class PgQueueDataSource(Shipped, DataSource):
@@ -57,10 +61,10 @@ class PgQueueDataSource(Shipped, DataSource):
     def __init__(self, options: dict[str, str]) -> None:
         """Refuse a read or write without a database, before Spark plans it. Raises OptionError."""
         super().__init__(options)
-        if "dsn" not in options:
+        if not {"dsn", "url"} & {name.lower() for name in options}:
             from .connections import resolve_conninfo
 
-            with _short_errors():
+            with self._short_errors():
                 resolve_conninfo(None)
 
     @classmethod
@@ -77,7 +81,7 @@ class PgQueueDataSource(Shipped, DataSource):
         # Spark does not say whether the read is a stream, but only a stream has option streamId.
         if "streamId" in self.options:
             # Spark calls streamReader only when the query runs.
-            with _short_errors():
+            with self._short_errors():
                 parse(self.options, STREAM)
             return source_schema("stream", kafka, include_headers=with_headers)
         sharded = self.options.get("dsn", "").lstrip().startswith("[")
@@ -87,7 +91,7 @@ class PgQueueDataSource(Shipped, DataSource):
         """Return a batch reader. Raises OptionError."""
         from .snapshot import PushdownSnapshotReader, SnapshotReader
 
-        with _short_errors():
+        with self._short_errors():
             options = parse(self.options, READ)
             return (PushdownSnapshotReader if options.pushdown else SnapshotReader)(options, schema)
 
@@ -96,7 +100,7 @@ class PgQueueDataSource(Shipped, DataSource):
         from .stream import QueueStreamReader, RefusedStreamReader
 
         try:
-            with _short_errors():
+            with self._short_errors():
                 return QueueStreamReader(parse(self.options, STREAM), schema)
         except OptionError as error:
             if not _is_spark_process():
@@ -108,7 +112,7 @@ class PgQueueDataSource(Shipped, DataSource):
         """Return a batch writer. Raises OptionError."""
         from .sink import QueueArrowWriter
 
-        with _short_errors():
+        with self._short_errors():
             _refuse_overwrite(overwrite)
             return QueueArrowWriter(parse(self.options, WRITE), schema)
 
@@ -116,20 +120,22 @@ class PgQueueDataSource(Shipped, DataSource):
         """Return a writer for a streaming query. Raises OptionError."""
         from .sink import QueueStreamArrowWriter
 
-        with _short_errors():
+        with self._short_errors():
             _refuse_overwrite(overwrite)
             return QueueStreamArrowWriter(parse(self.options, WRITE), schema)
 
-
-@contextmanager
-def _short_errors() -> Iterator[None]:
-    """Have Spark show an OptionError without the traceback of its Python process, which ends with the error."""
-    try:
-        yield
-    except OptionError:
-        if _is_spark_process():
-            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
-        raise
+    @contextmanager
+    def _short_errors(self) -> Iterator[None]:
+        """Have Spark show an OptionError without the traceback of its Python process, which ends with the error."""
+        try:
+            yield
+        except OptionError as error:
+            if not self.options:
+                # Spark drops the options of a table in its catalog.
+                error.args = (f"{error}{_TABLE_HINT}",)
+            if _is_spark_process():
+                os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+            raise
 
 
 def _is_spark_process() -> bool:

@@ -64,7 +64,7 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         self._options = options
         self._kafka = schema if kafka else None
         self._schema = messages_schema(schema, sharded=False) if kafka else schema
-        self._conninfo = resolve_conninfo(options.dsn)
+        self._conninfo = resolve_conninfo(options.dsn, options.user, options.password)
         self._driver: StreamDriver | None = None
         self._up_to_id: int | None = None
         # The last batch of each queue: how many messages it had, and how often it was begun again.
@@ -246,7 +246,7 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         done = 0
         while True:
             try:
-                with connect(self._conninfo) as connection:
+                with connect(self._conninfo, access="consumer") as connection:
                     for batch in read_batches(connection, rows, values | {"done": done}, self._schema):
                         backoff.reset()
                         done += batch.num_rows

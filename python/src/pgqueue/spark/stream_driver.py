@@ -14,7 +14,7 @@ from .._wording import counted
 from ..client import Queue, Queues
 from ..errors import Error, QueueNotFound, StreamFenced
 from ..message import QueueStats, Stream
-from .connections import READ_ONLY, Backoff, connect, is_transient
+from .connections import READ_ONLY, Backoff, add_grant, connect, is_transient
 from .options import Options
 
 __all__ = ["StreamDriver", "is_wanted"]
@@ -41,7 +41,7 @@ class StreamDriver:
         self._options = options
         self._backoff = Backoff(options.retry_timeout)
         # A failure of the first connection is most likely a wrong setting, so it is not retried.
-        self._connection: psycopg.Connection[Any] | None = connect(conninfo, autocommit=True)
+        self._connection: psycopg.Connection[Any] | None = connect(conninfo, autocommit=True, access="consumer")
         self._streams: dict[str, Stream] = {}
         self._refused: set[str] = set()
         # The queues that have an open batch, whose reservation the heartbeat has to renew.
@@ -133,9 +133,11 @@ class StreamDriver:
         while True:
             try:
                 if self._connection is None:
-                    self._connection = connect(self._conninfo, autocommit=True)
+                    self._connection = connect(self._conninfo, autocommit=True, access="consumer")
                 answer = call(self._connection)
             except psycopg.Error as error:
+                if self._connection is not None:
+                    add_grant(error, self._connection)
                 self._drop_broken(error)
                 self._backoff.wait(error)
             else:
@@ -169,7 +171,7 @@ class StreamDriver:
                 continue
             try:
                 # A new connection for each heartbeat, as heartbeats are rare.
-                with connect(self._conninfo, autocommit=True) as connection:
+                with connect(self._conninfo, autocommit=True, access="consumer") as connection:
                     for queue in queues:
                         self._extend(connection, queue)
             except Exception as error:

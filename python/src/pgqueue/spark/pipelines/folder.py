@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, cast
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
+from ..active_session import classic_jvm
+
 __all__ = ["Entry", "Folder"]
 
 
@@ -21,7 +23,7 @@ class Folder:
     """A directory. The names of files are relative to it. No method moves a file."""
 
     def __init__(self, spark: SparkSession, path: str) -> None:
-        self._jvm = cast(Any, spark._jvm)
+        self._jvm = classic_jvm(spark)
         root = self._jvm.org.apache.hadoop.fs.Path(str(path))  # also a pathlib.Path
         # With the settings of the session, as Spark's readers and writers.
         self._fs = root.getFileSystem(cast(Any, spark)._jsparkSession.sessionState().newHadoopConf())

@@ -6,6 +6,8 @@ import re
 from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
 
+from ..active_session import classic_jvm
+
 __all__ = ["PredicateError", "matching"]
 
 _MAX_LENGTH = 10_000  # characters
@@ -22,7 +24,7 @@ def matching(frame: DataFrame, where: str) -> DataFrame:
 
     The predicate must be boolean, have at most 10,000 characters, and match the same rows each time, as Spark repeats
     failed tasks. Non-deterministic functions, such as rand() and reflect(), and subqueries are refused. Raises
-    PredicateError.
+    PredicateError, and OptionError for a session of Spark Connect.
     """
     if len(where) > _MAX_LENGTH:
         raise PredicateError(f"invalid where: it has {len(where):,} characters, and may have {_MAX_LENGTH:,}")
@@ -39,6 +41,7 @@ def matching(frame: DataFrame, where: str) -> DataFrame:
 
 
 def _check_form(spark: SparkSession, where: str) -> None:
+    classic_jvm(spark)
     # Spark parses a truncated `state = 1 or` as a column with the alias `or`.
     parsed = spark._jsparkSession.sessionState().sqlParser().parseExpression(where)
     if parsed.nodeName() in ("Alias", "MultiAlias"):

@@ -160,7 +160,7 @@ def redrive_where(
         "ids": [row["id"] for row in chosen],
         "died_at": [from_micros(row["died_at"]) for row in chosen],
     }
-    with connect(dsn) as connection:
+    with connect(dsn, access="admin") as connection:
         Queue(connection, queue).get_queue()
         if app_id is not None and not _record_commit(connection, commit_name(app_id, queue), version):
             return Redriven(len(chosen), 0, True)
