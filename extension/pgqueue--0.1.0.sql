@@ -6414,7 +6414,9 @@ the register. A rollback does not return tokens.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
-create function pgqueue._claim_candidates(q pgqueue.queues, at timestamptz, wanted int)
+create function pgqueue._claim_candidates(
+    q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
+)
 returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -6425,44 +6427,44 @@ declare
     first_due bigint;
     next_sweep bigint;
     candidate_ids bigint[] := '{}'::bigint[];
-    found_ids bigint[];
     last_id bigint;
     swept boolean := false;
 begin
     if q.paused_at is not null then
         return candidate_ids;
     end if;
-
-    first_due := pgqueue._register_value(q.first_due_at);
-    if first_due <= now_micros then
-        candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
-    end if;
     -- A time further ahead than any sweep sets was set while the clock was wrong.
     next_sweep := pgqueue._register_value(q.next_sweep_at);
     if next_sweep > now_micros + 15000000 then
         next_sweep := 0;
     end if;
-    if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
-        swept := true;
-        candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
-    end if;
 
-    if cardinality(candidate_ids) < wanted then
-        found_ids := array(
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
-                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-            order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
-        );
-        last_id := found_ids[cardinality(found_ids)];
-        if last_id >= fresh_from_id then
-            fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+    if found_ids is null then
+        first_due := pgqueue._register_value(q.first_due_at);
+        if first_due <= now_micros then
+            candidate_ids := pgqueue._move_due_messages(q, at, wanted, pgqueue._from_micros(first_due - 1));
         end if;
-        if cardinality(candidate_ids || found_ids) = wanted and pgqueue._is_walk_over(at) then
-            return candidate_ids || pgqueue._keep_ready(q, found_ids, at);
+        if cardinality(candidate_ids) < wanted and next_sweep <= now_micros then
+            swept := true;
+            candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
-        candidate_ids := candidate_ids || found_ids;
+        if cardinality(candidate_ids) < wanted then
+            found_ids := array(
+                select m.id from pgqueue.messages m
+                where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
+                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+                order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
+            );
+        end if;
     end if;
+    last_id := found_ids[cardinality(found_ids)];
+    if last_id >= fresh_from_id then
+        fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
+    end if;
+    if cardinality(found_ids) > 0 and cardinality(candidate_ids || found_ids) = wanted and pgqueue._is_walk_over(at) then
+        return candidate_ids || pgqueue._keep_ready(q, found_ids, at);
+    end if;
+    candidate_ids := candidate_ids || found_ids;
 
     -- If too few messages were found, the claim sweeps at once, so that it misses no message of a quiet queue. If the
     -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. If it has
@@ -6495,7 +6497,7 @@ begin
     return candidate_ids;
 end;
 $$;
-comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int) is
+comment on function pgqueue._claim_candidates(pgqueue.queues, timestamptz, int, bigint[]) is
 'The ids of up to wanted ready messages, locked, for the caller to claim or delete.';
 
 create function pgqueue._claim_candidates_limited(q pgqueue.queues, at timestamptz, wanted int)
@@ -6560,8 +6562,12 @@ as $$
 declare
     at timestamptz;
     fresh_register regclass;
+    resume_register regclass;
+    sweep_register regclass;
     fresh_from_id bigint;
     is_fast_path boolean;
+    last_id bigint;
+    found_ids bigint[];
     q pgqueue.queues;
 begin
     if not pgqueue._lock_queue(queue_name) then
@@ -6581,8 +6587,8 @@ begin
             and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
-        w.dedicated
-    into fresh_register, fresh_from_id, is_fast_path, is_dedicated
+        w.dedicated, w.sweep_resume_id, w.next_sweep_at
+    into fresh_register, fresh_from_id, is_fast_path, is_dedicated, resume_register, sweep_register
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if is_fast_path then
@@ -6602,13 +6608,62 @@ begin
             );
         end if;
         -- If fewer messages were found, the result is null and the register is unchanged.
-        fresh_from_id := setval(
-            fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
-        if fresh_from_id is not null and not pgqueue._is_walk_over(at) then
+        last_id := setval(fresh_register, ids[max_messages] + (ids[max_messages] < 9223372036854775807)::int);
+        if last_id is not null and not pgqueue._is_walk_over(at) then
             return;
-        elsif fresh_from_id is not null then
+        elsif last_id is not null then
             ids := pgqueue._keep_ready(pgqueue._get_locked_queue(queue_name), ids, at);
             return;
+        end if;
+        -- Too few messages are ready from fresh_from_id on. For a second after a short full pass, this statement looks
+        -- where a sweep would find others. It counts the visible messages at all ids that are not vacant: ids are among
+        -- them. With more than 500 others it decides nothing. Rows of requeued_messages and what is due are left to the
+        -- sweep.
+        found_ids := case when not pgqueue._is_walk_over(at) then ids end;
+        at := pgqueue._now();
+        if not is_dedicated and found_ids is not null and not pgqueue._has_fixed_snapshot()
+            and pg_sequence_last_value(resume_register) = 1
+            and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(at) - 1000000
+        then
+            select
+                case
+                    when greatest(w.last_id, s.settled_id) >= fresh_from_id
+                        then setval(fresh_register, least(greatest(w.last_id, s.settled_id), 9223372036854775806) + 1)
+                end
+            into last_id
+            from pgqueue.sweep_state s
+            cross join lateral (
+                select count(*) as n, count(*) filter (where c.visible_at <= at) as visible, max(c.id) as last_id
+                from (
+                    select m.id, m.visible_at
+                    from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
+                    cross join lateral (
+                        select c.id, c.visible_at from pgqueue.messages_shared c
+                        where c.queue_name = _claim_candidates_fast.queue_name collate "C"
+                            and c.id >= lower(r) and c.id < upper(r)
+                        offset 0
+                    ) m
+                    limit cardinality(ids) + 500
+                ) c
+            ) w
+            where s.queue_name = _claim_candidates_fast.queue_name collate "C"
+                and w.visible = cardinality(ids) and w.n < cardinality(ids) + 500
+                -- With `order by` it is one search of the index on the time, whatever statistics say.
+                and (
+                    select true from pgqueue.requeued_messages r
+                    where r.queue_name = _claim_candidates_fast.queue_name collate "C"
+                        and r.check_at >= pgqueue._discard_future_time(s.first_check_at, at)
+                    order by r.check_at limit 1
+                ) is null
+                and (
+                    select true from pgqueue.scheduled_messages c
+                    where c.queue_name = _claim_candidates_fast.queue_name collate "C" and c.due_at <= at
+                        and c.due_at >= pgqueue._discard_future_time(s.first_due_at, at)
+                    order by c.due_at limit 1
+                ) is null;
+            if found then
+                return;
+            end if;
         end if;
     end if;
 
@@ -6630,7 +6685,7 @@ begin
         when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
         when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
         when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
-        else pgqueue._claim_candidates(q, at, max_messages)
+        else pgqueue._claim_candidates(q, at, max_messages, found_ids)
     end;
 end;
 $$;
@@ -6696,9 +6751,11 @@ as $$
 declare
     candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
 begin
-    if candidates.is_dedicated then
-        return query
-        select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+    if candidates.is_dedicated or candidates.ids = '{}' then
+        if candidates.ids <> '{}' then
+            return query
+            select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+        end if;
         return;
     end if;
     return query

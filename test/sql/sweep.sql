@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(91);
+select plan(102);
 
 create function pg_temp.sweeps(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -179,6 +179,7 @@ begin
     perform pg_temp.pass(span);
     perform pgqueue.enqueue('rare', '1');
     perform pgqueue.ack('rare', c.id, c.claim_token) from pgqueue.claim('rare') c;
+    perform setval(next_sweep_at, 1) from pgqueue.queues where name = 'rare';
     perform pgqueue.claim('rare');
     return recorded_at = pgqueue._now() from pgqueue.sweep_state where queue_name = 'rare';
 end;
@@ -253,6 +254,89 @@ select pg_temp.pass('4 s') \gset
 select is((select c.payload from pgqueue.claim('lazy') c), '2', 'a claim that finds a new message makes no sweep that is late by less than five seconds');
 select pg_temp.pass('2 s') \gset
 select is((select c.payload from pgqueue.claim('lazy') c), '1', 'a claim makes a sweep that is late by five seconds, and returns a message whose claim has ended');
+
+-- For a second after a short full pass, a claim that finds too few messages sweeps only if this would find others.
+create function pg_temp.next_sweep_at(queue text) returns bigint language sql
+as $$ select pg_sequence_last_value(q.next_sweep_at) from pgqueue.queues q where q.name = queue $$;
+create function pg_temp.settle(queue text) returns void language plpgsql as $$
+begin
+    perform setval(q.next_sweep_at, 1) from pgqueue.queues q where q.name = queue;
+    perform pgqueue.claim(queue);
+    perform setval(q.sweep_resume_id, 1) from pgqueue.queues q where q.name = queue;
+end;
+$$;
+create function pg_temp.probes(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    first_id bigint;
+    swept_at bigint;
+begin
+    perform pgqueue.create_queue(queue, '1 s', max_attempts => 2, dedicated => has_table);
+    perform pg_temp.settle(queue);
+    swept_at := pg_temp.next_sweep_at(queue);
+    perform pg_temp.pass('0.9 s');
+    perform pgqueue.claim(queue);
+    return next is(pg_temp.next_sweep_at(queue), swept_at, queue || ': a claim does not sweep within a second if a sweep would find nothing');
+    perform pgqueue.enqueue(queue, '1');
+    return next is((select c.payload from pgqueue.claim(queue, 10) c), '1', queue || ': a claim of ten returns the only message');
+    return next is(pg_temp.next_sweep_at(queue), swept_at, queue || ': a claim of ten that has found one message does not sweep within a second');
+
+    perform pg_temp.pass('0.9 s');
+    perform pg_temp.settle(queue);
+    perform pg_temp.pass('0.2 s');
+    return next is((select c.attempt_count from pgqueue.claim(queue) c), 2, queue || ': the next claim returns a message whose claim has ended');
+    perform pg_temp.pass('0.9 s');
+    perform pg_temp.settle(queue);
+    perform pg_temp.pass('0.2 s');
+    perform pgqueue.claim(queue);
+    return next is((select d.reason from pgqueue.browse_dead_messages(queue) d), 'attempts_exhausted', queue || ': the next claim removes a message without attempts left');
+    perform pgqueue.purge_dead_messages(queue);
+
+    perform pg_temp.settle(queue);
+    perform pgqueue.enqueue(queue, '1', expires_in => '0.1 s');
+    perform pg_temp.pass('0.2 s');
+    perform pgqueue.claim(queue);
+    return next is((select count(*) from pgqueue.messages m where m.queue_name = queue), 0::bigint, queue || ': the next claim removes a message that has expired');
+
+    first_id := nextval('pgqueue.message_id');
+    perform pgqueue.receive(queue) from pgqueue.enqueue(queue, '1');
+    perform pg_temp.settle(queue);
+    insert into pgqueue.messages (queue_name, id, enqueued_at, visible_at) values (queue, first_id, pgqueue._now(), pgqueue._now());
+    return next is((select c.id from pgqueue.receive(queue) c), first_id, queue || ': the next claim returns a message that was committed late');
+
+    perform pgqueue.enqueue(queue, '"due"', delay => '0.5 s');
+    perform pg_temp.settle(queue);
+    perform setval(q.first_due_at, 9223372036854775807) from pgqueue.queues q where q.name = queue;
+    perform pg_temp.pass('0.6 s');
+    return next is((select c.payload from pgqueue.claim(queue) c), '"due"', queue || ': the next claim returns a message that is due, although its register says never');
+    -- It has returned to an id that sweeps skip.
+    update pgqueue.sweep_state s set vacant_ids = int8multirange(int8range(null, nextval('pgqueue.message_id') + 1)) where s.queue_name = queue;
+    perform pg_temp.pass('0.9 s');
+    perform pg_temp.settle(queue);
+    perform pg_temp.pass('0.2 s');
+    return next is((select c.attempt_count from pgqueue.claim(queue) c), 2, queue || ': the next claim returns a message that requeued_messages lists');
+    perform pgqueue.purge_queue(queue);
+
+    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, attempt_count)
+    select queue, pgqueue._now(), pgqueue._now() + case n when 600 then interval '1 s' else '1 h' end, 1 from generate_series(1, 600) n;
+    perform pg_temp.pass('0.9 s');
+    perform pg_temp.settle(queue);
+    perform pg_temp.pass('0.2 s');
+    return next is((select count(*) from pgqueue.receive(queue)), 1::bigint, queue || ': the next claim returns a message behind 599 in flight');
+    perform pgqueue.purge_queue(queue);
+end;
+$$;
+select pg_temp.probes('probed_shared', false);
+
+-- One message in flight, and a gap behind it in which messages were consumed.
+select pgqueue.create_queue('gap') is not null as made \gset
+select min(i) as first_id, max(i) as last_id from pgqueue.enqueue_batch('gap', array_fill('1'::jsonb, array[6000])) as i \gset
+select count(*) from pgqueue.claim('gap') \gset
+select count(*) from pgqueue.receive('gap', 6000) \gset
+update pgqueue.sweep_state
+set vacant_ids = int8multirange(int8range(null, :first_id), int8range(:first_id + 1, :last_id + 1)), settled_id = :last_id
+where queue_name = 'gap';
+select pg_temp.settle('gap') \gset
+select cmp_ok(pg_temp.buffers($$ select pgqueue.claim('gap', 10) $$), '<', 60, 'a claim that finds nothing reads no messages that were consumed behind one in flight');
 
 select * from finish();
 rollback;
