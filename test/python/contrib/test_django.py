@@ -1,5 +1,6 @@
 """pgqueue.contrib.django, in the project python/examples/django_shop."""
 
+import html
 import json
 import logging
 import pickle
@@ -249,6 +250,21 @@ def test_a_batch_is_one_transaction() -> None:
     assert len(queue("orders").browse_dead_messages()) == 1
 
 
+def test_a_handler_whose_connection_breaks_is_called_again_for_the_same_attempt() -> None:
+    attempts: list[int] = []
+
+    def handle(delivery: pgqueue.Delivery) -> None:
+        attempts.append(delivery.attempt)
+        ship(delivery)
+        if len(attempts) == 1:
+            with connection.cursor() as cursor:
+                cursor.execute("select pg_terminate_backend(pg_backend_pid())")
+
+    new_order()
+    handled(consumer("orders", handle))
+    assert (attempts, shipments()) == ([1, 1], 1)
+
+
 def test_an_asynchronous_handler_has_the_transaction() -> None:
     from django_handlers import ship_async
 
@@ -327,6 +343,7 @@ def test_a_killed_worker_leaves_the_effect_once(shop: Shop) -> None:
 
 def test_options_and_handlers_of_the_command_are_checked() -> None:
     for words, error in (
+        (["missing", "shop.handlers:ship"], "queue 'missing' does not exist; the operation CreateQueue"),
         (["orders", "shop.handlers"], "must be MODULE:HANDLER"),
         (["orders", "shop.handler:ship"], "there is no module 'shop.handler'"),
         (["orders", "shop.handlers:send"], "has no 'send'"),
@@ -338,8 +355,6 @@ def test_options_and_handlers_of_the_command_are_checked() -> None:
     ):
         with pytest.raises(CommandError, match=re.escape(error)):
             call_command("pgqueue_work", *words)
-    with pytest.raises(pgqueue.QueueNotFound):
-        call_command("pgqueue_work", "missing", "shop.handlers:ship")
 
 
 # Migrations
@@ -443,8 +458,9 @@ def letters() -> list[int]:
     orders.enqueue({"price": 1})
     orders.enqueue(body=b"\0")
     found = orders.claim(3)
+    failures = {"pgqueue.failures": [{"attempt": 1, "exception_type": "CostError"}]}
     for message in found:
-        orders.reject(message.id, message.claim_token, f"error of {message.id}")
+        orders.reject(message.id, message.claim_token, f"error of {message.id}", failures)
     return [message.id for message in found]
 
 
@@ -473,7 +489,7 @@ class Clerk:
 
 def text(page: Any) -> str:
     """The text of a page, without markup."""
-    return re.sub(r"\s+", " ", re.sub("<[^>]*>", "", page.content.decode()))
+    return html.unescape(re.sub(r"\s+", " ", re.sub("<[^>]*>", "", page.content.decode())))
 
 
 def test_the_admin_finds_dead_letters(letters: list[int]) -> None:
@@ -483,13 +499,13 @@ def test_the_admin_finds_dead_letters(letters: list[int]) -> None:
         ("", letters),
         ("BLUE", letters[:1]),
         (f"error of {letters[1]}", letters[1:2]),
-        ("x", []),
+        ("no such", []),
     ):
         page = clerk.get(f"/admin/pgqueue/deadletter/?queue=orders&q={searched}").content.decode()
         assert [int(found) for found in re.findall(r'name="ids" value="(\d+)"', page)] == expected
     letter = text(clerk.get(f"/admin/pgqueue/deadletter/default/orders/{letters[0]}/"))
     assert "12345678901234567890.5" in letter
-    assert "blue" in letter
+    assert 'Failures 1. CostError: Headers{ "tenant": "blue" }' in letter
     assert clerk.get(f"/admin/pgqueue/deadletter/default/orders/{letters[2]}/").status_code == 200
     for address in ("default/orders/1/", f"third/orders/{letters[0]}/", f"default/missing/{letters[0]}/"):
         assert clerk.get(f"/admin/pgqueue/deadletter/{address}").status_code == 404

@@ -13,7 +13,6 @@ _DATABASE = {
     "HOST": _DSN.pop("host", ""),
     "PORT": _DSN.pop("port", ""),
     "OPTIONS": _DSN,
-    "CONN_MAX_AGE": 60,
 }
 
 DATABASES = {"default": _DATABASE}
@@ -51,6 +50,7 @@ SECRET_KEY = "the shop has no secrets"  # noqa: S105 - it is an example
 DEBUG = True
 ALLOWED_HOSTS = ["127.0.0.1", "localhost", "testserver"]
 USE_TZ = True
+TIME_ZONE = "UTC"
 STATIC_URL = "static/"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 LOGGING = {

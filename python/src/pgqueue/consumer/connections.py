@@ -39,7 +39,7 @@ T = TypeVar("T")
 AnyConnection = Connection[Any] | AsyncConnection[Any]
 
 # A peer that disappears is noticed within 30 seconds, whatever the settings of the operating system are.
-_DEFAULTS = {
+DEFAULTS = {
     "connect_timeout": "10",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
@@ -117,7 +117,7 @@ class ConnectionFactory:
         self._adapters = client_adapters(json_loads)
         self._conninfo = ""
         if isinstance(source, str):
-            self._conninfo = complete_conninfo(source, application, **_DEFAULTS)
+            self._conninfo = complete_conninfo(source, application, **DEFAULTS)
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
     async def open(self, on_loop: bool, setting: bytes = b"", for_handlers: bool = False) -> Any:

@@ -15,7 +15,7 @@ from django.urls import path, reverse
 from psycopg.types.json import Jsonb
 
 from ..._wording import counted
-from ...consumer.policy import RECORD_HEADERS
+from ...consumer.policy import FAILURES, RECORD_HEADERS
 from ...message import DeadMessage
 from .client import DjangoQueue, queue, queues
 from .models import DeadLetter
@@ -172,7 +172,8 @@ class DeadLetterAdmin(admin.ModelAdmin):
             "place": place,
             "letter": letter,
             "payload": text,
-            "headers": letter.headers and _pretty(str(letter.headers)),
+            "headers": json.dumps(_own_headers(letter), indent=2, ensure_ascii=False),
+            "failures": _failures(letter),
             "form": form,
         }
         return self._page(request, "letter.html", context)
@@ -206,9 +207,7 @@ class DeadLetterAdmin(admin.ModelAdmin):
 
     def _edit(self, request: HttpRequest, place: _Place, letter: DeadMessage, payload: Jsonb) -> bool:
         """Send a dead letter as a new message with another payload, and delete it, in one transaction."""
-        headers = {
-            name: value for name, value in json.loads(str(letter.headers or "{}")).items() if name not in RECORD_HEADERS
-        }
+        headers = _own_headers(letter)
         try:
             with transaction.atomic(using=place.using):
                 if place.queue.purge_dead_messages([letter.id]) != 1:
@@ -246,6 +245,22 @@ def _aliases() -> list[str]:
 def _check_alias(using: str) -> None:
     if using not in _aliases():
         raise Http404(f"there is no database {using!r}")
+
+
+def _headers(letter: DeadMessage) -> dict[str, Any]:
+    headers = json.loads(str(letter.headers or "{}"))
+    return headers if isinstance(headers, dict) else {}
+
+
+def _own_headers(letter: DeadMessage) -> dict[str, Any]:
+    """The headers that the sender has set."""
+    return {name: value for name, value in _headers(letter).items() if name not in RECORD_HEADERS}
+
+
+def _failures(letter: DeadMessage) -> list[dict[str, Any]]:
+    """The failed attempts that consumers have recorded."""
+    failures = _headers(letter).get(FAILURES)
+    return [one for one in failures if isinstance(one, dict)] if isinstance(failures, list) else []
 
 
 def _first_line(letter: DeadMessage) -> str:

@@ -12,7 +12,6 @@ from django.db.migrations.operations.base import Operation
 from ... import _calls
 from ..._calls import Call
 from ..._files import install_script
-from ...client import install
 
 __all__ = ["AlterQueue", "CreatePgqueue", "CreateQueue", "DropQueue"]
 
@@ -71,13 +70,8 @@ class CreatePgqueue(_DatabaseOperation):
     def forwards(self, schema_editor: Any) -> None:
         """Install pgqueue."""
         if not self._find(schema_editor, "select from pg_namespace where nspname = 'pgqueue'"):
-            if self._find(schema_editor, "select from pg_available_extensions where name = 'pgqueue'"):
-                schema_editor.execute("create extension pgqueue")
-            elif schema_editor.collect_sql:
-                schema_editor.execute(install_script(), params=None)
-            else:
-                with schema_editor.connection.wrap_database_errors:
-                    install(schema_editor.connection.connection)
+            is_offered = self._find(schema_editor, "select from pg_available_extensions where name = 'pgqueue'")
+            schema_editor.execute("create extension pgqueue" if is_offered else install_script(), params=None)
 
     def backwards(self, schema_editor: Any) -> None:
         """Drop pgqueue with all queues. Fails if other objects of the database depend on it."""

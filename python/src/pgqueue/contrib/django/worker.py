@@ -12,6 +12,7 @@ from django.db import DEFAULT_DB_ALIAS, close_old_connections, connections, rese
 
 from ..._tasks import is_async
 from ...consumer import Consumer, Delivery, Event
+from ...consumer.connections import DEFAULTS
 
 __all__ = ["consumer"]
 
@@ -61,7 +62,9 @@ def consumer(
 def _connect(using: str) -> Any:
     """A new connection of psycopg with what Django has set up, which keeps the connection of Django that opened it."""
     pattern = connections[using]
-    options = {name: value for name, value in pattern.settings_dict["OPTIONS"].items() if name != "pool"}
+    # The consumer prepares no statement where it finds a pooler.
+    options = {**DEFAULTS, "prepare_threshold": 5, **pattern.settings_dict["OPTIONS"]}
+    options.pop("pool", None)
     settings = {**pattern.settings_dict, "AUTOCOMMIT": True, "CONN_HEALTH_CHECKS": False, "OPTIONS": options}
     opened = type(pattern)(settings, using)
     opened.inc_thread_sharing()  # The next message of the connection may be handled by another thread.

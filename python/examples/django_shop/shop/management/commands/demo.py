@@ -1,5 +1,6 @@
 """`manage.py demo`: the site and a worker, in an empty database."""
 
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ class Command(BaseCommand):
 
     def handle(self, *_: object, **__: object) -> None:
         """Run them."""
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the worker is stopped, too
         call_command("migrate", verbosity=0)
         users = get_user_model().objects
         if not users.filter(username="admin").exists():

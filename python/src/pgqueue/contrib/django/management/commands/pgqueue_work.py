@@ -5,6 +5,7 @@ import importlib
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils.autoreload import run_with_reloader
@@ -12,6 +13,7 @@ from django.utils.autoreload import run_with_reloader
 from pgqueue._wording import duration
 from pgqueue.consumer import Retries
 from pgqueue.contrib.django.worker import consumer
+from pgqueue.errors import QueueNotFound
 
 
 def _duration(text: str) -> timedelta:
@@ -111,7 +113,13 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from None
         connections.close_all()
         self.stderr.write(f"consuming {', '.join(made.queue_names)} of database {alias}; Ctrl-C stops")
-        made.run()
+        try:
+            made.run()
+        except QueueNotFound as error:
+            text = str(error).partition("\n")[0]
+            raise CommandError(f"{text}; the operation CreateQueue creates it in a migration") from None
+        except psycopg.Error as error:
+            raise CommandError(str(error)) from None
 
 
 def _load(handler: str) -> Any:
