@@ -181,7 +181,7 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## al
 	@$(PYTHON) test/tools.py llvm && touch $@ || [ -z "$$CI" ]
 
 # The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
-PARTS = spark clusters soak http consumer engine postgres mutants
+PARTS = spark clusters soak http consumer engine brokers postgres mutants
 
 # verify runs before any target that builds, because it checks extension/ as committed. The SQL suites and lint run beside
 # the Python tests, which often wait. The end of the output shows the time of each part and the last line of pytest.

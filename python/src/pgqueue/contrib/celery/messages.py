@@ -1,0 +1,102 @@
+"""A message of kombu as one of pgqueue: the body as it is, everything else in the headers."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+from kombu.utils.json import dumps
+
+from ...message import Message
+from .options import Options
+
+__all__ = ["Sent", "sent", "to_kombu"]
+
+_TRANSIENT = 1  # the delivery mode
+
+
+class Sent(NamedTuple):
+    """The arguments of `enqueue` and `publish`."""
+
+    body: bytes
+    headers: dict[str, Any]
+    delay: timedelta | None
+    expires_in: timedelta | None
+    message_id: UUID | None
+    priority: int | None
+
+
+def sent(message: Mapping[str, Any], priority: int, options: Options) -> Sent:
+    """What to send for a message of kombu."""
+    body, properties, headers = message["body"], dict(message["properties"]), message.get("headers") or {}
+    for name in ("body_encoding", "delivery_tag"):
+        properties.pop(name, None)
+    stored = {
+        "content-type": message.get("content-type"),
+        "content-encoding": message.get("content-encoding"),
+        "headers": headers,
+        "properties": properties,
+    }
+    is_task = "task" in headers
+    return Sent(
+        body if isinstance(body, bytes) else body.encode(),
+        stored,
+        _delay(headers, options) if is_task else None,
+        None if is_task else _expiry(properties, options),
+        _message_id(headers.get("id") or properties.get("correlation_id")),
+        priority or None,
+    )
+
+
+def _delay(headers: Mapping[str, Any], options: Options) -> timedelta | None:
+    """The time until the ETA of a task, unless it is short, or unknown because it has no time zone."""
+    eta = headers.get("eta")
+    if options.native_delay is None or not eta:
+        return None
+    try:
+        at = eta if isinstance(eta, datetime) else datetime.fromisoformat(eta)
+    except (TypeError, ValueError):
+        return None  # The worker rejects it, and stores the error as the result.
+    if at.tzinfo is None:
+        return None
+    delay = at - datetime.now(UTC)
+    return delay if delay.total_seconds() > options.native_delay else None
+
+
+def _expiry(properties: Mapping[str, Any], options: Options) -> timedelta | None:
+    # A task that has expired must reach a worker, which stores the result REVOKED.
+    if properties.get("expiration") is not None:
+        return timedelta(milliseconds=int(properties["expiration"]))
+    if properties.get("delivery_mode") == _TRANSIENT:
+        return timedelta(seconds=options.transient_expires)
+    return None
+
+
+def _message_id(value: Any) -> UUID | None:
+    try:
+        return UUID(value)
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def to_kombu(message: Message, tag: str) -> dict[str, Any]:
+    """The message for kombu. One that SQL has sent needs only the name of the task in its headers:
+    `{"headers": {"task": …}}`, and the arguments as its payload.
+    """
+    stored = message.headers if isinstance(message.headers, dict) else {}
+    headers, properties = dict(stored.get("headers") or {}), dict(stored.get("properties") or {})
+    if "task" in headers:
+        task_id = headers.setdefault("id", str(message.message_id or uuid4()))
+        properties.setdefault("correlation_id", task_id)
+    properties["delivery_tag"] = tag
+    info = properties["delivery_info"] = dict(properties.get("delivery_info") or {})
+    info.setdefault("exchange", "")
+    info.setdefault("routing_key", message.queue_name)
+    info["redelivered"] = message.attempt_count > 1
+    return {
+        "body": dumps(message.payload).encode() if message.body is None else bytes(message.body),
+        "content-type": stored.get("content-type") or "application/json",
+        "content-encoding": stored.get("content-encoding") or "utf-8",
+        "headers": headers,
+        "properties": properties,
+    }
