@@ -17,6 +17,7 @@ import commands
 import psycopg
 import pytest
 from clients import PATIENCE, QUIET, connect, is_empty, value, wait_for
+from psycopg.conninfo import make_conninfo
 
 import pgqueue
 from pgqueue.embedded import EmbeddedServer
@@ -42,6 +43,7 @@ for each row when (new.order_id = 13) execute function refuse();
 create or replace function hold() returns trigger language plpgsql as
 $$ begin perform pg_advisory_xact_lock_shared(new.order_id); return new; end $$;
 create trigger hold after insert on shipped for each row execute function hold();
+grant insert on orders, shipped to shop;
 """
 # The sessions of workers, also of one that was killed.
 WORKERS = "from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()"
@@ -86,6 +88,8 @@ def block(language: str) -> str:
 
 
 def url(dsn: str, kind: str) -> str:
+    """The URL of a server for the role of the shop, which may send and consume."""
+    dsn = make_conninfo(dsn, user="shop", password="shop")
     return commands.in_process(dsn, "dsn", kind).out.strip()
 
 
@@ -98,6 +102,9 @@ def shop_server() -> Iterator[EmbeddedServer]:
         with EmbeddedServer(durable=False, settings=QUIET, port=reserved.getsockname()[1]) as server:
             with connect(server.dsn) as connection:
                 connection.execute("create extension pgqueue")
+                connection.execute("create role shop login password 'shop'")
+                connection.execute("select pgqueue.grant_access('shop', 'producer')")
+                connection.execute("select pgqueue.grant_access('shop', 'consumer')")
             yield server
             server.stop(immediate=True)
 
