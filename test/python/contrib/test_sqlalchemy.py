@@ -1,6 +1,7 @@
 """SQLAlchemy: messages in the transaction of a session, and sessions in the transaction of a handler."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -159,8 +160,9 @@ async def test_an_async_session_takes_the_message_into_its_transaction(
             await ends()
     async with async_shop.connect() as connection:
         await queue_of(connection, "orders").enqueue("rolled back")
-    async with async_shop.begin() as connection:
+    async with async_shop.connect() as connection:
         await queue_of(connection, "orders").enqueue("connection")
+        await connection.commit()
         assert await connection.scalar(select(func.count()).select_from(Order)) == 2
     assert ready(queue) == ["book", {"copy of": "book"}, "cup", {"copy of": "cup"}, "connection"]
 
@@ -334,11 +336,11 @@ def test_the_options_of_a_sessionmaker_apply_but_not_its_databases(
     def handle(delivery: pgqueue.Delivery) -> None:
         with session_of(delivery, makers[delivery.message.payload]) as session:
             tenants.append(session.info["tenant"])
+            bound = session.connection(bind_arguments={"mapper": Order})
+            assert bound.connection.driver_connection is delivery.connection
             session.add(Order(what="mine"))
-            session.flush()
-            assert count(connection) == 0  # It is not committed: it is on the connection of the delivery.
 
-    assert drain(consumer(dsn, handle)).succeeded == 1
+    assert drain(consumer(dsn, handle)).succeeded == count(connection) == 1
     assert tenants == [7]
     (dead,) = queue.browse_dead_messages()
     assert "get_bind chooses a connection that is not that of the delivery" in str(dead.last_error)
@@ -510,3 +512,18 @@ def test_handlers_on_many_threads_have_sessions_of_their_own(
             together.wait(60)
 
     assert drain(consumer(dsn, handle, concurrency=4)).succeeded == count(connection) == 8
+
+
+@pytest.mark.long(part="consumer")
+def test_all_of_this_works_with_sqlalchemy_2_0(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*install, "sqlalchemy>=2.0,<2.1"], check=True)
+    monkeypatch.setenv("PGQUEUE_TEST_DSN", server)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    project = Path(__file__).parents[3] / "python"
+    tests = [*Path(__file__).parent.glob("test_[as]*.py"), project / "examples/fastapi_shop"]
+    assert '__version__ = "2.0.' in (tmp_path / "sqlalchemy/__init__.py").read_text()
+    options = ["-q", "-c", "pyproject.toml", "-n", "0", "-m", "not long"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, tests)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -32,10 +32,10 @@ class _Operation(MigrateOperation):
 
     @classmethod
     def create_pgqueue(cls, operations: Operations, *, extension: bool | None = None) -> None:
-        """Install pgqueue in the database.
+        """Install pgqueue unless the database has it.
 
         With `extension` true by `create extension`, with false by plain SQL. With None as extension if the server has
-        its files, else by plain SQL; with `--sql` as extension. Fails if the database has it.
+        its files, else by plain SQL; with `--sql` as extension.
         """
         operations.invoke(cls(_create_pgqueue, extension))
 
@@ -71,12 +71,16 @@ def _invoke(operations: Operations, operation: _Operation) -> None:
 
 
 def _create_pgqueue(operations: Operations, extension: bool | None) -> None:
-    if extension is None:
-        extension = True
-        if not operations.get_context().as_sql:
-            found = "select exists (select from pg_available_extensions where name = 'pgqueue')"
-            extension = bool(_bind(operations).exec_driver_sql(found).scalar_one())
-    _execute(operations, "create extension pgqueue" if extension else install_script())
+    if not operations.get_context().as_sql:
+        found = _bind(operations).exec_driver_sql(
+            "select to_regprocedure('pgqueue.version()') is not null,"
+            " exists (select from pg_available_extensions where name = 'pgqueue')"
+        )
+        is_installed, is_offered = found.one()
+        if is_installed:
+            return
+        extension = is_offered if extension is None else extension
+    _execute(operations, install_script() if extension is False else "create extension if not exists pgqueue")
 
 
 def _call(operations: Operations, call: _calls.Call[Any], queue_name: str, **settings: Any) -> None:
