@@ -66,7 +66,8 @@ class Row(NamedTuple):
 
 def documents() -> list[Path]:
     """All documents in which promises may be: not this table, nor what tests or tools have fetched."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("sql/**/*.md"), *ROOT.glob("python/**/*.md")]
+    places = ("*.md", "extension/doc/*.md", "sql/**/*.md", "python/**/*.md")
+    found = [path for place in places for path in ROOT.glob(place)]
     return sorted(path for path in found if "node_modules" not in path.parts)
 
 

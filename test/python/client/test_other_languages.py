@@ -241,6 +241,9 @@ def test_a_worker_settles_what_it_claims_and_waits_for_more(programs: Programs, 
         wait_for(lambda: is_empty(shop, "orders"))
 
 
+@pytest.mark.parametrize(
+    "programs", ["node", pytest.param("java", marks=pytest.mark.long(part="consumer"))], indirect=True
+)
 def test_a_killed_worker_leaves_no_effect_and_one_that_is_stopped_ends_its_work(
     programs: Programs, shop: psycopg.Connection[Any]
 ) -> None:
