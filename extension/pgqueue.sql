@@ -48,7 +48,8 @@ create type pgqueue.queue as (
     rate_limit int,
     rate_period interval,
     priorities boolean,
-    counters boolean
+    counters boolean,
+    dead_letter_to text
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
@@ -340,6 +341,7 @@ create table pgqueue.queues (
     rate_period interval not null default '1 s',
     priorities boolean not null default false,
     counters boolean not null default true,
+    dead_letter_to text collate "C",
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -365,6 +367,7 @@ create table pgqueue.queues (
     constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
     constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
 );
+create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.archive_for is
@@ -385,6 +388,8 @@ comment on column pgqueue.queues.priorities is
 'Whether messages with a higher priority are claimed first.';
 comment on column pgqueue.queues.counters is
 'Whether the queue has sequences that count its messages.';
+comment on column pgqueue.queues.dead_letter_to is
+'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -1864,7 +1869,7 @@ language sql volatile
 as $$ select pgqueue._dumping_processes() <> '{}' $$;
 comment on function pgqueue._is_dump_running() is
 'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
--- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
+-- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.
@@ -1900,8 +1905,10 @@ end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
 'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
-_on_queue_altered_<module>(before, after), and _on_queue_dropping_<module>(q). At queue_dropping, the row of the queue
-is deleted and its messages still exist. The queue is locked, exclusively for queue_dropping.';
+_on_queue_altered_<module>(before, after), _on_queue_sweeping_<module>(q), and _on_queue_dropping_<module>(q). A sweep
+calls queue_sweeping, if the queue takes dead letters of others; its handler must not wait for a lock or raise an error.
+At queue_dropping, the row of the queue is deleted and its messages still exist. The queue is locked, exclusively for
+queue_dropping.';
 
 create function pgqueue._do_housekeeping(at timestamptz)
 returns void
@@ -2081,6 +2088,14 @@ end;
 $$;
 comment on function pgqueue._wake(pgqueue.queues) is
 'Notifies waiting consumers when the transaction commits.';
+
+create function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
+comment on function pgqueue._wake_dead_letter_queue(pgqueue.queues) is
+'Notifies the consumers of the queue that takes the dead letters of this one, if there is such a queue. Reads and locks
+nothing of it.';
 
 create function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
@@ -2360,7 +2375,7 @@ as $$
         q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
         q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
-        q.counters
+        q.counters, q.dead_letter_to
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -2474,6 +2489,13 @@ begin
         perform pgqueue._raise_invalid('on_dead', 'hold',
             'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
     end if;
+    if q.dead_letter_to is not null and not q.dlq_enabled then
+        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to, 'null while dlq_enabled is false: there are no dead letters');
+    end if;
+    if q.dead_letter_to is not null and q.on_dead = 'hold' then
+        perform pgqueue._raise_invalid('on_dead', 'hold',
+            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting');
+    end if;
     if q.dead_letter_expired is null then
         perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
     end if;
@@ -2504,7 +2526,8 @@ create function pgqueue.create_queue(
     rate_limit int default null,
     rate_period interval default '1 s',
     priorities boolean default false,
-    counters boolean default true
+    counters boolean default true,
+    dead_letter_to pgqueue.queue_of_admin default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2546,6 +2569,7 @@ begin
     q.rate_period := rate_period;
     q.priorities := priorities;
     q.counters := counters;
+    q.dead_letter_to := dead_letter_to;
     perform pgqueue._check_settings(q);
     -- A queue with groups, priorities or max_in_flight has indexes of its own.
     dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
@@ -2595,7 +2619,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period, priorities, counters
+        rate_period, priorities, counters, dead_letter_to
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -2610,7 +2634,7 @@ begin
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
         create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
-        create_queue.counters
+        create_queue.counters, create_queue.dead_letter_to
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -2627,7 +2651,8 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean,
+    pgqueue.queue_of_admin
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -2651,10 +2676,13 @@ which needs dlq_enabled, the group waits until the dead letter is redriven or pu
 messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
 at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
 claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
-and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals. If a dump
-without rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the
-relation of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
-transaction keeps a dedicated table from being attached.';
+and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals.
+dead_letter_to names another queue, for which the caller needs admin access, too. That queue takes the dead letters and
+sends them as new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id,
+reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was
+restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation of its
+transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
+dedicated table from being attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2719,7 +2747,8 @@ create function pgqueue.alter_queue(
     max_in_flight int default null,
     rate_limit int default null,
     rate_period interval default null,
-    counters boolean default null
+    counters boolean default null,
+    dead_letter_to pgqueue.queue_of_admin default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -2758,6 +2787,8 @@ begin
             format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
     end if;
     q.counters := coalesce(alter_queue.counters, q.counters);
+    -- The domain of the argument accepts no empty text from a role that has access to some queues only.
+    q.dead_letter_to := nullif(coalesce(alter_queue.dead_letter_to::text, q.dead_letter_to) collate "C", q.name);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -2766,7 +2797,8 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters, updated_at = pgqueue._now()
+        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters,
+        dead_letter_to = q.dead_letter_to, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -2779,7 +2811,7 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
@@ -2789,8 +2821,9 @@ applies to messages that are sent from then on; the keys of earlier ones may be 
 to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
 rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
 has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
-true begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or
-end for the relation of a transport while a longer transaction uses that relation.';
+true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that
+the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if
+archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -2820,10 +2853,10 @@ removed. Delayed messages that are not due and were never claimed are kept, as t
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Archived messages of the queue are kept under its name for its archive_for. The call removes everything
-in one transaction. If statement_timeout is too short for that, call purge_queue and purge_dead_messages before. Raises
-PQ001, and PQ004 if a longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table
-from being dropped.';
+called before. Queues whose dead_letter_to is this queue keep their dead letters from then on. Archived messages of the
+queue are kept under its name for its archive_for. The call removes everything in one transaction. If statement_timeout
+is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, and PQ004 if a longer transaction
+uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
 
 create function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint
@@ -4688,6 +4721,9 @@ begin
         return;
     end;
     perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    if all_died > 0 then
+        perform pgqueue._wake_dead_letter_queue(q);
+    end if;
 end;
 $$;
 comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
@@ -4995,7 +5031,7 @@ comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bi
 'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
 by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
-create function pgqueue._do_periodic_work(at timestamptz)
+create function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -5008,10 +5044,14 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
+    if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
+        perform pgqueue._call_queue_handlers('queue_sweeping', q);
+    end if;
 end;
 $$;
-comment on function pgqueue._do_periodic_work(timestamptz) is
-'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
+comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
+'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
+others, calls the handlers that do so. Sweeps call it.';
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -5073,7 +5113,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then
@@ -5450,7 +5490,7 @@ declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
     perform pgqueue._sweep_other_tables(q, state, at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(
@@ -5976,7 +6016,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;
@@ -7168,6 +7208,7 @@ begin
         if q.dlq_enabled then
             perform pgqueue._count('dead', q.name, 1);
             perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
+            perform pgqueue._wake_dead_letter_queue(q);
         end if;
         return;
     end if;
@@ -7603,8 +7644,47 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
 22023, PQ001.';
 
+create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    n int;
+begin
+    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
+    with gone as (
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(_send_dead_letters.queue_name, ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, _send_dead_letters.queue_name, k.names, k.ids, k.id)
+        returning d.*
+    )
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers
+    )
+    select
+        -- The claim whose sweep this is looks for messages that were visible when it began.
+        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
+        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
+            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
+        g.last_error, g.transport_headers
+    from gone g;
+    get diagnostics n = row_count;
+    if pgqueue._count('enqueued', target.name, n) > 0 then
+        perform pgqueue._wake_if_waiting(target, at);
+    end if;
+end;
+$$;
+comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
+'Sends dead letters, which the caller has locked, as new messages to another queue. The header pgqueue.dead_letter says
+where they come from. If the headers do not fit, they are sent without it.';
+
 create function pgqueue.redrive(
-    queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
+    queue_name pgqueue.queue_of_admin,
+    max_messages int default 1000,
+    ids bigint[] default null,
+    to_queue pgqueue.queue_of_admin default null
 )
 returns int
 language plpgsql volatile security definer
@@ -7617,6 +7697,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    target pgqueue.queues;
     dead refcursor;
     slice_ids bigint[];
     slice_at timestamptz;
@@ -7627,6 +7708,9 @@ declare
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
+    end if;
+    if to_queue collate "C" <> q.name then
+        target := pgqueue._get_locked_queue(to_queue);
     end if;
     perform pgqueue._remove_spent_messages(
         q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
@@ -7646,6 +7730,12 @@ begin
     loop
         slice_ids := (pgqueue._fetch_slice(dead)).ids;
         exit when slice_ids = '{}';
+        if target.name is not null then
+            perform pgqueue._send_dead_letters(q.name, slice_ids, target);
+            redriven := redriven + cardinality(pgqueue._array_except(slice_ids, '{}'));
+            continue when pgqueue._has_time();
+            exit;
+        end if;
         slice_at := pgqueue._now();
         with revived as (
             delete from pgqueue.dead_messages d
@@ -7692,19 +7782,20 @@ begin
         exit when not pgqueue._has_time();
     end loop;
     close dead;
-    if redriven > 0 then
+    if first_due_at is not null then
         perform pgqueue._announce_due(q, first_due_at);
     end if;
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
+comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[], pgqueue.queue_of_admin) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
 included, as by sweep_queue. The call ends when half of statement_timeout has passed, and has then returned some: repeat
-it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
-Raises 22023, PQ001.';
+it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages. With
+to_queue, for which the caller needs admin access, too, the dead letters become new messages of that queue, with ids of
+their own and the header pgqueue.dead_letter, as by dead_letter_to of create_queue. Raises 22023, PQ001.';
 
 create function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint
@@ -8703,6 +8794,18 @@ begin
                 limit 1000
             ) m
         ) others;
+    if exists (
+        select from pgqueue.queues s
+        cross join lateral (
+            select from pgqueue.dead_messages d
+            where d.queue_name = s.name and d.id >= pgqueue._first_id_of(s.name)
+            limit 1
+        ) d
+        where s.dead_letter_to = q.name
+    ) then
+        -- The next sweep takes them.
+        due_at := least(due_at, at);
+    end if;
     if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
         perform pgqueue._record_if_old(q);
     end if;
@@ -8712,10 +8815,11 @@ $$;
 comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. In a queue with group_limit it is also in the past while a message
-waits for others of its group, as in stats; prepare_wait returns when to look again. If a limit of the queue holds, it
-is the time at which the limit allows the next message: when the next token of rate_limit comes, and with max_in_flight
-when the next claim ends, if no message is settled before. Only the first 1,000 messages by id are checked for the ends
-of claims. Raises PQ001, 40001.';
+waits for others of its group, as in stats; prepare_wait returns when to look again. It is the present while a queue
+whose dead_letter_to is this one has dead letters. If a limit of the queue holds, it is the time at which the limit
+allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
+message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001,
+40001.';
 
 create function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz
@@ -9542,6 +9646,112 @@ comment on function pgqueue.claim_any(text[], int, interval, text, pgqueue.calle
 the first queue, then from the next. So while an earlier queue has ready messages, later ones wait. The messages of one
 queue have the same claim_token; settle each under its own queue_name. Queues that come after max_messages messages are
 not looked at, nor those that come after ten queues with group_limit that had messages. Raises 22023, PQ001.';
+-- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
+-- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
+
+create function pgqueue._check_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dead_letter_to is null then
+        return;
+    end if;
+    perform pgqueue._get_locked_queue(q.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    if exists (
+        with recursive chain as (
+            select q.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = q.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', q.name));
+    end if;
+end;
+$$;
+comment on function pgqueue._check_dead_letter_to(pgqueue.queues) is
+'Raises PQ001 if the queue that dead_letter_to names does not exist, and 22023 if dead letters would go in a circle.';
+
+create function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_dead_letter_to(q);
+end;
+$$;
+comment on function pgqueue._on_queue_created_dead_letter_to(pgqueue.queues) is
+'Checks dead_letter_to of a new queue.';
+
+create function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if after.dead_letter_to is distinct from before.dead_letter_to then
+        perform pgqueue._check_dead_letter_to(after);
+        perform pgqueue._wake_dead_letter_queue(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_dead_letter_to(pgqueue.queues, pgqueue.queues) is
+'Checks a new dead_letter_to, and notifies the consumers of that queue: it gets the dead letters that exist already.';
+
+create function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A later queue of this name, perhaps of another owner, gets no dead letters.
+    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_dead_letter_to(pgqueue.queues) is
+'Ends dead_letter_to of the queues that name the dropped one. Their dead letters stay where they are.';
+
+create function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    source pgqueue.queues;
+    dead refcursor;
+    slice_ids bigint[];
+    slices_left int := 8;
+begin
+    for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name)
+            order by d.id limit 1000 for update skip locked;
+        while slices_left > 0 and pgqueue._has_time() loop
+            slice_ids := (pgqueue._fetch_slice(dead)).ids;
+            exit when slice_ids = '{}';
+            perform pgqueue._send_dead_letters(source.name, slice_ids, q);
+            slices_left := slices_left - 1;
+        end loop;
+        close dead;
+    end loop;
+exception when disk_full then
+    -- They stay in the other queues for a later sweep.
+    null;
+end;
+$$;
+comment on function pgqueue._on_queue_sweeping_dead_letter_to(pgqueue.queues) is
+'Takes dead letters of the queues whose dead_letter_to is this queue, in up to eight slices, without waiting for other
+transactions that have locked them.';
 -- Keeps acknowledged messages for a while. The statement that removes a message inserts it into the partition of its
 -- day (UTC), or into unfiled_messages if that day has no partition. Enabling archiving, the hourly housekeeping and
 -- maintain_archive create partitions ahead, and remove expired ones as a whole. No acknowledgement waits or fails.

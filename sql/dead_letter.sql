@@ -31,8 +31,47 @@ this on its way, so the call is needed only while no consumer claims. Repeat it 
 statement_timeout has passed, too. Expired messages that were never claimed may stay: see purge_expired. Raises
 22023, PQ001.';
 
+create or replace function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    n int;
+begin
+    -- A message gets an id of its own in the target. Functions skip ids that the target had not used.
+    with gone as (
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(_send_dead_letters.queue_name, ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, _send_dead_letters.queue_name, k.names, k.ids, k.id)
+        returning d.*
+    )
+    insert into pgqueue.messages (
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers
+    )
+    select
+        -- The claim whose sweep this is looks for messages that were visible when it began.
+        target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
+        pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
+            'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
+        g.last_error, g.transport_headers
+    from gone g;
+    get diagnostics n = row_count;
+    if pgqueue._count('enqueued', target.name, n) > 0 then
+        perform pgqueue._wake_if_waiting(target, at);
+    end if;
+end;
+$$;
+comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
+'Sends dead letters, which the caller has locked, as new messages to another queue. The header pgqueue.dead_letter says
+where they come from. If the headers do not fit, they are sent without it.';
+
 create or replace function pgqueue.redrive(
-    queue_name pgqueue.queue_of_admin, max_messages int default 1000, ids bigint[] default null
+    queue_name pgqueue.queue_of_admin,
+    max_messages int default 1000,
+    ids bigint[] default null,
+    to_queue pgqueue.queue_of_admin default null
 )
 returns int
 language plpgsql volatile security definer
@@ -45,6 +84,7 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    target pgqueue.queues;
     dead refcursor;
     slice_ids bigint[];
     slice_at timestamptz;
@@ -55,6 +95,9 @@ declare
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
+    end if;
+    if to_queue collate "C" <> q.name then
+        target := pgqueue._get_locked_queue(to_queue);
     end if;
     perform pgqueue._remove_spent_messages(
         q, coalesce(ids, pgqueue._find_spent_messages(q, at, 0, max_messages)), at, null);
@@ -74,6 +117,12 @@ begin
     loop
         slice_ids := (pgqueue._fetch_slice(dead)).ids;
         exit when slice_ids = '{}';
+        if target.name is not null then
+            perform pgqueue._send_dead_letters(q.name, slice_ids, target);
+            redriven := redriven + cardinality(pgqueue._array_except(slice_ids, '{}'));
+            continue when pgqueue._has_time();
+            exit;
+        end if;
         slice_at := pgqueue._now();
         with revived as (
             delete from pgqueue.dead_messages d
@@ -120,19 +169,20 @@ begin
         exit when not pgqueue._has_time();
     end loop;
     close dead;
-    if redriven > 0 then
+    if first_due_at is not null then
         perform pgqueue._announce_due(q, first_due_at);
     end if;
     return redriven;
 end;
 $$;
-comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[]) is
+comment on function pgqueue.redrive(pgqueue.queue_of_admin, int, bigint[], pgqueue.queue_of_admin) is
 'Returns up to max_messages dead letters to their queue and returns how many. It takes the lowest ids first; with ids,
 only those. The messages keep id, payload, headers and last_error. They start with no attempts, the queue''s
 max_attempts and no expiry, and are ready at once. Messages that no claim has moved to the dead letters yet are
 included, as by sweep_queue. The call ends when half of statement_timeout has passed, and has then returned some: repeat
-it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages.
-Raises 22023, PQ001.';
+it until it returns 0. Due messages are claimed before new ones, so a large redrive delays all new messages. With
+to_queue, for which the caller needs admin access, too, the dead letters become new messages of that queue, with ids of
+their own and the header pgqueue.dead_letter, as by dead_letter_to of create_queue. Raises 22023, PQ001.';
 
 create or replace function pgqueue.purge_dead_messages(queue_name pgqueue.queue_of_admin, ids bigint[] default null)
 returns bigint

@@ -241,7 +241,7 @@ declare
     state constant pgqueue.sweep_state := pgqueue._sweep_state_of(q.name, at);
 begin
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '500 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
     perform pgqueue._sweep_other_tables(q, state, at);
     -- If there is no message without a group, claims look for one only after they have looked for others.
     perform setval(q.fresh_from_id, coalesce(

@@ -1,4 +1,4 @@
--- Events for modules: a queue was created, altered or is being dropped, housekeeping or maintenance is due, a
+-- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
 -- functions by name costs some 0.1 ms each.
@@ -34,8 +34,10 @@ end;
 $$;
 comment on function pgqueue._call_queue_handlers(text, pgqueue.queues, pgqueue.queues) is
 'Calls _on_<event>_<module> of each module that defines it: _on_queue_created_<module>(q),
-_on_queue_altered_<module>(before, after), and _on_queue_dropping_<module>(q). At queue_dropping, the row of the queue
-is deleted and its messages still exist. The queue is locked, exclusively for queue_dropping.';
+_on_queue_altered_<module>(before, after), _on_queue_sweeping_<module>(q), and _on_queue_dropping_<module>(q). A sweep
+calls queue_sweeping, if the queue takes dead letters of others; its handler must not wait for a lock or raise an error.
+At queue_dropping, the row of the queue is deleted and its messages still exist. The queue is locked, exclusively for
+queue_dropping.';
 
 create or replace function pgqueue._do_housekeeping(at timestamptz)
 returns void

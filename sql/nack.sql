@@ -54,6 +54,7 @@ begin
         if q.dlq_enabled then
             perform pgqueue._count('dead', q.name, 1);
             perform pgqueue._add_dead_letter(m, at, coalesce(final_reason, 'attempts_exhausted'));
+            perform pgqueue._wake_dead_letter_queue(q);
         end if;
         return;
     end if;

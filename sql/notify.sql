@@ -22,6 +22,14 @@ $$;
 comment on function pgqueue._wake(pgqueue.queues) is
 'Notifies waiting consumers when the transaction commits.';
 
+create or replace function pgqueue._wake_dead_letter_queue(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ select pg_notify(pgqueue.channel(q.dead_letter_to), '') where q.dead_letter_to is not null $$;
+comment on function pgqueue._wake_dead_letter_queue(pgqueue.queues) is
+'Notifies the consumers of the queue that takes the dead letters of this one, if there is such a queue. Reads and locks
+nothing of it.';
+
 create or replace function pgqueue._wake_if_waiting(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile

@@ -325,7 +325,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
     if state.recorded_at is null or at - state.recorded_at not between interval '0' and interval '1 s' then
         perform pgqueue._sweep_other_tables(q, state, at);
     end if;

@@ -10,7 +10,7 @@ as $$
         q.dead_letter_expired, q.max_payload_bytes, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
         q.dedicated, q.paused_at, q.created_at, q.updated_at, q.archive_for, q.expires_after_idle,
         q.dedup_window, q.group_limit, q.on_dead, q.max_in_flight, q.rate_limit, q.rate_period, q.priorities,
-        q.counters
+        q.counters, q.dead_letter_to
     )::pgqueue.queue
 $$;
 comment on function pgqueue._public_queue(pgqueue.queues) is
@@ -124,6 +124,13 @@ begin
         perform pgqueue._raise_invalid('on_dead', 'hold',
             'skip while dlq_enabled is false: a message that is deleted cannot keep its group waiting');
     end if;
+    if q.dead_letter_to is not null and not q.dlq_enabled then
+        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to, 'null while dlq_enabled is false: there are no dead letters');
+    end if;
+    if q.dead_letter_to is not null and q.on_dead = 'hold' then
+        perform pgqueue._raise_invalid('on_dead', 'hold',
+            'skip while dead_letter_to is set: a dead letter that leaves the queue cannot keep its group waiting');
+    end if;
     if q.dead_letter_expired is null then
         perform pgqueue._raise_invalid('dead_letter_expired', null, 'true or false');
     end if;
@@ -154,7 +161,8 @@ create or replace function pgqueue.create_queue(
     rate_limit int default null,
     rate_period interval default '1 s',
     priorities boolean default false,
-    counters boolean default true
+    counters boolean default true,
+    dead_letter_to pgqueue.queue_of_admin default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -196,6 +204,7 @@ begin
     q.rate_period := rate_period;
     q.priorities := priorities;
     q.counters := counters;
+    q.dead_letter_to := dead_letter_to;
     perform pgqueue._check_settings(q);
     -- A queue with groups, priorities or max_in_flight has indexes of its own.
     dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
@@ -245,7 +254,7 @@ begin
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
         fresh_from_id, sweep_resume_id, next_sweep_at, first_due_at, waiting_until, archive_for,
         expires_after_idle, dedup_window, group_limit, on_dead, max_in_flight, rate_limit,
-        rate_period, priorities, counters
+        rate_period, priorities, counters, dead_letter_to
     )
     values (
         create_queue.queue_name, create_queue.visibility_timeout, create_queue.max_attempts,
@@ -260,7 +269,7 @@ begin
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
         create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
-        create_queue.counters
+        create_queue.counters, create_queue.dead_letter_to
     )
     returning * into q;
     perform setval(r, 1) from unnest(array[
@@ -277,7 +286,8 @@ end;
 $$;
 comment on function pgqueue.create_queue(
     pgqueue.new_queue_of_admin, interval, int, boolean, boolean, boolean, int, interval, double precision,
-    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean
+    interval, double precision, boolean, interval, interval, interval, int, text, int, int, interval, boolean, boolean,
+    pgqueue.queue_of_admin
 ) is
 'Creates a queue and returns it. queue_name has 1 to 128 characters: a-z, 0-9, hyphen and underscore. visibility_timeout
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
@@ -301,10 +311,13 @@ which needs dlq_enabled, the group waits until the dead letter is redriven or pu
 messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
 at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
 claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
-and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals. If a dump
-without rows was restored, the queue takes over what is left of the former queue of this name: its dedicated table, the
-relation of its transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer
-transaction keeps a dedicated table from being attached.';
+and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals.
+dead_letter_to names another queue, for which the caller needs admin access, too. That queue takes the dead letters and
+sends them as new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id,
+reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was
+restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation of its
+transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
+dedicated table from being attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -369,7 +382,8 @@ create or replace function pgqueue.alter_queue(
     max_in_flight int default null,
     rate_limit int default null,
     rate_period interval default null,
-    counters boolean default null
+    counters boolean default null,
+    dead_letter_to pgqueue.queue_of_admin default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
@@ -408,6 +422,8 @@ begin
             format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
     end if;
     q.counters := coalesce(alter_queue.counters, q.counters);
+    -- The domain of the argument accepts no empty text from a role that has access to some queues only.
+    q.dead_letter_to := nullif(coalesce(alter_queue.dead_letter_to::text, q.dead_letter_to) collate "C", q.name);
     perform pgqueue._check_settings(q);
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
@@ -416,7 +432,8 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters, updated_at = pgqueue._now()
+        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters,
+        dead_letter_to = q.dead_letter_to, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
     -- The repair that doctor suggests relies on this.
@@ -429,7 +446,7 @@ end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
@@ -439,8 +456,9 @@ applies to messages that are sent from then on; the keys of earlier ones may be 
 to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
 rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
 has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
-true begins to count; a queue that has counters keeps them. Raises 22023, PQ001, and PQ004 if archiving would begin or
-end for the relation of a transport while a longer transaction uses that relation.';
+true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that
+the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if
+archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -470,10 +488,10 @@ removed. Delayed messages that are not due and were never claimed are kept, as t
 become dead letters under the name of the queue, with reason queue_dropped, the due time in last_error, and no expiry.
 browse_dead_messages and purge_dead_messages find them by that name. After a queue of that name is created again,
 redrive sends them. Delayed messages are removed, too, if dlq_enabled of the queue is false, or if purge_queue was
-called before. Archived messages of the queue are kept under its name for its archive_for. The call removes everything
-in one transaction. If statement_timeout is too short for that, call purge_queue and purge_dead_messages before. Raises
-PQ001, and PQ004 if a longer transaction uses the queue, or if a longer transaction or a dump keeps a dedicated table
-from being dropped.';
+called before. Queues whose dead_letter_to is this queue keep their dead letters from then on. Archived messages of the
+queue are kept under its name for its archive_for. The call removes everything in one transaction. If statement_timeout
+is too short for that, call purge_queue and purge_dead_messages before. Raises PQ001, and PQ004 if a longer transaction
+uses the queue, or if a longer transaction or a dump keeps a dedicated table from being dropped.';
 
 create or replace function pgqueue._drop_queue(q pgqueue.queues)
 returns bigint

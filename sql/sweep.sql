@@ -210,6 +210,9 @@ begin
         return;
     end;
     perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    if all_died > 0 then
+        perform pgqueue._wake_dead_letter_queue(q);
+    end if;
 end;
 $$;
 comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
@@ -517,7 +520,7 @@ comment on function pgqueue._record_locked_messages(pgqueue.queues, bigint[], bi
 'Records those of the ids, without except_ids, whose messages are ready but locked by another transaction, for example
 by a receive. If that transaction rolls back, the next claim finds them there without a walk over all ids.';
 
-create or replace function pgqueue._do_periodic_work(at timestamptz)
+create or replace function pgqueue._do_periodic_work(q pgqueue.queues, at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -530,10 +533,14 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
+    if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
+        perform pgqueue._call_queue_handlers('queue_sweeping', q);
+    end if;
 end;
 $$;
-comment on function pgqueue._do_periodic_work(timestamptz) is
-'Calls the housekeeping of the rooms and asks for a compaction, if they are due. Sweeps call it.';
+comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
+'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
+others, calls the handlers that do so. Sweeps call it.';
 
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -595,7 +602,7 @@ declare
 begin
     -- For 50 ms, concurrent claims do not start another sweep.
     perform setval(q.next_sweep_at, pgqueue._to_micros(at + interval '50 ms'));
-    perform pgqueue._do_periodic_work(at);
+    perform pgqueue._do_periodic_work(q, at);
 
     select sweep_state.* into s from pgqueue.sweep_state where sweep_state.queue_name = q.name;
     if not found then

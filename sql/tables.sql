@@ -36,6 +36,7 @@ create table pgqueue.queues (
     rate_period interval not null default '1 s',
     priorities boolean not null default false,
     counters boolean not null default true,
+    dead_letter_to text collate "C",
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -61,6 +62,7 @@ create table pgqueue.queues (
     constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
     constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
 );
+create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
 'One row per queue, rarely updated, so that a claim reads one row version. Registers hold what each claim changes.';
 comment on column pgqueue.queues.archive_for is
@@ -81,6 +83,8 @@ comment on column pgqueue.queues.priorities is
 'Whether messages with a higher priority are claimed first.';
 comment on column pgqueue.queues.counters is
 'Whether the queue has sequences that count its messages.';
+comment on column pgqueue.queues.dead_letter_to is
+'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';

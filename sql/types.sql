@@ -24,7 +24,8 @@ create type pgqueue.queue as (
     rate_limit int,
     rate_period interval,
     priorities boolean,
-    counters boolean
+    counters boolean,
+    dead_letter_to text
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';

@@ -68,6 +68,18 @@ begin
                 limit 1000
             ) m
         ) others;
+    if exists (
+        select from pgqueue.queues s
+        cross join lateral (
+            select from pgqueue.dead_messages d
+            where d.queue_name = s.name and d.id >= pgqueue._first_id_of(s.name)
+            limit 1
+        ) d
+        where s.dead_letter_to = q.name
+    ) then
+        -- The next sweep takes them.
+        due_at := least(due_at, at);
+    end if;
     if pgqueue._are_many_pages(pgqueue._pages_read(q) - pages_before, living) then
         perform pgqueue._record_if_old(q);
     end if;
@@ -77,10 +89,11 @@ $$;
 comment on function pgqueue.next_due_at(pgqueue.queue_of_any_access) is
 'Returns when the next message becomes ready, because a delay, a backoff or a claim ends. The time is in the past if
 messages are ready, and null if nothing is pending. In a queue with group_limit it is also in the past while a message
-waits for others of its group, as in stats; prepare_wait returns when to look again. If a limit of the queue holds, it
-is the time at which the limit allows the next message: when the next token of rate_limit comes, and with max_in_flight
-when the next claim ends, if no message is settled before. Only the first 1,000 messages by id are checked for the ends
-of claims. Raises PQ001, 40001.';
+waits for others of its group, as in stats; prepare_wait returns when to look again. It is the present while a queue
+whose dead_letter_to is this one has dead letters. If a limit of the queue holds, it is the time at which the limit
+allows the next message: when the next token of rate_limit comes, and with max_in_flight when the next claim ends, if no
+message is settled before. Only the first 1,000 messages by id are checked for the ends of claims. Raises PQ001,
+40001.';
 
 create or replace function pgqueue.prepare_wait(queue_name pgqueue.queue_of_consumer, timeout interval default '60 s')
 returns timestamptz

@@ -194,7 +194,7 @@ create_queue = Call(
     " backoff_factor double precision, backoff_max interval, backoff_jitter double precision,"
     " if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval,"
     " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, priorities boolean,"
-    " counters boolean",
+    " counters boolean, dead_letter_to text",
 )
 alter_queue = Call(
     QueueInfo,
@@ -203,7 +203,8 @@ alter_queue = Call(
     "visibility_timeout interval, max_attempts int, dlq_enabled boolean, dead_letter_expired boolean,"
     " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
     " backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval,"
-    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, counters boolean",
+    " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, counters boolean,"
+    " dead_letter_to text",
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")
@@ -344,7 +345,7 @@ browse_archived_messages = Call(
     ArchivedMessage, "browse_archived_messages", "queue_name text", "max_messages int, before_id bigint"
 )
 stats = Call(QueueStats, "stats", "", "queue_name text")
-redrive = Call(int, "redrive", "queue_name text", "max_messages int, ids bigint[]")
+redrive = Call(int, "redrive", "queue_name text", "max_messages int, ids bigint[], to_queue text")
 purge_dead_messages = Call(int, "purge_dead_messages", "queue_name text", "ids bigint[]")
 purge_expired = Call(int, "purge_expired", "queue_name text", "batch_size int")
 sweep_queue = Call(int, "sweep_queue", "queue_name text", "max_messages int")

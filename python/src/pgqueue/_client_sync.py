@@ -365,6 +365,7 @@ class Queue(_Calls):
         rate_period: timedelta | None = None,
         priorities: bool | None = None,
         counters: bool | None = None,
+        dead_letter_to: str | None = None,
     ) -> QueueInfo:
         """Create this queue and return it.
 
@@ -386,11 +387,12 @@ class Queue(_Calls):
         messages with the same `group_key` may be in flight at a time, in the order of their ids; the queue is then
         dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it).
         `max_in_flight` (1 to 10000; None: any number) is how many messages of the queue may be in flight at a time,
-        over all consumers; the queue is then dedicated, and `receive` refuses it. `rate_limit` (1 to 1000000; None: any
-        number) is how many messages claims and receives take in each `rate_period` (1 ms to 1 day; 1 s), and up to
+        over all consumers; the queue is then dedicated, and `receive` refuses it. `rate_limit` (1 to 1000000; None:
+        any number) is how many messages claims and receives take in each `rate_period` (1 ms to 1 day; 1 s), and up to
         `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
         are claimed first; the queue is then dedicated, and cannot have a `group_limit`. Without `counters` (true) its
-        calls are faster, and the totals of `stats` are None.
+        calls are faster, and the totals of `stats` are None. `dead_letter_to` (None: they stay) names another queue,
+        which takes the dead letters and sends them as new messages; it needs `dlq_enabled` and admin access to both.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -418,6 +420,7 @@ class Queue(_Calls):
                 rate_period,
                 priorities,
                 counters,
+                dead_letter_to,
             )
         )
 
@@ -441,6 +444,7 @@ class Queue(_Calls):
         rate_limit: int | None = None,
         rate_period: timedelta | None = None,
         counters: bool | None = None,
+        dead_letter_to: str | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
@@ -449,7 +453,8 @@ class Queue(_Calls):
         An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
         that are sent from then on; the keys of earlier ones may be free at once. A queue that was created
         without `group_limit` or `max_in_flight` cannot get one. 0 ends `max_in_flight` and `rate_limit`.
-        `counters` can only become true.
+        `counters` can only become true. A `dead_letter_to` with the name of the queue itself ends it, and dead
+        letters stay.
 
         Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
         transport relation that a longer transaction uses.
@@ -475,6 +480,7 @@ class Queue(_Calls):
                 rate_limit,
                 rate_period,
                 counters,
+                dead_letter_to,
             )
         )
 
@@ -1054,9 +1060,15 @@ class Queue(_Calls):
         """The depth of the queue. Cheap on a deep queue: `estimates` names the figures that are estimated."""
         return self._one(_calls.stats(self.name))
 
-    def redrive(self, max_messages: int | None = None, ids: Iterable[int] | None = None) -> int:
-        """Make dead letters ready again, up to `max_messages` (1000), or those of `ids`. Returns their number."""
-        return self._one(_calls.redrive(self.name, max_messages, ids))
+    def redrive(
+        self, max_messages: int | None = None, ids: Iterable[int] | None = None, to_queue: str | None = None
+    ) -> int:
+        """Make dead letters ready again, up to `max_messages` (1000), or those of `ids`. Returns their number.
+
+        With `to_queue` they become new messages of that queue, with the header `pgqueue.dead_letter`. Raises
+        `QueueNotFound`, `InvalidArgument`.
+        """
+        return self._one(_calls.redrive(self.name, max_messages, ids, to_queue))
 
     def purge_dead_messages(self, ids: Iterable[int] | None = None) -> int:
         """Delete all dead letters, or those of `ids`, those of a dropped queue of this name included. Returns their

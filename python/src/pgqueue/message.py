@@ -44,6 +44,7 @@ class QueueInfo:
     for being idle. A `dedup_window` of `timedelta(0)` means as long as a message lives. `group_limit` is None if the
     queue has no groups, `max_in_flight` and `rate_limit` if there is no such limit. With `priorities`, messages with a
     higher priority are claimed first. Without `counters`, its messages are not counted.
+    `dead_letter_to` is None if its dead letters stay.
     """
 
     name: str
@@ -70,6 +71,7 @@ class QueueInfo:
     rate_period: timedelta
     priorities: bool
     counters: bool
+    dead_letter_to: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgq
     options = [word for name, (text, _) in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", text)]
     expected = {name: shown for name, (_, shown) in SETTINGS.items()} | {"dead_letter_expired": True}
     fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at", "priorities"}
+    fixed.add("dead_letter_to")  # It excludes --on-dead hold: the test below has its option.
     words = ("create", orders.name, "--json", "--dedicated", "--dlq", "--dead-letter-expired", "--no-counters")
     (made,) = cli(*words, *options).records
     assert made == made | expected | {"dedicated": True, "dlq_enabled": True, "counters": False, "paused_at": None}
@@ -128,6 +129,28 @@ def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgq
     for name in ("archive_for", "expires_after_idle", "max_in_flight", "rate_limit"):
         assert ended[name] is None
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (False, False)
+
+
+def test_dead_letters_go_to_another_queue(cli: Cli, orders: pgqueue.Queue) -> None:
+    errors = pgqueue.Queue(orders.connection, f"{orders.name}-errors")
+    errors.create_queue()
+    (altered,) = cli("alter", orders.name, "--json", "--dead-letter-to", errors.name).records
+    assert altered["dead_letter_to"] == errors.name
+    assert f"dead letters go to  {errors.name}\n" in cli("show", orders.name).out
+    (ended,) = cli("alter", orders.name, "--json", "--dead-letter-to", orders.name).records
+    assert ended["dead_letter_to"] is None
+    orders.drop_queue()
+    (made,) = cli("create", orders.name, "--json", "--dead-letter-to", errors.name).records
+    assert made["dead_letter_to"] == errors.name
+    cli("alter", orders.name, "--dead-letter-to", orders.name)
+    orders.enqueue(1)
+    (message,) = orders.claim()
+    orders.reject(message.id, message.claim_token)
+    assert cli("dead", "redrive", orders.name, "--to", errors.name).status == 0
+    (sent,) = errors.claim()
+    assert sent.headers is not None
+    assert sent.headers["pgqueue.dead_letter"]["id"] == message.id
+    errors.drop_queue()
 
 
 def test_alter_refuses_no_settings_and_values_out_of_range(cli: Cli, orders: pgqueue.Queue) -> None:

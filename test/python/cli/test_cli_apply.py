@@ -158,14 +158,14 @@ def test_every_setting_of_sql_is_accepted_by_its_name(applied: Applied) -> None:
     kinds = {"interval": '"1d"', "integer": "1", "boolean": "true", "double precision": "1", "text": '"skip"'}
     queue = [(name, kind) for verb, name, kind in rows if verb == "create_queue"]
     lines = {name: kinds[kind] for name, kind in queue if name not in ("queue_name", "if_not_exists", "priorities")}
-    lines |= {"visibility_timeout": "30.0", "max_payload_bytes": "1000"}
+    lines |= {"visibility_timeout": "30.0", "max_payload_bytes": "1000", "dead_letter_to": '"urgent"'}
     schedule = {name for verb, name, _ in rows if verb == "create_schedule"} - {"name", "if_not_exists"}
     named = {"queue_name": '"all"', "cron": '"@daily"', "time_zone": '"UTC"', "payload": "[1]", "headers": "{}"}
     named |= {"paused": "true", "catch_up": "false", "priority": "1", "group_key": '"g"'}
     assert schedule == named.keys()
-    text = "[queues.all]\n" + "".join(f"{name} = {value}\n" for name, value in lines.items())
+    text = "[queues.urgent]\npriorities = true\n"  # first, because the other names it
+    text += "[queues.all]\n" + "".join(f"{name} = {value}\n" for name, value in lines.items())
     text += "[schedules.all]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
-    text += "[queues.urgent]\npriorities = true\n"
     assert applied(text).err == "pgqueue: 3 changes made\n"
     assert applied(text).err == "pgqueue: there is no difference\n"
 

@@ -18,13 +18,13 @@ CACHE = Path(__file__).resolve().parents[3] / ".cache"
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead"
-    " max_in_flight rate_limit rate_period counters",
+    " max_in_flight rate_limit rate_period counters dead_letter_to",
     "alter_schedule": "cron payload headers time_zone paused catch_up priority group_key",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
     "claim": "visibility_timeout claimed_by",
     "claim_any": "visibility_timeout claimed_by",
-    "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit",
+    "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit dead_letter_to",
     "create_schedule": "headers priority group_key",
     "drop_schedule": "name",
     "enqueue": "headers expires_in message_id body dedup_key group_key priority",
@@ -43,7 +43,7 @@ MAY_BE_NULL = {
     "publish": "headers expires_in message_id body base_topics dedup_key group_key priority",
     "purge_dead_messages": "ids",
     "record_failure": "delay error headers",
-    "redrive": "ids",
+    "redrive": "ids to_queue",
     "reject": "error headers",
     "reschedule": "due_at",
     "revoke_access": "queue_name",

@@ -58,6 +58,23 @@ def test_an_open_transaction_suppresses_no_notification_of_others(
         assert is_notified(waiting)
 
 
+@pytest.mark.parametrize("fails", ["reject", "sweep"])
+def test_a_dead_letter_notifies_the_queue_that_takes_it(
+    waiting: Session, connection: Session, name: str, fails: str
+) -> None:
+    source = f"{name}-source"
+    connection.execute("select pgqueue.create_queue(%s, max_attempts => 1, dead_letter_to => %s)", [source, name])
+    connection.execute("select pgqueue.enqueue(%s, '1'), pgqueue.enqueue(%s, '2')", [source, source])
+    connection.execute("select pgqueue.claim(%s)", [source])
+    assert not list(waiting.notifies(timeout=0))
+    if fails == "reject":
+        connection.execute("select pgqueue.reject(%s, id, claim_token) from pgqueue.claim(%s)", [source, source])
+    else:
+        connection.execute("update pgqueue.messages set visible_at = now() where queue_name = %s", [source])
+        connection.execute("select pgqueue.sweep_queue(%s)", [source])
+    assert is_notified(waiting)
+
+
 STREAM = "from pgqueue.stream_open('{0}', 's') s, pgqueue.stream_claim('{0}', 's', s.epoch, 0, null"
 
 

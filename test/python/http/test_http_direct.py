@@ -398,6 +398,20 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
             connection.execute(f'drop database "{made}" with (force)')
 
 
+def test_dead_letters_are_sent_to_another_queue_by_its_admins(
+    queue: DirectQueue, web: Server, sql: psycopg.Connection[Any]
+) -> None:
+    (sent,) = queue.send(1)
+    sql.execute("select pgqueue.reject(%s, id, claim_token) from pgqueue.claim(%s)", [queue.name, queue.name])
+    answer = queue.post("redrive", {"to_queue": "nowhere"})
+    assert (code(answer, 404), "nowhere" in answer.text) == ("queue_not_found", True)
+    other = DirectQueue(web, new_name())
+    sql.execute("select pgqueue.create_queue(%s)", [other.name])
+    assert queue.post("redrive", {"to_queue": other.name}).json() == {"count": 1}
+    (message,) = other.claim()
+    assert message["headers"]["pgqueue.dead_letter"]["id"] == sent
+
+
 @pytest.mark.long(part="http")
 def test_a_request_redrives_at_most_its_limit_of_dead_letters(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
     """One statement for all of them could exceed the statement timeout each time, and would never succeed."""

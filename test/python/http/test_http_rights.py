@@ -122,6 +122,17 @@ def test_a_user_may_call_exactly_what_an_access_allows(web: Server) -> None:
             assert there.text.replace("invoice-1", "") == absent.text.replace("invoice-2", ""), (route, user)
 
 
+def test_redrive_needs_admin_access_to_both_queues(web: Server) -> None:
+    path, database = "/v1/queues/order-none/redrive", {"database_name": web.site.databases[0]}
+    codes = [
+        code(web.post(path, {"to_queue": queue}, params=database, auth=("the-admin", ADMIN[1])))
+        for queue in ("order-1", "invoice-1")
+    ]
+    answer = web.post(path, {"to_queue": "invoice-1"}, params=database, auth=("the-admin", ADMIN[1]))
+    assert codes == ["queue_not_found", "queue_not_found"]
+    assert ("order-none" in answer.text, "invoice-1" in answer.text) == (False, True)
+
+
 def test_lists_and_figures_show_only_what_the_user_sees(web: Server) -> None:
     def seen(user: str, path: str) -> str:
         return web.get(path, auth=(user, ADMIN[1])).text

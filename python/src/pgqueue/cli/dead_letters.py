@@ -117,13 +117,17 @@ def redrive(
     max: Annotated[
         int, typer.Option(min=1, max=_ALL, metavar="N", help="At most N, by id (all).", show_default=False)
     ] = _ALL,
+    to: Annotated[
+        str | None, typer.Option(metavar="QUEUE", help="Send them to another queue.", show_default=False)
+    ] = None,
 ) -> None:
     """Make dead letters ready again, all or those given.
 
-    Their attempts are counted from 0. The exit status is 3 if one of the given ids is not a dead letter.
+    Their attempts are counted from 0. With --to they become new messages of that queue. The exit status is 3 if one of
+    the given ids is not a dead letter.
     """
     with session.queue(queue) as verbs:
-        redriven = verbs.redrive(max, ids or None)
+        redriven = verbs.redrive(max, ids or None, to)
     session.say(f"{counted(redriven, 'dead letter is', 'dead letters are')} ready again", redriven=redriven)
     _require_all(redriven, ids, max)
 

@@ -113,6 +113,12 @@ Counters = Annotated[
         show_default=False,
     ),
 ]
+DeadLetterTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="QUEUE", help="The queue that takes the dead letters and sends them (none).", show_default=False
+    ),
+]
 
 
 def create(
@@ -136,6 +142,7 @@ def create(
     rate_limit: RateLimit = None,
     rate_period: RatePeriod = None,
     counters: Counters = None,
+    dead_letter_to: DeadLetterTo = None,
     priorities: Annotated[
         bool, typer.Option("--priorities", help="Claim messages with a higher priority (send --priority) first.")
     ] = False,
@@ -168,6 +175,7 @@ def create(
             rate_period=rate_period,
             priorities=priorities or None,
             counters=counters,
+            dead_letter_to=dead_letter_to,
         )
     _report(session, info)
 
@@ -193,12 +201,14 @@ def alter(
     rate_limit: RateLimit = None,
     rate_period: RatePeriod = None,
     counters: Counters = None,
+    dead_letter_to: DeadLetterTo = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
     The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
     --archive-for 0 ends archiving; archived messages are kept as long as the old setting said. --expires-after-idle 0
-    keeps the queue for good. --max-in-flight 0 and --rate-limit 0 end these limits.
+    keeps the queue for good. --max-in-flight 0 and --rate-limit 0 end these limits. --dead-letter-to with the name of
+    the queue itself keeps the dead letters there.
     """
     settings = {
         "visibility_timeout": visibility_timeout,
@@ -219,6 +229,7 @@ def alter(
         "rate_limit": rate_limit,
         "rate_period": rate_period,
         "counters": counters,
+        "dead_letter_to": dead_letter_to,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")
@@ -253,6 +264,7 @@ def show(session: Session, queue: QueueName) -> None:
         "visibility timeout": format_duration(info.visibility_timeout),
         "max attempts": info.max_attempts or "any number",
         "dead ones": "become dead letters" if info.dlq_enabled else "are deleted",
+        "dead letters go to": info.dead_letter_to,
         "expired ones": "become dead letters" if info.dead_letter_expired and info.dlq_enabled else "are deleted",
         "backoff": f"{format_duration(info.backoff_base)}, {info.backoff_factor:g} times as long after each failure,"
         f" up to {format_duration(info.backoff_max)}; {info.backoff_jitter:.0%} of it random",

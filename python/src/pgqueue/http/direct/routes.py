@@ -7,12 +7,12 @@ from typing import Any, Final
 import psycopg
 
 from ...client import AsyncQueue, AsyncQueues
-from ...errors import PayloadTooLarge
+from ...errors import PayloadTooLarge, QueueNotFound
 from ..calls import Call
 from ..context import find_database, find_service
 from ..databases import LARGE_BYTES
 from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT, MessageIds, are_large, check_sizes, enqueue_messages, located
-from ..errors import ApiError
+from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer
 from ..json_text import check_json, encode
 from ..memory import run_beside
@@ -187,8 +187,21 @@ async def browse_dead_messages(target: Target, page: Page) -> Answer:
 
 @verb("redrive", ADMIN, Count, Redrive)
 async def redrive(target: Target, body: Redrive) -> Answer:
-    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many."""
-    return await _run_and_count(target, "redriven", lambda queue: queue.redrive(body.max_messages, body.ids))
+    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many.
+
+    With `to_queue` they become new messages of that queue.
+    """
+    to_queue = None if body.to_queue is None else target_of(target.call, body.to_queue).name
+
+    async def send(queue: AsyncQueue) -> int:
+        try:
+            return await queue.redrive(body.max_messages, body.ids, to_queue)
+        except QueueNotFound as error:
+            if to_queue is not None and f"'{to_queue}'" in str(error):
+                raise queue_not_found(to_queue) from None
+            raise
+
+    return await _run_and_count(target, "redriven", send)
 
 
 @verb("purge_dead_messages", ADMIN, Count, Ids, old_name="purge-dead-letters")

@@ -229,6 +229,7 @@ class Redrive(Ids):
     """Dead letters by id, and how many of them at most; all of them if `ids` is null."""
 
     max_messages: Annotated[int, Meta(ge=1, le=REDRIVE_LIMIT)] = REDRIVE_LIMIT
+    to_queue: Annotated[str, Meta(description="Send them to this queue; needs admin access to it, too")] | None = None
 
 
 class Cancel(Request):

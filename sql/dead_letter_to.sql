@@ -1,0 +1,106 @@
+-- Sends the dead letters of a queue to another queue. Claims of the queue write them to dead_messages as ever. The
+-- sweeps of the other queue take them from there and send them as new messages, so no claim waits for the other queue.
+
+create or replace function pgqueue._check_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dead_letter_to is null then
+        return;
+    end if;
+    perform pgqueue._get_locked_queue(q.dead_letter_to);
+    -- One session at a time. Two could close a cycle, as neither sees what the other has not committed. No queue has
+    -- such a name.
+    perform pg_advisory_xact_lock(pgqueue._lock_key('dead_letter_to of all queues'));
+    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    if exists (
+        with recursive chain as (
+            select q.dead_letter_to as name
+            union
+            select t.dead_letter_to from chain c join pgqueue.queues t on t.name = c.name where t.dead_letter_to is not null
+        )
+        select from chain c where c.name = q.name
+    ) then
+        perform pgqueue._raise_invalid('dead_letter_to', q.dead_letter_to,
+            format('a queue whose dead letters do not come back to queue %L', q.name));
+    end if;
+end;
+$$;
+comment on function pgqueue._check_dead_letter_to(pgqueue.queues) is
+'Raises PQ001 if the queue that dead_letter_to names does not exist, and 22023 if dead letters would go in a circle.';
+
+create or replace function pgqueue._on_queue_created_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_dead_letter_to(q);
+end;
+$$;
+comment on function pgqueue._on_queue_created_dead_letter_to(pgqueue.queues) is
+'Checks dead_letter_to of a new queue.';
+
+create or replace function pgqueue._on_queue_altered_dead_letter_to(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if after.dead_letter_to is distinct from before.dead_letter_to then
+        perform pgqueue._check_dead_letter_to(after);
+        perform pgqueue._wake_dead_letter_queue(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_dead_letter_to(pgqueue.queues, pgqueue.queues) is
+'Checks a new dead_letter_to, and notifies the consumers of that queue: it gets the dead letters that exist already.';
+
+create or replace function pgqueue._on_queue_dropping_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A later queue of this name, perhaps of another owner, gets no dead letters.
+    update pgqueue.queues o set dead_letter_to = null, updated_at = pgqueue._now() where o.dead_letter_to = q.name;
+end;
+$$;
+comment on function pgqueue._on_queue_dropping_dead_letter_to(pgqueue.queues) is
+'Ends dead_letter_to of the queues that name the dropped one. Their dead letters stay where they are.';
+
+create or replace function pgqueue._on_queue_sweeping_dead_letter_to(q pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    source pgqueue.queues;
+    dead refcursor;
+    slice_ids bigint[];
+    slices_left int := 8;
+begin
+    for source in select s.* from pgqueue.queues s where s.dead_letter_to = q.name order by s.name loop
+        open dead for
+            select d.id, d.ctid as place, pgqueue._moved_bytes(d.payload, d.body, d.headers, d.transport_headers) as bytes
+            from pgqueue.dead_messages d
+            where d.queue_name = source.name and d.id >= pgqueue._first_id_of(source.name)
+            order by d.id limit 1000 for update skip locked;
+        while slices_left > 0 and pgqueue._has_time() loop
+            slice_ids := (pgqueue._fetch_slice(dead)).ids;
+            exit when slice_ids = '{}';
+            perform pgqueue._send_dead_letters(source.name, slice_ids, q);
+            slices_left := slices_left - 1;
+        end loop;
+        close dead;
+    end loop;
+exception when disk_full then
+    -- They stay in the other queues for a later sweep.
+    null;
+end;
+$$;
+comment on function pgqueue._on_queue_sweeping_dead_letter_to(pgqueue.queues) is
+'Takes dead letters of the queues whose dead_letter_to is this queue, in up to eight slices, without waiting for other
+transactions that have locked them.';
