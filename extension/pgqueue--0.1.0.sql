@@ -6501,7 +6501,7 @@ begin
     if last_id >= fresh_from_id then
         fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
     end if;
-    if cardinality(found_ids) > 0 and cardinality(candidate_ids || found_ids) = wanted and pgqueue._is_walk_over(at) then
+    if cardinality(found_ids) > 0 and pgqueue._is_walk_over(at) then
         return candidate_ids || pgqueue._keep_ready(q, found_ids, at);
     end if;
     candidate_ids := candidate_ids || found_ids;

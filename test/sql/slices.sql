@@ -8,7 +8,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(67);
+select plan(69);
 
 -- 60 kB that cannot be compressed. Slices have at most 128 kB and one message, and a claim moves eight of them.
 select string_agg(sha256(n::text::bytea), '') as large from generate_series(1, 1920) as n \gset
@@ -177,6 +177,20 @@ begin
 end;
 $$;
 set local statement_timeout = '1 d';
+create function pg_temp.finds_few(queue text, has_table boolean) returns setof text language plpgsql as $$
+declare
+    healthy bigint;
+begin
+    perform pgqueue.create_queue(queue, dedicated => has_table);
+    perform pgqueue.claim(queue);
+    perform pgqueue.enqueue_batch(queue, payloads => array_fill('1'::jsonb, array[1200]), expires_in => '1 s');
+    healthy := pgqueue.enqueue(queue, '"healthy"');
+    perform pg_temp.pass('2 s');
+    return next is(array(select c.id from pgqueue.claim(queue, 10000) c), array[healthy], queue || ': a claim without time that finds too few messages returns no expired one');
+end;
+$$;
+select pg_temp.finds_few('slices-few', false);
+select pg_temp.finds_few('slices-few-dedicated', true);
 select pg_temp.walks('slices-walk', false);
 select pg_temp.walks('slices-walk-dedicated', true);
 select pg_temp.walks('slices-walk-ungrouped', true, group_limit => 1);
