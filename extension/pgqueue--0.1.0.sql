@@ -1604,6 +1604,15 @@ comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
 'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
 conditions on columns.';
 
+create function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
+$$;
+comment on function pgqueue._is_spent(pgqueue.messages_shared, timestamptz) is
+'The same for a message of messages_shared.';
+
 create function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe
@@ -2216,6 +2225,32 @@ comment on function pgqueue._has_day_partition(date) is
 'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
 the snapshot.';
 
+create function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
+returns setof pgqueue.messages
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    delete from pgqueue.messages_shared m
+    using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+        and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+    returning m.*;
+    if not found then
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+        returning m.*;
+    end if;
+end;
+$$;
+comment on function pgqueue._delete_claimed(text, bigint[], uuid) is
+'Deletes messages of one claim and returns those whose claim was still valid. If claim_token is null, the caller has
+locked the messages of valid claims. Looks into messages_shared first, as ack does.';
+
 create function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
 language plpgsql volatile
@@ -2229,13 +2264,10 @@ begin
         return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
     end if;
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_ack_to_archive.claim_token, m.claim_token))
-        returning
+        select
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) m
     ),
     kept as (
         insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
@@ -2257,13 +2289,10 @@ declare
     acked bigint[];
 begin
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_ack_to_unfiled.claim_token, m.claim_token))
-        returning
+        select
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        from pgqueue._delete_claimed(_ack_to_unfiled.queue_name collate "C", ids, _ack_to_unfiled.claim_token) m
     ),
     kept as (
         insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id
@@ -4291,6 +4320,44 @@ comment on function pgqueue._next_span(bigint) is
 'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
 steps. Inlined.';
 
+-- A statement on messages locks and starts up the table of each dedicated queue. So sweeps read the messages of other
+-- queues from messages_shared. These functions are stable: their statements have the snapshot of the caller.
+create function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
+returns bigint[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit wanted);
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit wanted);
+end;
+$$;
+comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, int) is
+'The ids of the first messages from from_id to below_id, up to wanted.';
+
+create function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return (select m.visible_at from pgqueue.messages m where m.queue_name = q.name and m.id = _visible_at_of.id);
+    end if;
+    return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
+end;
+$$;
+comment on function pgqueue._visible_at_of(pgqueue.queues, bigint) is
+'When a message is visible; null if it is not in messages.';
+
 create function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql volatile
@@ -4306,7 +4373,7 @@ declare
 begin
     -- If a message has the recorded id, nothing has changed. Otherwise all three tables are read in one snapshot,
     -- as messages move between them.
-    if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
+    if pgqueue._visible_at_of(q, s.first_id) is null
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
     then
@@ -4314,11 +4381,7 @@ begin
             below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
             select min(f.id) into found_id
             from (
-                (
-                    select m.id from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < below_id
-                    order by m.id limit 1
-                )
+                select i as id from unnest(pgqueue._ids_between(q, s.first_id, below_id, 1)) as i
                 union all
                 (
                     select c.id from pgqueue.scheduled_messages c
@@ -4358,8 +4421,7 @@ begin
             where l.queue_name = q.name and l.check_at >= s.first_check_at
             order by l.check_at limit 500 for update skip locked
         ) c
-        -- `offset 0` keeps the planner from a join that reads the whole queue.
-        where not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = c.id offset 0)));
+        where pgqueue._visible_at_of(q, c.id) is null));
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -4423,7 +4485,7 @@ begin
     -- A compaction replaces the rows of a table: a snapshot that is older than its commit shows the table empty. So the
     -- tables are locked before the statements below take their snapshots. The second statement locks the partition.
     lock table pgqueue.scheduled_messages, pgqueue.requeued_messages, pgqueue.dead_messages in access share mode;
-    perform from pgqueue.messages m where m.queue_name = q.name and m.id = 0;
+    perform pgqueue._visible_at_of(q, 0);
 
     -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
     -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
@@ -4460,10 +4522,7 @@ begin
         while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
             below_id := from_id + least(span, upper(id_range) - from_id);
-            found_ids := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-                order by m.id limit 1000);
+            found_ids := pgqueue._ids_between(q, from_id, below_id, 1000);
             -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (
@@ -4687,6 +4746,86 @@ comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int,
 ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
 first_due_at so that a message whose transaction commits later is found, too.';
 
+create function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
+returns setof pgqueue.messages
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    else
+        return query
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    end if;
+end;
+$$;
+comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
+'Deletes messages, which the caller has locked, and returns them by id.';
+
+create function pgqueue._read_messages(
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
+    out ids bigint[], out visible_ids bigint[], out spent_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    else
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    end if;
+end;
+$$;
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
+'The ids of the first 1000 messages from from_id to below_id, and those of the visible ones and of the spent ones among
+them. Null if there are none.';
+
+create function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            for update of m skip locked
+        );
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+        for update of m skip locked
+    );
+end;
+$$;
+comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
+'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
+
 create function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -4704,10 +4843,17 @@ declare
 begin
     removed := 0;
     has_more := false;
-    select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-    into spent_ids, sizes
-    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    if q.dedicated then
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    else
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    end if;
     if spent_ids is null then
         return;
     end if;
@@ -4720,19 +4866,10 @@ begin
             end;
             exit when has_more;
             slices_left := slices_left - 1;
-            locked_ids := array(
-                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, spent_ids[slice.first_place : slice.last_place]) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-                for update of m skip locked);
+            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
-            with gone as (
-                delete from pgqueue.messages m
-                using pgqueue._lookup_keys(q.name, locked_ids) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                returning m.*
-            )
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -4842,11 +4979,18 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
+    -- sort.
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            limit wanted for update of m skip locked
+        );
+    end if;
     return array(
-        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
-        -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add
-        -- a sort.
         limit wanted for update of m skip locked
     );
 end;
@@ -4882,12 +5026,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
-    -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
-    -- that reads the whole queue.
+    -- not the message, the message is gone, or has come back with a new row.
     select
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
-        array_agg(w.ctid) filter (where m.id is null)
+        array_agg(w.ctid) filter (where m.visible_at is null)
     into n, last_time, last_id, visible_ids, gone
     from (
         (
@@ -4902,9 +5045,7 @@ begin
             order by r.check_at, r.id limit wanted
         )
     ) w
-    left join lateral (
-        select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
-    ) m on true;
+    cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
@@ -5011,13 +5152,10 @@ declare
 begin
     if cardinality(candidate_ids) < wanted then
         visible_ids := array(
-            select w.id
+            select i
             from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
-            cross join lateral (
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
-                order by m.id limit 1000
-            ) w
+            cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
+            cross join lateral unnest((pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at)).visible_ids) as i
             limit 1000);
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
@@ -5043,9 +5181,8 @@ as $$
 begin
     insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
     select q.name, (select pgqueue._now()), m.id, true
-    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and pgqueue._is_ready(m, at) and m.id <> all (except_ids)
+    from unnest(pgqueue._array_except(ids, except_ids)) as m (id)
+    where pgqueue._visible_at_of(q, m.id) <= at
         and not exists (
             select from pgqueue.requeued_messages r
             where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
@@ -5210,15 +5347,8 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select
-                    array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at),
-                    array_agg(w.id) filter (where w.is_spent)
-                into found_ids, visible_ids, page_spent_ids
-                from (
-                    select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= next_id and m.id < below_id
-                    order by m.id limit 1000
-                ) w;
+                select r.ids, r.visible_ids, r.spent_ids into found_ids, visible_ids, page_spent_ids
+                from pgqueue._read_messages(q, next_id, below_id, at) r;
                 if cardinality(found_ids) = 1000 then
                     below_id := found_ids[1000] + 1;
                 else
@@ -6454,6 +6584,51 @@ the register. A rollback does not return tokens.';
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
+create function pgqueue._walk_from(
+    q pgqueue.queues, from_id bigint, taken bigint[], at timestamptz, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+            order by m.id limit wanted for update skip locked
+        );
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+            and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._walk_from(pgqueue.queues, bigint, bigint[], timestamptz, int) is
+'The ids of up to wanted ready messages from from_id on, locked, without those in taken. A walk that is over takes
+visible messages that are not ready, too (_is_walk_over).';
+
+create function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
+returns bigint
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return (
+            select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+    end if;
+    return (
+        select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+end;
+$$;
+comment on function pgqueue._last_id_from(pgqueue.queues, bigint) is
+'The highest id of a message, if it is from_id or higher; otherwise null.';
+
 create function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
 )
@@ -6489,12 +6664,7 @@ begin
             candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
         if cardinality(candidate_ids) < wanted then
-            found_ids := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
-                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-                order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
-            );
+            found_ids := pgqueue._walk_from(q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
     last_id := found_ids[cardinality(found_ids)];
@@ -6521,10 +6691,7 @@ begin
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
-            (
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1
-            ),
+            pgqueue._last_id_from(q, fresh_from_id),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);
@@ -6867,10 +7034,7 @@ begin
     -- is_filed is null if the queue keeps no archive.
     return query
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
-        returning m.*
+        select m.* from pgqueue._delete_messages(pgqueue._get_unlocked_queue(queue_name), candidates.ids) m
     ),
     done as (
         select

@@ -1,6 +1,51 @@
 -- Claims messages: hides them for a time, counts the attempt, and sets a token that fences the claim. A claim starts at
 -- the lowest id that no claim has passed. The sweep finds the messages below this id.
 
+create or replace function pgqueue._walk_from(
+    q pgqueue.queues, from_id bigint, taken bigint[], at timestamptz, wanted int
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+                and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+            order by m.id limit wanted for update skip locked
+        );
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+            and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
+        order by m.id limit wanted for update skip locked
+    );
+end;
+$$;
+comment on function pgqueue._walk_from(pgqueue.queues, bigint, bigint[], timestamptz, int) is
+'The ids of up to wanted ready messages from from_id on, locked, without those in taken. A walk that is over takes
+visible messages that are not ready, too (_is_walk_over).';
+
+create or replace function pgqueue._last_id_from(q pgqueue.queues, from_id bigint)
+returns bigint
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return (
+            select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+    end if;
+    return (
+        select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+end;
+$$;
+comment on function pgqueue._last_id_from(pgqueue.queues, bigint) is
+'The highest id of a message, if it is from_id or higher; otherwise null.';
+
 create or replace function pgqueue._claim_candidates(
     q pgqueue.queues, at timestamptz, wanted int, found_ids bigint[] default null
 )
@@ -36,12 +81,7 @@ begin
             candidate_ids := pgqueue._sweep(q, candidate_ids, at, wanted, fresh_from_id);
         end if;
         if cardinality(candidate_ids) < wanted then
-            found_ids := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id and m.id <> all (candidate_ids)
-                    and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
-                order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
-            );
+            found_ids := pgqueue._walk_from(q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
         end if;
     end if;
     last_id := found_ids[cardinality(found_ids)];
@@ -68,10 +108,7 @@ begin
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
-            (
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= fresh_from_id order by m.id desc limit 1
-            ),
+            pgqueue._last_id_from(q, fresh_from_id),
             (select s.settled_id from pgqueue.sweep_state s where s.queue_name = q.name));
         if last_id >= fresh_from_id then
             fresh_from_id := setval(q.fresh_from_id, least(last_id, 9223372036854775806) + 1);

@@ -50,6 +50,32 @@ comment on function pgqueue._has_day_partition(date) is
 'Whether a day of the archive has a partition; null or false if not. Reads the current catalog, which can be newer than
 the snapshot.';
 
+create or replace function pgqueue._delete_claimed(queue_name text, ids bigint[], claim_token uuid)
+returns setof pgqueue.messages
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return query
+    delete from pgqueue.messages_shared m
+    using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+        and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+    returning m.*;
+    if not found then
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+            and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
+        returning m.*;
+    end if;
+end;
+$$;
+comment on function pgqueue._delete_claimed(text, bigint[], uuid) is
+'Deletes messages of one claim and returns those whose claim was still valid. If claim_token is null, the caller has
+locked the messages of valid claims. Looks into messages_shared first, as ack does.';
+
 create or replace function pgqueue._ack_to_archive(queue_name text, ids bigint[], claim_token uuid)
 returns bigint[]
 language plpgsql volatile
@@ -63,13 +89,10 @@ begin
         return pgqueue._ack_to_unfiled(queue_name, ids, claim_token, at);
     end if;
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_archive.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_archive.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_ack_to_archive.claim_token, m.claim_token))
-        returning
+        select
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        from pgqueue._delete_claimed(_ack_to_archive.queue_name collate "C", ids, _ack_to_archive.claim_token) m
     ),
     kept as (
         insert into pgqueue.archived_messages select g.* from gone g returning archived_messages.id
@@ -91,13 +114,10 @@ declare
     acked bigint[];
 begin
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(_ack_to_unfiled.queue_name collate "C", ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _ack_to_unfiled.queue_name collate "C", k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_ack_to_unfiled.claim_token, m.claim_token))
-        returning
+        select
             m.id, m.queue_name, m.enqueued_at, m.claimed_at, at, m.attempt_count, m.max_attempts, m.expires_at, m.message_id,
             m.payload, m.body, m.headers, m.claimed_by, m.last_error
+        from pgqueue._delete_claimed(_ack_to_unfiled.queue_name collate "C", ids, _ack_to_unfiled.claim_token) m
     ),
     kept as (
         insert into pgqueue.unfiled_messages select g.* from gone g returning unfiled_messages.id

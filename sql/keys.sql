@@ -99,6 +99,15 @@ comment on function pgqueue._is_spent(pgqueue.messages, timestamptz) is
 'Whether a message is visible but cannot be claimed, because it has no attempts left or has expired. Inlined to plain
 conditions on columns.';
 
+create or replace function pgqueue._is_spent(m pgqueue.messages_shared, at timestamptz)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select m.visible_at <= at and (m.attempt_count >= m.max_attempts or coalesce(m.expires_at <= at, false))
+$$;
+comment on function pgqueue._is_spent(pgqueue.messages_shared, timestamptz) is
+'The same for a message of messages_shared.';
+
 create or replace function pgqueue._is_claimed_by(m pgqueue.messages, claim_token uuid)
 returns boolean
 language sql immutable parallel safe

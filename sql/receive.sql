@@ -35,10 +35,7 @@ begin
     -- is_filed is null if the queue keeps no archive.
     return query
     with gone as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, receive.queue_name collate "C", k.names, k.ids, k.id)
-        returning m.*
+        select m.* from pgqueue._delete_messages(pgqueue._get_unlocked_queue(queue_name), candidates.ids) m
     ),
     done as (
         select

@@ -148,6 +148,86 @@ comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int,
 ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
 first_due_at so that a message whose transaction commits later is found, too.';
 
+create or replace function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
+returns setof pgqueue.messages
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    else
+        return query
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    end if;
+end;
+$$;
+comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
+'Deletes messages, which the caller has locked, and returns them by id.';
+
+create or replace function pgqueue._read_messages(
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
+    out ids bigint[], out visible_ids bigint[], out spent_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    else
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    end if;
+end;
+$$;
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
+'The ids of the first 1000 messages from from_id to below_id, and those of the visible ones and of the spent ones among
+them. Null if there are none.';
+
+create or replace function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            for update of m skip locked
+        );
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+        for update of m skip locked
+    );
+end;
+$$;
+comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
+'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
+
 create or replace function pgqueue._remove_spent_messages(
     q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
 )
@@ -165,10 +245,17 @@ declare
 begin
     removed := 0;
     has_more := false;
-    select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
-    into spent_ids, sizes
-    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    if q.dedicated then
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    else
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    end if;
     if spent_ids is null then
         return;
     end if;
@@ -181,19 +268,10 @@ begin
             end;
             exit when has_more;
             slices_left := slices_left - 1;
-            locked_ids := array(
-                select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, spent_ids[slice.first_place : slice.last_place]) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
-                for update of m skip locked);
+            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
             -- A message is returned as columns. As one value it would be detoasted, and compressed again.
-            with gone as (
-                delete from pgqueue.messages m
-                using pgqueue._lookup_keys(q.name, locked_ids) k
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-                returning m.*
-            )
             insert into pgqueue.dead_messages
-            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from gone g
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
             where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
             -- The same conflict as in _add_dead_letter.
             on conflict on constraint dead_messages_pkey do update
@@ -303,11 +381,18 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+    -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
+    -- sort.
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            limit wanted for update of m skip locked
+        );
+    end if;
     return array(
-        select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
-        -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add
-        -- a sort.
         limit wanted for update of m skip locked
     );
 end;
@@ -343,12 +428,11 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A row and its message are written by the same transaction. If the snapshot of this statement shows the row but
-    -- not the message, the message is gone, or has come back with a new row. `offset 0` keeps the planner from a join
-    -- that reads the whole queue.
+    -- not the message, the message is gone, or has come back with a new row.
     select
         count(*), (array_agg(w.check_at))[count(*)], (array_agg(w.id))[count(*)],
         array_agg(distinct w.id) filter (where m.visible_at <= at),
-        array_agg(w.ctid) filter (where m.id is null)
+        array_agg(w.ctid) filter (where m.visible_at is null)
     into n, last_time, last_id, visible_ids, gone
     from (
         (
@@ -363,9 +447,7 @@ begin
             order by r.check_at, r.id limit wanted
         )
     ) w
-    left join lateral (
-        select c.id, c.visible_at from pgqueue.messages c where c.queue_name = q.name and c.id = w.id offset 0
-    ) m on true;
+    cross join lateral (select pgqueue._visible_at_of(q, w.id) as visible_at offset 0) m;
 end;
 $$;
 comment on function pgqueue._read_requeued(pgqueue.queues, timestamptz, timestamptz, bigint, boolean, int) is
@@ -472,13 +554,10 @@ declare
 begin
     if cardinality(candidate_ids) < wanted then
         visible_ids := array(
-            select w.id
+            select i
             from unnest(int8multirange(int8range(fresh_from_id - recent_count, fresh_from_id)) - state.vacant_ids) as r
-            cross join lateral (
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r) and m.visible_at <= at
-                order by m.id limit 1000
-            ) w
+            cross join lateral generate_series(lower(r), upper(r) - 1, 1000) as f
+            cross join lateral unnest((pgqueue._read_messages(q, f, f + least(1000, upper(r) - f), at)).visible_ids) as i
             limit 1000);
         if visible_ids <> '{}' then
             candidate_ids := candidate_ids || pgqueue._lock_ready(
@@ -504,9 +583,8 @@ as $$
 begin
     insert into pgqueue.requeued_messages (queue_name, check_at, id, held)
     select q.name, (select pgqueue._now()), m.id, true
-    from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-        and pgqueue._is_ready(m, at) and m.id <> all (except_ids)
+    from unnest(pgqueue._array_except(ids, except_ids)) as m (id)
+    where pgqueue._visible_at_of(q, m.id) <= at
         and not exists (
             select from pgqueue.requeued_messages r
             where r.held and r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id = m.id
@@ -671,15 +749,8 @@ begin
             while next_id < upper(id_range) loop
                 exit round when cardinality(candidate_ids) >= wanted;
                 below_id := next_id + least(span, upper(id_range) - next_id);
-                select
-                    array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at),
-                    array_agg(w.id) filter (where w.is_spent)
-                into found_ids, visible_ids, page_spent_ids
-                from (
-                    select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= next_id and m.id < below_id
-                    order by m.id limit 1000
-                ) w;
+                select r.ids, r.visible_ids, r.spent_ids into found_ids, visible_ids, page_spent_ids
+                from pgqueue._read_messages(q, next_id, below_id, at) r;
                 if cardinality(found_ids) = 1000 then
                     below_id := found_ids[1000] + 1;
                 else

@@ -146,6 +146,44 @@ comment on function pgqueue._next_span(bigint) is
 'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
 steps. Inlined.';
 
+-- A statement on messages locks and starts up the table of each dedicated queue. So sweeps read the messages of other
+-- queues from messages_shared. These functions are stable: their statements have the snapshot of the caller.
+create or replace function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
+returns bigint[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit wanted);
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m
+        where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+        order by m.id limit wanted);
+end;
+$$;
+comment on function pgqueue._ids_between(pgqueue.queues, bigint, bigint, int) is
+'The ids of the first messages from from_id to below_id, up to wanted.';
+
+create or replace function pgqueue._visible_at_of(q pgqueue.queues, id bigint)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return (select m.visible_at from pgqueue.messages m where m.queue_name = q.name and m.id = _visible_at_of.id);
+    end if;
+    return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
+end;
+$$;
+comment on function pgqueue._visible_at_of(pgqueue.queues, bigint) is
+'When a message is visible; null if it is not in messages.';
+
 create or replace function pgqueue._record_first_keys(q pgqueue.queues, s pgqueue.sweep_state, at timestamptz)
 returns pgqueue.sweep_state
 language plpgsql volatile
@@ -161,7 +199,7 @@ declare
 begin
     -- If a message has the recorded id, nothing has changed. Otherwise all three tables are read in one snapshot,
     -- as messages move between them.
-    if not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = s.first_id)
+    if pgqueue._visible_at_of(q, s.first_id) is null
         and not exists (select from pgqueue.scheduled_messages c where c.queue_name = q.name and c.id = s.first_id)
         and not exists (select from pgqueue.dead_messages d where d.queue_name = q.name and d.id = s.first_id)
     then
@@ -169,11 +207,7 @@ begin
             below_id := s.first_id + least(span, s.settled_id + 1 - s.first_id);
             select min(f.id) into found_id
             from (
-                (
-                    select m.id from pgqueue.messages m
-                    where m.queue_name = q.name and m.id >= s.first_id and m.id < below_id
-                    order by m.id limit 1
-                )
+                select i as id from unnest(pgqueue._ids_between(q, s.first_id, below_id, 1)) as i
                 union all
                 (
                     select c.id from pgqueue.scheduled_messages c
@@ -213,8 +247,7 @@ begin
             where l.queue_name = q.name and l.check_at >= s.first_check_at
             order by l.check_at limit 500 for update skip locked
         ) c
-        -- `offset 0` keeps the planner from a join that reads the whole queue.
-        where not exists (select from pgqueue.messages m where m.queue_name = q.name and m.id = c.id offset 0)));
+        where pgqueue._visible_at_of(q, c.id) is null));
     -- A few rows that stay for long, such as that of a message with a long claim, get a new time. Otherwise all rows
     -- that were removed after them would be read again and again.
     old_rows := array(
@@ -278,7 +311,7 @@ begin
     -- A compaction replaces the rows of a table: a snapshot that is older than its commit shows the table empty. So the
     -- tables are locked before the statements below take their snapshots. The second statement locks the partition.
     lock table pgqueue.scheduled_messages, pgqueue.requeued_messages, pgqueue.dead_messages in access share mode;
-    perform from pgqueue.messages m where m.queue_name = q.name and m.id = 0;
+    perform pgqueue._visible_at_of(q, 0);
 
     -- An id without a row in the snapshot stays without a row only if no running transaction has taken it, as ids are
     -- taken before they are committed. So the sequence is read first, and then the running writers are listed. Once all
@@ -315,10 +348,7 @@ begin
         while from_id < upper(id_range) loop
             exit walk when pgqueue._now() > at + interval '40 ms';
             below_id := from_id + least(span, upper(id_range) - from_id);
-            found_ids := array(
-                select m.id from pgqueue.messages m
-                where m.queue_name = q.name and m.id >= from_id and m.id < below_id
-                order by m.id limit 1000);
+            found_ids := pgqueue._ids_between(q, from_id, below_id, 1000);
             -- A range that is dense with messages has no gaps worth recording.
             exit walk when cardinality(found_ids) = 1000;
             s.vacant_ids := s.vacant_ids + (

@@ -42,16 +42,55 @@ def test_functions_over_all_queues_hold_no_queue_locks(
             assert held.fetchall() == []
 
 
-def test_what_consumers_call_locks_no_table_of_another_queue(connection: psycopg.Connection[Any], name: str) -> None:
+def locked(connection: psycopg.Connection[Any]) -> list[str]:
+    """The relations of pgqueue that the transaction has locked."""
+    rows = connection.execute(
+        "select relation::regclass::text from pg_locks where pid = pg_backend_pid() and locktype = 'relation'"
+    )
+    return [relation for (relation,) in rows if relation.startswith("pgqueue.")]
+
+
+def of_other_queues(relations: list[str]) -> list[str]:
+    return [each for each in relations if re.fullmatch(r"pgqueue[.]messages_[0-9]+", each)]
+
+
+def test_a_claim_that_sweeps_locks_no_table_of_another_queue(connection: psycopg.Connection[Any], name: str) -> None:
     queue = pgqueue.Queue(connection, name)
     queue.create_queue()
     pgqueue.Queue(connection, f"{name}-2").create_queue(dedicated=True)
+    ids = queue.enqueue_batch([1, 2, 3])
+    delayed = [queue.enqueue(4, delay=timedelta(hours=1)) for _ in range(2)]
+    assert len(queue.claim(max_messages=3)) == 3
+    assert queue.claim() == []
+    # The first claim has ended, the second one was the last attempt, one message is due, and one has come back.
+    connection.execute("update pgqueue.messages set visible_at = now() where id = any (%s)", [ids[:2]])
+    connection.execute("update pgqueue.messages set max_attempts = 1 where id = %s", [ids[1]])
+    connection.execute("update pgqueue.scheduled_messages set due_at = now() where id = %s", [delayed[0]])
+    connection.execute("insert into pgqueue.requeued_messages values (%s, clock_timestamp(), %s)", [name, ids[2]])
+    connection.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01' where queue_name = %s", [name])
+    connection.execute(
+        "select setval(q.next_sweep_at, 1), setval(q.fresh_from_id, %s), setval(q.first_due_at, 9223372036854775807),"
+        " setval('pgqueue.next_maintenance_at', pgqueue._to_micros(now() + '50 s')),"
+        " setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(now() + '50 min'))"
+        " from pgqueue.queues q where q.name = %s",
+        [max(ids) + 1, name],
+    )
+    with connection.transaction():
+        assert {each.id for each in queue.claim(max_messages=10)} == {ids[0], delayed[0]}
+        relations = locked(connection)
+    assert [each.id for each in queue.browse_dead_messages()] == [ids[1]]
+    recorded = "select recorded_at > '1970-01-01' from pgqueue.sweep_state where queue_name = %s"
+    assert connection.execute(recorded, [name]).fetchone() == (True,)
+    assert not of_other_queues(relations)
 
-    def locked() -> list[str]:
-        rows = connection.execute(
-            "select relation::regclass::text from pg_locks where pid = pg_backend_pid() and locktype = 'relation'"
-        )
-        return [relation for (relation,) in rows if relation.startswith("pgqueue.")]
+
+@pytest.mark.parametrize("archive_for", [None, timedelta(days=1)])
+def test_what_consumers_call_locks_no_table_of_another_queue(
+    connection: psycopg.Connection[Any], name: str, archive_for: timedelta | None
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    queue.create_queue(archive_for=archive_for)
+    pgqueue.Queue(connection, f"{name}-2").create_queue(dedicated=True)
 
     def take(number: int) -> tuple[list[int], UUID]:
         queue.enqueue_batch([1] * number)
@@ -76,8 +115,8 @@ def test_what_consumers_call_locks_no_table_of_another_queue(connection: psycopg
         queue.enqueue_batch([1, 2])
         with connection.transaction():
             assert call(ids, token), verb
-            relations = locked()
-        assert not [each for each in relations if re.fullmatch(r"pgqueue[.]messages_[0-9]+", each)], verb
+            relations = locked(connection)
+        assert not of_other_queues(relations), verb
         assert len(relations) <= 16, (verb, relations)
 
 
