@@ -42,7 +42,8 @@ SETTINGS: Final = {
 _ids = count(1)
 _COUNTERS: Final = [field.name for field in fields(ConsumerStats) if field.type is int]
 _LONGEST_PAUSE: Final = 0.05  # between two looks at a queue
-_BUSY_SECONDS: Final = 30.0  # for which to try to drop a queue that another session uses
+# Longer than anything takes on a machine under load.
+_PATIENCE: Final = timedelta(minutes=2)
 
 # Messages
 
@@ -160,7 +161,7 @@ def queue(connection: psycopg.Connection[Any], name: str | None = None, **settin
 
 
 def _remove(queue: client.Queue) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + _PATIENCE.total_seconds()
     while True:
         try:
             queue.drop_queue()
@@ -229,7 +230,7 @@ def drain(consumer: Consumer, *, delayed: bool = True, timeout: timedelta = ...)
 @overload
 def drain(consumer: AsyncConsumer, *, delayed: bool = True, timeout: timedelta = ...) -> Awaitable[ConsumerStats]: ...
 def drain(
-    consumer: Consumer | AsyncConsumer, *, delayed: bool = True, timeout: timedelta = timedelta(seconds=30)
+    consumer: Consumer | AsyncConsumer, *, delayed: bool = True, timeout: timedelta = _PATIENCE
 ) -> ConsumerStats | Awaitable[ConsumerStats]:
     """Run a consumer until its queues are empty, and return what it has counted.
 
@@ -240,7 +241,7 @@ def drain(
     Args:
         consumer: a consumer that does not run.
         delayed: False leaves messages that wait for a delay or a retry in the queue, as they are.
-        timeout: how long this may take.
+        timeout: how long this may take (2 minutes).
 
     Raises:
         TimeoutError: messages are left, for example those that another session has claimed. The text has their number.

@@ -43,7 +43,7 @@ def operations(connection: Connection) -> Any:
     return Operations(MigrationContext.configure(connection))
 
 
-@pytest.mark.parametrize("extension", [None, True, False])
+@pytest.mark.parametrize("extension", [None, False])
 def test_a_migration_makes_and_removes_queues_in_its_transaction(
     extension: bool | None, dsn: str, connection: Connection
 ) -> None:

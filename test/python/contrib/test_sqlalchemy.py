@@ -54,8 +54,15 @@ def url(dsn: str) -> URL:
 def dsn(server: str) -> Iterator[str]:
     """A database with the tables."""
     with testing.database(server) as dsn:
-        engine = create_engine(url(dsn), poolclass=NullPool)
-        Base.metadata.create_all(engine)
+        Base.metadata.create_all(create_engine(url(dsn), poolclass=NullPool))
+        yield dsn
+
+
+@pytest.fixture(scope="module")
+def other(server: str) -> Iterator[str]:
+    """Another database."""
+    with testing.database(server) as dsn:
+        Base.metadata.create_all(create_engine(url(dsn), poolclass=NullPool))
         yield dsn
 
 
@@ -168,9 +175,9 @@ async def test_an_async_session_takes_the_message_into_its_transaction(
 
 
 def test_a_session_with_two_databases_sends_to_the_one_that_is_named(
-    shop: Engine, queue: pgqueue.Queue, server: str
+    shop: Engine, queue: pgqueue.Queue, other: str
 ) -> None:
-    with testing.database(server) as other, connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
+    with connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
         second = create_engine(url(other), poolclass=NullPool)
         with Session(binds={Order: shop, Shipment: second}) as session:
             queue_of(session, "orders", bind_arguments={"mapper": Order}).enqueue("near")
@@ -377,15 +384,13 @@ async def test_an_async_handler_has_an_async_session(
 
 
 def test_each_consumer_works_in_its_own_database(
-    dsn: str, connection: Connection, queue: pgqueue.Queue, server: str
+    dsn: str, connection: Connection, queue: pgqueue.Queue, other: str
 ) -> None:
     def handle(delivery: pgqueue.Delivery) -> None:
         with session_of(delivery) as session:
             session.add(Order(what=delivery.message.payload))
 
-    with testing.database(server) as other, connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
-        engine = create_engine(url(other), poolclass=NullPool)
-        Base.metadata.create_all(engine)
+    with connect(other) as elsewhere, testing.queue(elsewhere, "orders") as far:
         queue.enqueue("near")
         far.enqueue("far")
         for database in (dsn, other):
