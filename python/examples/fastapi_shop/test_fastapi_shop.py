@@ -21,8 +21,8 @@ async def client(pgqueue_dsn: str, orders: pgqueue.Queue) -> AsyncIterator[httpx
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://shop") as client,
     ):
-        orders.connection.execute("truncate orders")
         yield client
+    orders.connection.execute("drop table orders")
 
 
 async def test_an_order_is_shipped_by_the_worker(client: httpx.AsyncClient, pgqueue_dsn: str) -> None:

@@ -2,7 +2,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -18,11 +18,11 @@ def orders(
     pgqueue_dsn: str,
     pgqueue_new_queue: Callable[..., pgqueue.Queue],
     pgqueue_connection: psycopg.Connection[Any],
-) -> pgqueue.Queue:
+) -> Iterator[pgqueue.Queue]:
     orders = pgqueue_new_queue("orders")
     program.prepare(pgqueue_dsn)
-    pgqueue_connection.execute("truncate shipments")
-    return orders
+    yield orders
+    pgqueue_connection.execute("drop table shipments")
 
 
 def shipments(queue: pgqueue.Queue) -> list[Any]:
