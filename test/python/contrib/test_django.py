@@ -234,6 +234,28 @@ def test_a_decision_without_an_exception_keeps_the_work_and_its_hooks() -> None:
     assert wait_for(lambda: called) == [1]
 
 
+def test_a_policy_works_in_the_transaction_of_its_decision() -> None:
+    committed: list[int] = []
+
+    def fail(_: pgqueue.Delivery) -> None:
+        raise ValueError
+
+    def decide(failure: pgqueue.Failure) -> pgqueue.Reject:
+        assert failure.connection is connection.connection
+        ship(failure.delivery)
+        transaction.on_commit(lambda: committed.append(shipments()))
+        if failure.delivery.message.payload["order_id"] == late.id:
+            raise RuntimeError
+        return pgqueue.Reject("too large")
+
+    queue("orders").alter_queue(max_attempts=1)
+    order, late = new_order(), new_order()
+    handled(consumer("orders", fail, on_failure=decide), 2)
+    assert (order.shipments.count(), late.shipments.count()) == (1, 0)
+    assert wait_for(lambda: committed) == [1]
+    assert len(queue("orders").browse_dead_messages()) == 2
+
+
 def test_a_batch_is_one_transaction() -> None:
     sizes: list[int] = []
 
@@ -507,7 +529,11 @@ def test_the_admin_finds_dead_letters(letters: list[int]) -> None:
     assert "12345678901234567890.5" in letter
     assert 'Failures 1. CostError: Headers{ "tenant": "blue" }' in letter
     assert clerk.get(f"/admin/pgqueue/deadletter/default/orders/{letters[2]}/").status_code == 200
-    for address in ("default/orders/1/", f"third/orders/{letters[0]}/", f"default/missing/{letters[0]}/"):
+    for address in (
+        f"default/orders/{letters[2] + 1}/",
+        f"third/orders/{letters[0]}/",
+        f"default/missing/{letters[0]}/",
+    ):
         assert clerk.get(f"/admin/pgqueue/deadletter/{address}").status_code == 404
 
 

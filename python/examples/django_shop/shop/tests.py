@@ -4,6 +4,7 @@ from django.test import TestCase, TransactionTestCase
 from django.urls import reverse
 
 from pgqueue.contrib.django import consumer, queue
+from pgqueue.testing import drain
 
 from .handlers import ship
 from .models import Order
@@ -29,20 +30,10 @@ class WorkerTest(TransactionTestCase):
         orders.purge_queue()
         orders.purge_dead_messages()
 
-    def work(self) -> None:
-        """Run a worker until its queue is empty."""
-
-        def observe(_: object) -> None:
-            if worker.stats.succeeded + worker.stats.dead:
-                worker.request_stop()
-
-        worker = consumer("orders", ship, observe=observe)
-        worker.run()
-
     def test_the_worker_ships_an_order_once(self) -> None:
         """The shipment is committed with the acknowledgement."""
         self.client.post(reverse("order"), {"article": "pencils"})
-        self.work()
+        drain(consumer("orders", ship))
         order = Order.objects.get()
         self.assertIsNotNone(order.shipped_at)
         self.assertEqual(order.shipments.count(), 1)
@@ -51,7 +42,7 @@ class WorkerTest(TransactionTestCase):
     def test_an_order_that_fails_ships_nothing(self) -> None:
         """The work of each attempt is rolled back, and the message becomes a dead letter."""
         self.client.post(reverse("order"), {"article": "pencils", "pieces": "101"})
-        self.work()
+        drain(consumer("orders", ship))
         self.assertIsNone(Order.objects.get().shipped_at)
         (letter,) = orders.browse_dead_messages()
         self.assertIn("do not fit", letter.last_error or "")

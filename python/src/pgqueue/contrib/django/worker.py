@@ -11,7 +11,7 @@ from asgiref.sync import async_to_sync
 from django.db import DEFAULT_DB_ALIAS, close_old_connections, connections, reset_queries, transaction
 
 from ..._tasks import is_async
-from ...consumer import Consumer, Delivery, Event
+from ...consumer import Consumer, Decision, Delivery, Event, Failure
 from ...consumer.connections import DEFAULTS
 
 __all__ = ["consumer"]
@@ -28,6 +28,7 @@ def consumer(
     using: str = DEFAULT_DB_ALIAS,
     transactional: bool | None = None,
     middleware: Sequence[Callable[..., Any]] = (),
+    on_failure: Callable[[Failure], Decision | None] | None = None,
     observe: Callable[[Event], None] | None = None,
     on_stop: Callable[[], None] | None = None,
     **settings: Any,
@@ -37,7 +38,8 @@ def consumer(
     The handler runs on a thread. While it and `middleware` run, `connections[using]` is the connection of the delivery:
     what they write by the ORM and the acknowledgement are one transaction. Functions that they give to
     `transaction.on_commit` are called after the commit, one at a time, on another thread. A coroutine function is run
-    by `async_to_sync`.
+    by `async_to_sync`. While `on_failure` runs, `connections[using]` is the connection of the transaction that carries
+    out its decision.
 
     With `transactional=False` in lease mode, the handler has the connection of its thread, as a view has, and the
     acknowledgement follows when it has returned. The other arguments are those of `pgqueue.Consumer`, which also says
@@ -53,6 +55,7 @@ def consumer(
         async_to_sync(handler) if is_async(handler) else handler,
         transactional=transactional,
         middleware=(surroundings.surround, *middleware),
+        on_failure=None if on_failure is None else partial(surroundings.decide, on_failure),
         observe=surroundings.observe,
         on_stop=surroundings.stop,
         **settings,
@@ -88,16 +91,27 @@ class _Surroundings:
         self._observe = observe
         self._on_stop = on_stop
         self._idle: set[Any] = set()  # connections of threads that run nothing now
-        self._hooks: dict[tuple[str, int | None, int | None], tuple[str | None, list[Any]]] = {}
+        self._hooks: dict[tuple[str, int | None, int | None], tuple[str, list[Any]]] = {}
         self._thread: ThreadPoolExecutor | None = None  # calls the functions
 
     def surround(self, work: Delivery | list[Delivery], call_next: Callable[[], None]) -> None:
         """Middleware of the consumer."""
+        delivery = work[0] if isinstance(work, list) else work
         with self._connections_of_thread():
-            if self._in_transaction:
-                self._call_in_transaction(work[0] if isinstance(work, list) else work, call_next)
-            else:
+            if not self._in_transaction:
                 call_next()
+            else:
+                with self._in_transaction_of(delivery.connection) as own:
+                    call_next()
+                # delivery.retry() and delivery.reject() commit what the handler has done; their event names them.
+                self._keep(delivery, type(delivery.outcome).__name__, own.run_on_commit)
+
+    def decide(self, on_failure: Callable[[Failure], Decision | None], failure: Failure) -> Decision | None:
+        """Call the policy of the consumer."""
+        with self._connections_of_thread(), self._in_transaction_of(failure.connection) as own:
+            decision = on_failure(failure)
+        self._keep(failure.delivery, type(failure.exception).__name__, own.run_on_commit)
+        return decision
 
     @contextmanager
     def _connections_of_thread(self) -> Iterator[None]:
@@ -111,8 +125,10 @@ class _Surroundings:
             close_old_connections()
             self._idle.update(connections.all(initialized_only=True))
 
-    def _call_in_transaction(self, delivery: Delivery, call_next: Callable[[], None]) -> None:
-        own = getattr(delivery.connection, _ALIAS)
+    @contextmanager
+    def _in_transaction_of(self, connection: Any) -> Iterator[Any]:
+        """Put the connection of Django that opened a connection in place of the thread's, and return it."""
+        own = getattr(connection, _ALIAS)
         replaced = connections[self._using]
         connections[self._using] = own
         # The consumer has begun the transaction and ends it. For Django this is manual transaction management, in which
@@ -122,27 +138,27 @@ class _Surroundings:
         try:
             reset_queries()
             with transaction.atomic(self._using, savepoint=False):
-                call_next()
+                yield own
                 if transaction.get_rollback(self._using):
                     raise transaction.TransactionManagementError(
                         "the transaction was marked for a rollback, or a database error was caught in a block of"
                         " transaction.atomic() without a savepoint"
                     )
-            if own.run_on_commit:
-                outcome = None if delivery.outcome is None else type(delivery.outcome).__name__
-                key = delivery.queue_name, delivery.message.id, delivery.attempt
-                self._hooks[key] = outcome, own.run_on_commit
         finally:
             own.autocommit = True
             connections[self._using] = replaced
+
+    def _keep(self, delivery: Delivery, detail: str, hooks: list[Any]) -> None:
+        """Keep functions until an event tells that their transaction was committed: a success, or one with a detail."""
+        if hooks:
+            self._hooks[delivery.queue_name, delivery.message.id, delivery.attempt] = detail, hooks
 
     def observe(self, event: Event) -> None:
         """Call the functions of a message whose transaction was committed, and forget those of others."""
         key = event.queue_name, event.message_id, event.attempt
         if event.kind != "extended" and key in self._hooks:
-            outcome, hooks = self._hooks.pop(key)
-            # delivery.retry() and delivery.reject() commit what the handler has done.
-            if event.kind == "succeeded" or (outcome is not None and event.detail == outcome):
+            detail, hooks = self._hooks.pop(key)
+            if event.kind == "succeeded" or event.detail == detail:
                 if self._thread is None:
                     self._thread = ThreadPoolExecutor(1, "pgqueue-on-commit")
                 self._thread.submit(self._call, hooks)
