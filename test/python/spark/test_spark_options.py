@@ -98,6 +98,7 @@ def test_options_of_kafka_with_the_same_meaning_are_accepted() -> None:
         (WRITE, "subscribe", "a", "set option topic or queue"),
         (STREAM, "groupIdPrefix", "a", "set option streamId to a name of the stream"),
         (READ, "maxOffsetsPerTrigger", "1", "set option maxMessagesPerTrigger of a stream"),
+        (READ, "minOffsetsPerTrigger", "1", "set option minMessagesPerTrigger of a stream"),
     ],
 )
 def test_the_error_for_an_option_of_kafka_with_another_meaning_says_what_to_write(
@@ -199,6 +200,9 @@ def test_timestamps_without_a_time_zone_are_in_utc(
 def test_contradicting_values_are_refused() -> None:
     assert "heartbeatInterval: 60 s is not shorter than leaseDuration, 60 s" in refused(
         STREAM, leaseDuration="1 min", heartbeatInterval="60s"
+    )
+    assert "minMessagesPerTrigger: 8 is more than maxMessagesPerTrigger, 7" in refused(
+        STREAM, minMessagesPerTrigger="8", maxMessagesPerTrigger="7"
     )
     assert "minId, maxId: 7 is after 3" in refused(READ, minId="7", maxId="3")
     assert "since, until" in refused(READ, since="2026-02-01", until="2026-01-01")

@@ -7,10 +7,12 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -20,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, long
+from sparks import Connection, long, sessions
 
 import pgqueue
 from pgqueue import Queue
+from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from engines import struct
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import datasource as filters
     from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-    from pgqueue.spark import copy_to_arrow
+    from pgqueue.spark import connections, copy_to_arrow, snapshot
     from pgqueue.spark.columns import source_schema
     from pgqueue.spark.copy_to_arrow import read_batches
     from pgqueue.spark.options import OptionError
@@ -44,6 +47,12 @@ Reads = Callable[..., Rows]
 Loads = Callable[..., Any]
 HOUR = datetime.timedelta(hours=1)
 SINGLE = {"numPartitions": "1"}
+# Moves a message to the dead letters.
+MOVE = """
+with gone as (delete from pgqueue.messages where queue_name = %s and id = %s returning *)
+insert into pgqueue.dead_messages (id, queue_name, payload, attempt_count, max_attempts, enqueued_at, reason, died_at)
+select id, queue_name, payload, 1, max_attempts, enqueued_at, 'rejected', now() from gone
+"""
 
 
 def reader_of(database: str, queue: str, schema: str | None = None, **options: str) -> Any:
@@ -324,6 +333,69 @@ def test_a_message_that_changes_state_during_a_read_is_read_once(orders: Queue, 
     assert [orders.reject(one.id, one.claim_token) for one in orders.claim(2)] == [True, True]
     found += [row for batch in batches for row in batch.to_pylist()]
     assert [(row["id"], row["state"]) for row in found] == [(number, "ready") for number in sent]
+
+
+@pytest.mark.parametrize("columns", ["pgqueue", "kafka"])
+def test_a_read_whose_connection_is_lost_returns_each_message_once_although_messages_move(
+    orders: Queue, database: str, name: str, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """Each batch is larger than all buffers, so that the loss is noticed before the next one."""
+    sent = orders.enqueue_batch(["x" * 50_000] * 50)
+    monkeypatch.setattr(copy_to_arrow, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(connections, "_FIRST_PAUSE", 0)
+    reader = reader_of(database, name, source="all", columns=columns, **SINGLE)
+    column = "id" if columns == "pgqueue" else "offset"
+    (planned,) = reader.partitions()
+    found: list[int] = []
+    for batch in reader.read(planned):
+        found += [row[column] for row in batch.to_pylist()]
+        # One of them was returned already, the other was not.
+        for number in (found[0], sent[-1]):
+            orders.connection.execute(MOVE, [name, number])
+        assert len(sessions(orders.connection, "pg_terminate_backend(pid, 120000)")) == 1
+    assert found == sent
+
+
+@pytest.mark.parametrize("source", ["ready", "scheduled", "dead", "archive", "all"])
+def test_the_tables_of_a_source_are_merged_by_their_indexes(
+    everywhere: dict[str, int], orders: Queue, database: str, name: str, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    assert everywhere
+    plans: list[str] = []
+
+    def explained(connection: Connection, relation: sql.Composable, values: dict[str, Any], schema: Any) -> Any:
+        columns = sql.SQL(", ").join(map(sql.Identifier, schema.names))
+        plan = sql.SQL("explain select {} from {}").format(columns, relation)
+        plans.extend(line for (line,) in psycopg.ClientCursor(connection).execute(plan, values))
+        return read_batches(connection, relation, values, schema)
+
+    monkeypatch.setattr(snapshot, "read_batches", explained)
+    assert orders.name == name
+    reader = reader_of(database, name, "payload string", source=source, **SINGLE)
+    assert [batch.schema.names for part in reader.partitions() for batch in reader.read(part)] == [["payload"]]
+    assert "Index" in "".join(plans)
+    # Only unfiled_messages has no index on ids. It holds the messages of a day until there is a partition for it.
+    sorts = [place for place, line in enumerate(plans) if "->  Sort  (" in line or line.startswith("Sort  (")]
+    assert all(any("on unfiled_messages" in line for line in plans[place : place + 5]) for place in sorts)
+
+
+def test_a_read_waits_for_a_server_that_restarts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer(durable=False) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("create extension pgqueue")
+            queue = Queue(connection, name)
+            queue.create_queue()
+            sent = queue.enqueue_batch([1, 2, 3])
+        reader = reader_of(server.dsn, name, "id long")
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: server.start())
+        monkeypatch.setattr(connections, "time", clock)
+        server.kill()
+        parts = reader.partitions()
+        server.kill()
+        assert [row["id"] for part in parts for batch in reader.read(part) for row in batch.to_pylist()] == sent
+        # A refusal that does not depend on time is an error at once.
+        with pytest.raises(psycopg.OperationalError, match="nobody"):
+            reader_of(f"{server.dsn} user=nobody", name, "id long").partitions()
 
 
 @pytest.mark.usefixtures("orders")
@@ -617,7 +689,7 @@ def test_spark_shows_option_errors_but_never_a_password(
     load(dsn=f"{database} password=s3cret").explain("extended")
     load(user="postgres", password="s3cret").explain("extended")
     with pytest.raises(AnalysisException) as raised:
-        load(dsn="host=/nowhere password=s3cret").collect()
+        load(dsn="host=/nowhere password=s3cret", retryTimeout="0").collect()
     assert "s3cret" not in str(raised.value) + "".join(capfd.readouterr())
 
 

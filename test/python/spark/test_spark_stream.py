@@ -9,13 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from clients import wait_for
+from clients import PATIENCE, wait_for
 from sparks import Connection, left, sessions
 
 import pgqueue
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from pgqueue.spark.connections import connect
     from pgqueue.spark.options import OptionError
+    from pgqueue.spark.stream_driver import StreamDriver
 
 
 Start = Callable[..., "Engine"]
@@ -493,6 +495,80 @@ def test_an_idle_stream_acknowledges_its_last_batch_and_then_writes_nothing(orde
     before = orders.connection.execute(version, [orders.name]).fetchone()
     assert engine.trigger() is None
     assert orders.connection.execute(version, [orders.name]).fetchone() == before
+
+
+def test_an_idle_stream_looks_once_a_second_unless_it_is_notified(
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamDriver, "wait", lambda _, seconds, __: waits.append(seconds))
+        engine = start().begin()
+        orders.enqueue(1)
+        assert engine.trigger() is not None
+        assert [engine.trigger() for _ in range(3)] == [None] * 3
+        # The first look follows the batch. Each other one waits for what is left of a second.
+        assert len(waits) == 2
+        assert all(0 < seconds <= 1 for seconds in waits)
+        engine.reader.prepareForTriggerAvailableNow()
+        engine.trigger()
+        assert len(waits) == 2
+    # A message that comes meanwhile, or came before, ends the wait.
+    monkeypatch.setattr("pgqueue.spark.stream._LOOK_INTERVAL", 10 * PATIENCE)
+    engine = start().begin()
+    for late in (False, True, True):
+        assert engine.trigger() is None
+        with ThreadPoolExecutor() as pool:
+            if not late:
+                sent = orders.enqueue(1)
+            found = pool.submit(engine.trigger)
+            if late:
+                wait_for(lambda: is_listening(orders), PATIENCE)
+                sent = orders.enqueue(2)
+            assert ids(found.result(PATIENCE)) == [sent]
+
+
+def is_listening(queue: Queue) -> bool:
+    """Whether a session has announced that it waits, and does so."""
+    states = sessions(queue.connection, "state || ' ' || query")
+    return any(state.startswith("idle ") and "prepare_wait" in state for state in states)
+
+
+def test_a_batch_waits_for_its_least_number_of_messages_or_the_longest_delay(
+    orders: Queue, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgqueue.spark.stream._LOOK_INTERVAL", 0)
+    engine = start(minMessagesPerTrigger="3", maxTriggerDelay="1 hour").begin()
+    # The first batch does not wait, as for Kafka.
+    sent = orders.enqueue_batch([0])
+    assert ids(engine.trigger()) == sent
+    sent = orders.enqueue_batch([1, 2])
+    assert engine.trigger() is None
+    # The batch before is acknowledged nevertheless.
+    assert left(orders) == 2
+    sent += orders.enqueue_batch([3])
+    assert ids(engine.trigger()) == sent
+    sent = orders.enqueue_batch([4])
+    assert engine.trigger() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.reader, "_batch_at", time.monotonic() - 3600)
+        assert ids(engine.trigger()) == sent
+    orders.enqueue_batch([5])
+    engine.reader._batch_at = time.monotonic()
+    engine.reader.prepareForTriggerAvailableNow()
+    assert len(engine.drain()) == 1
+
+
+def test_a_second_stream_on_a_queue_is_named_in_the_log(
+    orders: Queue, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start().begin()
+    start().begin()
+    assert "shares" not in caplog.text
+    start(Checkpoint(), streamId="other").begin()
+    (said,) = [record.message for record in caplog.records if "shares" in record.message]
+    assert said.startswith(f"stream other shares the messages of queue {orders.name} with stream s (opened by spark on")
+    assert "subscribe these queues to a topic" in said
 
 
 def test_a_batch_keeps_the_number_of_partitions_that_it_was_claimed_with(orders: Queue, start: Start) -> None:

@@ -26,6 +26,7 @@ from .options import OptionError
 
 __all__ = [
     "Backoff",
+    "Connection",
     "ConnectionSlots",
     "add_grant",
     "connect",
@@ -66,6 +67,8 @@ _SQL_NAMES = re.compile(rf"(?<!['\w])(?:{'|'.join(_OPTIONS)})\b")
 # idle session, a disk failed, a deadlock or a lock was in the way, or the server has become a standby.
 READ_ONLY = "25006"
 _TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
+# What a server says if it refuses a connection for good.
+_WRONG = re.compile(r"FATAL: .*(does not exist|authentication failed|no pg_hba.conf entry|permi(ssion denied|tted))")
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
 _LONGEST_SLOT_PAUSE = 1.0  # seconds between two looks for a free slot
@@ -101,8 +104,10 @@ class Backoff:
 
 
 def is_transient(error: psycopg.Error) -> bool:
-    """Whether a later attempt may succeed. An error of a lost connection has no SQLSTATE."""
+    """Whether a later attempt may succeed. An error of a lost or refused connection has no SQLSTATE."""
     if error.sqlstate is None:
+        if _WRONG.search(str(error)):
+            return False
         return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
     return error.sqlstate.startswith(_TRANSIENT)
 
@@ -168,8 +173,11 @@ def add_grant(error: psycopg.Error, connection: psycopg.Connection[Any]) -> None
         )
 
 
-class _Connection(psycopg.Connection[Any]):
+class Connection(psycopg.Connection[Any]):
+    """A connection with short errors, for statements that need a kind of `access`."""
+
     access = "reader"
+    can_listen = True  # not behind a pooler
 
     def __exit__(
         self,
@@ -183,14 +191,14 @@ class _Connection(psycopg.Connection[Any]):
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def connect(conninfo: str, autocommit: bool = False, access: str = "reader") -> psycopg.Connection[Any]:
+def connect(conninfo: str, autocommit: bool = False, access: str = "reader") -> Connection:
     """Open a connection that detects a lost server within a minute, and whose server detects a lost client.
 
     `access` is the kind of access that its statements need, for the error if the role lacks it.
     """
     complete = complete_conninfo(conninfo, "pgqueue spark", **_KEEPALIVE)
-    connection = _connections.connect(complete, autocommit, _Connection)
-    assert isinstance(connection, _Connection)  # noqa: S101 - as it was asked for
+    connection = _connections.connect(complete, autocommit, Connection)
+    assert isinstance(connection, Connection)  # noqa: S101 - as it was asked for
     connection.access = access
     try:
         # A connection by a Unix socket has no address. Settings made behind a pooler would reach other clients.
@@ -199,6 +207,7 @@ def connect(conninfo: str, autocommit: bool = False, access: str = "reader") -> 
     except BaseException:
         connection.close()
         raise
+    connection.can_listen = not is_proxied(connection)
     connection.prepare_threshold = None  # Each statement is executed a few times only.
     return connection
 

@@ -11,6 +11,7 @@ KAFKA_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "numPartitions": {"read": ("minPartitions",), "stream": ("minPartitions",)},
     "streamId": {"stream": ("kafka.group.id",)},
     "maxMessagesPerTrigger": {"stream": ("maxOffsetsPerTrigger",)},
+    "minMessagesPerTrigger": {"stream": ("minOffsetsPerTrigger",)},
 }
 # Values that say what pgqueue does anyway. A queue keeps no message that was consumed.
 _IMPLIED = {
@@ -34,6 +35,7 @@ _SUBSTITUTES = {
     "maxrecordsperpartition": "set option numPartitions to the number of tasks",
     "minpartitions": "the partitions of the data are those of the write; option maxConnections limits its connections",
     "maxoffsetspertrigger": "set option maxMessagesPerTrigger of a stream",
+    "minoffsetspertrigger": "set option minMessagesPerTrigger of a stream",
     "groupidprefix": "set option streamId to a name of the stream",
     "kafkaconsumer.polltimeoutms": "set option retryTimeout",
     "fetchoffset.numretries": "set option retryTimeout",

@@ -249,8 +249,26 @@ SOURCE_OPTIONS = (
         "an integer from 1 to 100000",
         integer(1, 100000),
         (STREAM,),
-        "The maximum number of messages in a micro-batch.",
+        "The maximum number of messages in a micro-batch. The database keeps the ids of a batch in one row, hence the"
+        " limit.",
         default=10000,
+    ),
+    Option(
+        "minMessagesPerTrigger",
+        "an integer from 1 to 100000, and at most maxMessagesPerTrigger",
+        integer(1, 100000),
+        (STREAM,),
+        "How many messages have to be ready, over all queues, before a micro-batch begins; it then has all of them, up"
+        " to maxMessagesPerTrigger. Trigger.AvailableNow and Trigger.Once do not wait.",
+        default=1,
+    ),
+    Option(
+        "maxTriggerDelay",
+        "a duration from 0 s to 24 h, such as 90s or '15 minutes'",
+        duration(timedelta(0), 24 * _HOUR),
+        (STREAM,),
+        "The longest time from a micro-batch to the next one, although fewer than minMessagesPerTrigger are ready.",
+        default=timedelta(minutes=15),
     ),
     Option(
         "leaseDuration",
@@ -298,10 +316,11 @@ SOURCE_OPTIONS = (
         "retryTimeout",
         "a duration from 0 s to 24 h, such as 90s or '2 minutes'",
         duration(timedelta(0), 24 * _HOUR),
-        (STREAM, WRITE),
+        (READ, STREAM, WRITE),
         "How long the driver, or a task, tries to reach an unavailable database before the query ends with its error."
-        " The first connection of a query, and of the first attempt of a writing task without maxConnections, is not"
-        " tried again. A commit whose answer was lost is repeated; it takes effect once.",
+        " A read continues after the last message that it returned. The first connection of a stream, and of the first"
+        " attempt of a writing task without maxConnections, is not tried again. A commit whose answer was lost is"
+        " repeated; it takes effect once.",
         default=timedelta(minutes=2),
     ),
 )
@@ -409,6 +428,9 @@ def _check_together(values: dict[str, Any]) -> None:
             f"invalid option heartbeatInterval: {beat.total_seconds():g} s is not shorter than"
             f" leaseDuration, {lease.total_seconds():g} s"
         )
+    least, most = values.get("min_messages_per_trigger", 0), values.get("max_messages_per_trigger", 0)
+    if least > most:
+        raise OptionError(f"invalid option minMessagesPerTrigger: {least} is more than maxMessagesPerTrigger, {most}")
     for low, high, both in (("min_id", "max_id", "minId, maxId"), ("since", "until", "since, until")):
         first, last = values.get(low), values.get(high)
         if first is not None and last is not None and first > last:

@@ -9,9 +9,10 @@ table of another source, during a read with several partitions may or may not be
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 from psycopg import Connection, IsolationLevel, sql
 from pyspark.sql.datasource import (
@@ -29,11 +30,11 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
     Not,
 )
-from pyspark.sql.types import IntegerType, LongType, StructType, TimestampType
+from pyspark.sql.types import IntegerType, LongType, StructField, StructType, TimestampType
 
 from ..client import Queues
 from .columns import check_schema, column_sql
-from .connections import connect, resolve_conninfo
+from .connections import Backoff, connect, resolve_conninfo
 from .copy_to_arrow import read_batches
 from .kafka import messages_schema, text_headers, to_kafka
 from .options import Options
@@ -58,6 +59,7 @@ def _relation(table: str, state: str, condition: str = "true", **columns: str) -
     return (
         f"select {_SHARED}, %(shard)s::int as shard, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
         f" from pgqueue.{table} where queue_name = %(queue)s and id between %(first)s and %(last)s and {condition}"
+        " order by id"  # so that the tables are merged
     )
 
 
@@ -85,12 +87,15 @@ _ARCHIVE = tuple(
     for table in ("archived_messages", "unfiled_messages")
 )
 _RELATIONS = {
-    "ready": (_messages(f"visible_at <= %(at)s and {_ALIVE}"), _scheduled(f"due_at <= %(at)s and {_ALIVE}")),
-    "inflight": (_messages("visible_at > %(at)s and attempt_count > 0"),),
-    "scheduled": (_messages("visible_at > %(at)s and attempt_count = 0"), _scheduled("due_at > %(at)s")),
-    "dead": (_DEAD,),
-    "archive": _ARCHIVE,
-    "all": (_messages(), _scheduled(), _DEAD, *_ARCHIVE),
+    source: " union all ".join(f"({relation})" for relation in relations)
+    for source, relations in {
+        "ready": (_messages(f"visible_at <= %(at)s and {_ALIVE}"), _scheduled(f"due_at <= %(at)s and {_ALIVE}")),
+        "inflight": (_messages("visible_at > %(at)s and attempt_count > 0"),),
+        "scheduled": (_messages("visible_at > %(at)s and attempt_count = 0"), _scheduled("due_at > %(at)s")),
+        "dead": (_DEAD,),
+        "archive": _ARCHIVE,
+        "all": (_messages(), _scheduled(), _DEAD, *_ARCHIVE),
+    }.items()
 }
 _TABLES = {
     "ready": ("messages", "scheduled_messages"),
@@ -212,7 +217,15 @@ class SnapshotReader(Shipped, DataSourceReader):
         self._bounds = list(self._conditions)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Divide the present messages among the tasks. Raises QueueNotFound, NotInstalled."""
+        """Divide the present messages among the tasks. Raises QueueNotFound, NotInstalled, or psycopg.Error."""
+        backoff = Backoff(self._options.retry_timeout)
+        while True:
+            try:
+                return self._divide()
+            except psycopg.Error as error:
+                backoff.wait(error)
+
+    def _divide(self) -> list[InputPartition]:
         counted: list[_Counted] = []
         for shard, conninfo in enumerate(self._conninfos):
             with connect(conninfo, autocommit=True) as connection:  # holds the locks of one queue at a time
@@ -283,15 +296,32 @@ class SnapshotReader(Shipped, DataSourceReader):
         )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read ranges of ids. Raises QueueNotFound if a queue was dropped since, or psycopg.Error."""
+        """Read ranges of ids, each in the order of ids. Raises QueueNotFound if a queue was dropped since.
+
+        While the database is unavailable, it tries again until retryTimeout, after the last id that was returned.
+        Raises psycopg.Error.
+        """
         assert isinstance(partition, ReadPart)  # noqa: S101 - as partitions() made it
-        for shard, group in groupby(partition.ranges, lambda one: one.shard):
-            ranges = [*group]
-            with connect(self._conninfos[shard]) as connection:
-                self._begin(connection, dict.fromkeys(one.queue for one in ranges))
-                for one in ranges:
-                    batches = self._read(connection, one)
-                    yield from batches if self._kafka is None else to_kafka(batches, self._kafka)
+        left = [*partition.ranges]
+        backoff = Backoff(self._options.retry_timeout)
+        while left:
+            shard = left[0].shard
+            ranges = [one for one in left if one.shard == shard]
+            try:
+                with connect(self._conninfos[shard]) as connection:
+                    self._begin(connection, dict.fromkeys(one.queue for one in ranges))
+                    for one in ranges:
+                        for batch in self._read(connection, one):
+                            backoff.reset()
+                            left[0] = replace(one, first=batch.column("id")[-1].as_py() + 1)
+                            yield from self._shown(batch)
+                        del left[0]
+            except psycopg.Error as error:
+                backoff.wait(error)
+
+    def _shown(self, batch: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
+        """Return the columns that the query asks for."""
+        return [batch.select(self._schema.names)] if self._kafka is None else to_kafka([batch], self._kafka)
 
     def _begin(self, connection: Connection[Any], queues: Iterable[str]) -> None:
         """Begin a transaction with one snapshot for all tables, as messages move between them, and lock the tables.
@@ -308,19 +338,22 @@ class SnapshotReader(Shipped, DataSourceReader):
             if connection.execute(_IS_REWRITTEN).fetchone() == (False,):
                 break
             connection.rollback()
+        # The rows of all tables are merged by id, as their indexes have them.
+        connection.execute("set local enable_sort to off")
         if self._options.source not in _OUTLIVE_QUEUE:
             for queue in queues:  # one can have been dropped since partitions()
                 connection.execute("select from pgqueue.get_queue(%s)", [queue])
 
     def _read(self, connection: Connection[Any], one: IdRange) -> Iterator[pa.RecordBatch]:
-        values = self._values | vars(one)
-        for relation in _RELATIONS[self._options.source]:
-            rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(relation))
-            if self._conditions:
-                rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
-            if self._kafka is not None:
-                rows = text_headers(rows, self._schema)
-            yield from read_batches(connection, rows, values, self._schema)
+        rows: sql.Composable = sql.SQL("({}) as found").format(sql.SQL(_RELATIONS[self._options.source]))
+        if self._conditions:
+            rows = sql.SQL("{} where {}").format(rows, sql.SQL(" and ").join(self._conditions))
+        schema = self._schema
+        if self._kafka is not None:
+            rows = text_headers(rows, schema)
+        elif "id" not in schema.names:
+            schema = StructType([*schema.fields, StructField("id", LongType())])
+        return read_batches(connection, sql.SQL("{} order by id").format(rows), self._values | vars(one), schema)
 
 
 _COMPARISONS = {

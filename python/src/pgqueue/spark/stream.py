@@ -6,6 +6,8 @@ of `latestOffset` acknowledges the batches, which are then in Spark's commit log
 once the next batch exists, so an acknowledgement there alone would be too late.
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,7 @@ from .stream_driver import StreamDriver, is_wanted
 __all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader", "StreamPart"]
 
 _MAX_BATCH = 100000  # messages, the limit of the database
+_LOOK_INTERVAL = 1.0  # seconds between two looks at queues without messages
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         self._claimed: dict[str, int] = {}
         self._replays: dict[str, int] = {}
         self._acked: dict[str, int] = {}
+        # When the driver last looked for messages, whether it found none, and when it last found some.
+        self._looked_at = self._batch_at = -math.inf
+        self._found_nothing = False
 
     # In the driver.
 
@@ -95,6 +101,7 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         options = self._options
         positions = self._positions(start)
         driver = self._stream
+        up_to_id = self._wait_for_messages(limit)
         # Busy queues come last, and get what the others leave. Each queue gets at least its even share.
         queues = sorted(driver.queues(), key=lambda queue: self._claimed.get(queue, 0))
         left = self._max_messages(limit)
@@ -115,7 +122,7 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
                 share,
                 options.num_partitions,
                 options.lease_duration,
-                self._up_to_id,
+                up_to_id,
                 options.fail_on_data_loss,
             )
             self._acked[queue] = seq
@@ -126,7 +133,32 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
                 batches[queue] = {"seq": batch.seq, "token": str(batch.claim_token), "messages": batch.messages}
                 if not isinstance(limit, ReadAllAvailable):
                     left -= batch.messages
+        self._looked_at = time.monotonic()
+        self._found_nothing = not any(self._claimed[queue] for queue in queues)
+        if not self._found_nothing:
+            self._batch_at = self._looked_at
         return self._offset(batches)
+
+    def _wait_for_messages(self, limit: ReadLimit) -> int | None:
+        """Return the highest id to claim: 0 while there are fewer messages than minMessagesPerTrigger.
+
+        Spark asks again at once if there was nothing. After the first such answer, a look takes place once a second, or
+        when the queue notifies.
+        """
+        if self._up_to_id is not None or isinstance(limit, ReadAllAvailable):
+            return self._up_to_id
+        options, driver = self._options, self._stream
+        if self._found_nothing:
+            driver.wait(self._looked_at + _LOOK_INTERVAL - time.monotonic(), options.min_messages_per_trigger == 1)
+        due_at = self._batch_at + options.max_trigger_delay.total_seconds()
+        if options.min_messages_per_trigger == 1 or time.monotonic() >= due_at:
+            return None
+        lacking = options.min_messages_per_trigger
+        for queue in driver.queues():
+            lacking -= driver.call(queue, Queue.peek, lacking)
+            if lacking <= 0:
+                return None
+        return 0
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Begin the batches of offset `end`, for the first time or again. Raises psycopg.Error and OptionError."""

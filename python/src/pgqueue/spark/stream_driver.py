@@ -4,17 +4,21 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
+from psycopg.rows import tuple_row
 
+from .. import _calls
 from .._wording import counted
 from ..client import Queue, Queues
 from ..errors import Error, QueueNotFound, StreamFenced
 from ..message import QueueStats, Stream
-from .connections import READ_ONLY, Backoff, add_grant, connect, is_transient
+from .connections import READ_ONLY, Backoff, Connection, add_grant, connect, is_transient
 from .options import Options
 
 __all__ = ["StreamDriver", "is_wanted"]
@@ -41,9 +45,10 @@ class StreamDriver:
         self._options = options
         self._backoff = Backoff(options.retry_timeout)
         # A failure of the first connection is most likely a wrong setting, so it is not retried.
-        self._connection: psycopg.Connection[Any] | None = connect(conninfo, autocommit=True, access="consumer")
+        self._connection: Connection | None = connect(conninfo, autocommit=True, access="consumer")
         self._streams: dict[str, Stream] = {}
         self._refused: set[str] = set()
+        self._heard: set[str] = set()  # the queues on whose channel the connection listens
         # The queues that have an open batch, whose reservation the heartbeat has to renew.
         self._has_batch: set[str] = set()
         self._is_fenced = False
@@ -87,8 +92,50 @@ class StreamDriver:
             opened_by = f"spark on {socket.gethostname()}, process {os.getpid()}"
             opened = self.call(queue, Queue.stream_open, options.stream_id, opened_by, options.on_ack)
             self._streams[queue] = opened
+            self._warn_of_others(queue)
             self.set_batch(queue, opened.claim_token is not None)
         return self._streams[queue]
+
+    def _warn_of_others(self, queue: str) -> None:
+        own = self._options.stream_id
+        for other in self.call(queue, Queue.list_streams):
+            if other.stream_name != own:
+                _log.warning(
+                    "stream %s shares the messages of queue %s with stream %s (opened by %s at %s): each message is"
+                    " read by only one of them. To read all messages in both, give each a queue of its own, and"
+                    " subscribe these queues to a topic. A stream that is no more in use is dropped by: pgqueue spark"
+                    " drop-stream",
+                    own,
+                    queue,
+                    other.stream_name,
+                    other.opened_by,
+                    other.opened_at,
+                )
+
+    def wait(self, seconds: float, for_notification: bool = True) -> None:
+        """Wait for this time, or until a message is ready, if `for_notification`. Does not fail."""
+        until = time.monotonic() + seconds
+        connection = self._connection
+        if for_notification and seconds > 0 and connection is not None and connection.can_listen:
+            try:
+                if self._has_message(connection, seconds):
+                    return
+                for _ in connection.notifies(timeout=until - time.monotonic(), stop_after=1):
+                    return
+            except psycopg.Error as error:
+                # Such as a queue of a pattern that was dropped. The next look raises the error, or tries again.
+                self._drop_broken(error)
+        self._stopped.wait(max(0, until - time.monotonic()))
+
+    def _has_message(self, connection: psycopg.Connection[Any], seconds: float) -> bool:
+        """Have the next enqueue notify this connection, and look once more. A delayed message counts when it is due."""
+        queues = [*self._streams]
+        for queue in self._streams.keys() - self._heard:
+            connection.execute(_calls.listen(Queue(connection, queue).channel()))
+            self._heard.add(queue)
+        call = _calls.prepare_wait_and_look(queues, 1, timedelta(seconds=seconds + 1))
+        row = connection.cursor(row_factory=tuple_row).execute(call.text, call.values).fetchone()
+        return row is not None and bool(row[1])
 
     def is_open(self, queue: str) -> bool:
         """Whether this process has the stream of a queue open."""
@@ -134,6 +181,7 @@ class StreamDriver:
             try:
                 if self._connection is None:
                     self._connection = connect(self._conninfo, autocommit=True, access="consumer")
+                    self._heard.clear()
                 answer = call(self._connection)
             except psycopg.Error as error:
                 if self._connection is not None:
