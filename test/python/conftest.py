@@ -21,7 +21,7 @@ import pytest
 from clients import PATIENCE, use_memory
 from commands import Done, home, in_process, programs, quick_initdb
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from served import Server, Site, serving_a_run
 from sparks import drivers, elsewhere, jre, role, s3, spark
 
@@ -232,7 +232,7 @@ def curl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def database(pgqueue_dsn: str) -> str:
     """How to connect to a database with pgqueue: by the extension where the server has it, else by plain SQL."""
-    return make_conninfo(pgqueue_dsn)
+    return make_conninfo("", **conninfo_to_dict(pgqueue_dsn))  # no URL: tests append parameters
 
 
 @pytest.fixture
