@@ -164,7 +164,7 @@ def test_a_late_commit_is_found_after_later_messages_were_written(
     archiver.finish(noon - timedelta(hours=11), noon + timedelta(hours=11))
     with monkeypatch.context() as patch:
         patch.setattr(archive, "_MARGIN", datetime.now(UTC) - noon)
-        assert [archiver.run() for _ in range(2)] == [2, 0]
+        assert archiver.run() == 2
     archiver.queue.enqueue_batch([{"late": n} for n in range(2)])
     early, late = archiver.queue.claim(), archiver.queue.claim()
     with psycopg.connect(archiver.dsn) as other:

@@ -675,6 +675,7 @@ def test_filters_are_pushed_down_with_option_pushdown(spark: Any, orders: Queue,
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
+@long
 @pytest.mark.usefixtures("orders")
 def test_spark_shows_option_errors_but_never_a_password(
     database: str, load: Loads, capfd: pytest.CaptureFixture[str]

@@ -923,6 +923,7 @@ def test_retried_tasks_send_each_row_and_each_dedup_key_once(
     assert sink.staged() == 0
 
 
+@long
 def test_a_job_with_a_failed_task_sends_nothing(spark: Any, sink: Sink, save: Saves) -> None:
     from pyspark.sql.functions import udf
 
@@ -959,7 +960,8 @@ def test_append_is_the_only_mode(spark: Any, sink: Sink, save: Saves) -> None:
     assert sink.sent() == [1]
 
 
-@pytest.mark.parametrize("keys", [pytest.param(None, marks=long), 30])
+@long
+@pytest.mark.parametrize("keys", [None, 30])
 def test_a_replayed_micro_batch_is_sent_once(spark: Any, sink: Sink, tmp_path: Path, keys: int | None) -> None:
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     lines = [{"payload": json.dumps({"id": n})} | ({"dedup_key": str(n % keys)} if keys else {}) for n in range(100)]
