@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from clients import PATIENCE, wait_for
 from psycopg.conninfo import conninfo_to_dict
 
@@ -47,7 +48,7 @@ class Shop:
     def environment(self) -> dict[str, str]:
         """The environment of a command of the project."""
         paths = [str(HERE), *sys.path]
-        return {**os.environ, "PGQUEUE_DSN": self.dsns["default"], "PYTHONPATH": os.pathsep.join(paths)}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
     def manage(self, *words: str) -> "subprocess.Popen[bytes]":
         """Start a command of the project."""
@@ -67,10 +68,10 @@ class Shop:
                 worker.kill()
 
 
-def set_up(*databases: str) -> Shop:
+def set_up(patch: pytest.MonkeyPatch, *databases: str) -> Shop:
     """Make this process one of the project, with the tables of the project in both databases."""
-    os.environ["PGQUEUE_DSN"] = databases[0]
-    os.environ["DJANGO_SETTINGS_MODULE"] = "shop.settings"
+    patch.setenv("PGQUEUE_DSN", databases[0])
+    patch.setenv("DJANGO_SETTINGS_MODULE", "shop.settings")
     sys.path[:0] = [str(PROJECT), str(HERE)]
     import django
     from django.conf import settings
@@ -80,6 +81,7 @@ def set_up(*databases: str) -> Shop:
     settings.DATABASES["other"] = {**settings.DATABASES["default"], "NAME": other}
     router = Router()
     settings.DATABASE_ROUTERS = [router]
+    settings.LOGGING_CONFIG = None  # for the other tests of this process
     django.setup()
     dsns = dict(zip(("default", "other"), databases, strict=True))
     for alias in dsns:

@@ -33,13 +33,18 @@ if TYPE_CHECKING:
     from pgqueue.contrib.django.operations import AlterQueue, CreatePgqueue, CreateQueue, DropQueue
 
 NOW = timedelta(0)
+WAITING = (
+    "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
+    " where l.locktype = 'advisory' and not l.granted and d.datname = current_database()"
+)
 
 
 @pytest.fixture(scope="module")
 def shop(empty_database: Callable[[], str]) -> Iterator[Shop]:
     """The project in this process. No other module of tests makes it a process of Django."""
-    yield set_up(empty_database(), empty_database())
-    connections.close_all()
+    with pytest.MonkeyPatch.context() as patch:
+        yield set_up(patch, empty_database(), empty_database())
+        connections.close_all()
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +357,7 @@ def test_a_killed_worker_leaves_the_effect_once(shop: Shop) -> None:
         beside.execute("select pg_advisory_lock(1)")
         options = ("--concurrency", "2", "--visibility-timeout", "1s")
         with shop.working("orders", "django_handlers:ship_and_wait", *options) as victim:
-            wait_for(lambda: value(beside, "select count(*) from pg_locks where locktype = 'advisory' and not granted"))
+            wait_for(lambda: value(beside, WAITING))
             with shop.working("orders", "django_handlers:ship_and_wait", *options):
                 victim.kill()
                 assert victim.wait(PATIENCE) < 0
