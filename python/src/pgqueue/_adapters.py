@@ -23,6 +23,7 @@ __all__ = ["Adapters", "AsyncOwnCursor", "OwnCursor", "client_adapters", "lenien
 JsonLoads = Callable[[bytes], Any]
 JsonDumps = Callable[[Any], str | bytes]
 
+_decode: Final = json.JSONDecoder().raw_decode  # the server sends no white space around a value
 _FIRST: Final = datetime.min.replace(tzinfo=UTC)
 _LAST: Final = datetime.max.replace(tzinfo=UTC)
 
@@ -30,13 +31,15 @@ _LAST: Final = datetime.max.replace(tzinfo=UTC)
 class Adapters(AdaptersMap):
     """psycopg's adapters, with functions for JSON."""
 
-    json_loads: JsonLoads = staticmethod(json.loads)
-    json_dumps: JsonDumps = staticmethod(json.dumps)
+    json_loads: JsonLoads = staticmethod(lambda data: _decode(str(data, "utf-8"))[0])
+    json_dumps: JsonDumps = staticmethod(json.JSONEncoder().encode)
+    is_binary = True  # results are read in the binary format: as text psycopg cannot read them in every DateStyle
 
     def __init__(self, template: "Adapters | None" = None) -> None:
         super().__init__(template, types)
         if template is not None:
             self.json_loads, self.json_dumps = template.json_loads, template.json_dumps
+            self.is_binary = template.is_binary
 
 
 def _adapters_of(context: Any) -> Adapters:
@@ -73,11 +76,20 @@ class _JsonbBinaryLoader(_JsonbLoader):
         return self._loads(bytes(data)[1:])  # without the version
 
 
+class _DefaultJsonbBinaryLoader(Loader):
+    """The same with the default function, for which each call costs less."""
+
+    format = Format.BINARY
+
+    def load(self, data: abc.Buffer) -> Any:
+        return _decode(str(data, "utf-8"), 1)[0]
+
+
 _DEFAULT: Final = Adapters()
 register_default_adapters(_DEFAULT)
 register_all_arrays(_DEFAULT)
 _DEFAULT.register_dumper(Jsonb, _JsonbDumper)
-for _loader in (_JsonbLoader, _JsonbBinaryLoader):
+for _loader in (_JsonbLoader, _DefaultJsonbBinaryLoader):
     _DEFAULT.register_loader("jsonb", _loader)
 
 
@@ -89,6 +101,7 @@ def client_adapters(json_loads: JsonLoads | None = None, json_dumps: JsonDumps |
         if function is not None and not callable(function):
             raise TypeError(f"invalid {name}: {function!r:.200}; must be callable")
     adapters = Adapters(_DEFAULT)
+    adapters.register_loader("jsonb", _JsonbBinaryLoader)
     adapters.json_loads = json_loads or _DEFAULT.json_loads
     adapters.json_dumps = json_dumps or _DEFAULT.json_dumps
     return adapters

@@ -11,7 +11,7 @@ from psycopg import Connection, DataError
 from . import _calls
 from ._adapters import JsonDumps, JsonLoads, OwnCursor, client_adapters
 from ._client_rows import Rows, each_row, read_leniently
-from ._connections import check_connection, correction_statement
+from ._connections import check_connection
 from ._copy import CopyRows, add_row, copy_messages, server_moment
 from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
@@ -43,7 +43,7 @@ class _Calls:
     those of the module `json`. The adapters of the connection are not used.
     """
 
-    __slots__ = ("_adapters", "connection")
+    __slots__ = ("_adapters", "_idle", "connection")
 
     def __init__(
         self,
@@ -55,13 +55,18 @@ class _Calls:
         check_connection(connection, Connection)
         self.connection = connection
         self._adapters = client_adapters(json_loads, json_dumps)
+        self._idle: dict[Any, OwnCursor] = {}  # by statement, and by the settings to which a cursor has adapted
 
     def _all(self, call: _calls.Bound[T]) -> list[T]:
-        cursor = OwnCursor(self.connection, self._adapters, call.row)
-        # psycopg cannot read every text style of a value. Without the binary format, a claim could succeed and then
-        # raise.
+        told = self.connection.pgconn.parameter_status
+        key = call.text, told(b"client_encoding"), told(b"TimeZone")
+        # A cursor that executes its statement again saves a fifth of the time. Until then it keeps the last row.
+        cursor = self._idle.pop(key, None)
+        if cursor is None or cursor.connection is not self.connection:
+            cursor = OwnCursor(self.connection, self._adapters, call.row)
         try:
-            cursor.execute(call.text, call.values, binary=bool(correction_statement(self.connection)))
+            values = _calls.with_json_as_text(call, self._adapters.json_dumps) if call.json else call.values
+            cursor.execute(call.text, values, binary=self._adapters.is_binary)
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:
@@ -69,9 +74,12 @@ class _Calls:
                 add_name(error, name)
             raise
         try:
-            return cursor.fetchall()
+            rows = cursor.fetchall()
         except Exception as error:
             return read_leniently(cursor, call, error)
+        if len(rows) <= 1:
+            self._idle[key] = cursor
+        return rows
 
     def _one(self, call: _calls.Bound[T]) -> T:
         (row,) = self._all(call)

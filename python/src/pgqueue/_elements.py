@@ -15,7 +15,7 @@ from .errors import InvalidArgument, PayloadTooLarge
 
 __all__ = ["add_name", "name_of_refused"]
 
-_PARAMETER = re.compile(rb"(\w+) => %s::([\w.]+)(\[\])?")
+_TYPE = re.compile(rb"%s::([\w.]+)(\[\])?")
 # An escape that PostgreSQL refuses, NUL or half a surrogate pair, is in the group.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u0000|u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _TOO_LARGE = re.compile(r"(payload|body|headers) of (\d+) bytes")
@@ -37,12 +37,11 @@ def name_of_refused(error: Exception, call: Bound[Any], adapters: Adapters) -> s
     that the server has refused. None if that is unknown.
     """
     known = isinstance(error, (psycopg.DataError, psycopg.ProgrammingError, PayloadTooLarge))
-    parameters = _PARAMETER.findall(call.text)
-    if len(parameters) != len(call.values) or not (known or not isinstance(error, psycopg.Error)):
+    if not call.names or not (known or not isinstance(error, psycopg.Error)):
         return None
     values = {
-        name.decode(): (kind.decode(), bool(is_list), value)
-        for (name, kind, is_list), value in zip(parameters, call.values, strict=True)
+        name: (kind.decode(), bool(is_list), value)
+        for name, (kind, is_list), value in zip(call.names, _TYPE.findall(call.text), call.values, strict=True)
     }
     if isinstance(error, (InvalidArgument, PayloadTooLarge)):
         return _named_by_server(error.diag.message_primary or "", values, adapters)

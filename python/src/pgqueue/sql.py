@@ -1,7 +1,6 @@
 """The statements of the client as text, for drivers other than psycopg: asyncpg, psycopg2, SQLAlchemy and others."""
 
 import json
-import re
 from datetime import datetime
 from functools import cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
@@ -22,8 +21,6 @@ _STYLES = {"numeric_dollar": "${number}", "format": "%s", "named": ":{name}", "p
 _VERBS: dict[str, _calls.Call[Any]] = {
     name: call for name, call in vars(_calls).items() if isinstance(call, _calls.Call) and call.function == name
 }
-# An argument in a statement of the client.
-_ARGUMENT = re.compile(r"(\w+) => %s::([^,)]+)")
 # Not every driver sends these types, and asyncpg sends them as the codecs of the connection say: they are sent as text.
 _AS_TEXT = ("jsonb", "timestamptz", "uuid")
 
@@ -73,27 +70,24 @@ def statement(verb: str, /, *, style: ByPlace | ByName, **arguments: Any) -> Sta
     if missing := [name for name in call.required if name not in arguments]:
         raise TypeError(f"{verb} needs the argument {missing[0]}")
     bound = call(*[arguments.get(name) for name in call.arguments])
-    text, names = _written(bound.text, style)
+    text = _written(verb, bound.names, style)
     values = [_plain(value) for value in bound.values]
-    return Statement(text, dict(zip(names, values, strict=True)) if style in ("named", "pyformat") else values)
+    return Statement(text, dict(zip(bound.names, values, strict=True)) if style in ("named", "pyformat") else values)
 
 
 @cache
-def _written(text: bytes, style: str) -> tuple[str, list[str]]:
-    """A statement of the client in a style, and the names of its parameters."""
-    names: list[str] = []
+def _written(verb: str, names: tuple[str, ...], style: str) -> str:
+    """The statement of a verb with the arguments of these names, in a style."""
 
-    def argument(found: re.Match[str]) -> str:
-        name, kind = found.groups()
-        names.append(name)
-        sent = _STYLES[style].format(number=len(names), name=name)
+    def value(name: str, kind: str) -> str:
+        sent = _STYLES[style].format(number=names.index(name) + 1, name=name)
         base = kind.removesuffix("[]")
         if base in _AS_TEXT:
             sent = f"cast({sent} as text{kind[len(base) :]})"
         # In the form `:name::type` SQLAlchemy reads another name.
-        return f"{name} => cast({sent} as {kind})"
+        return f"cast({sent} as {kind})"
 
-    return _ARGUMENT.sub(argument, text.decode()), names
+    return _VERBS[verb].text_of(names, value)
 
 
 def _plain(value: Any) -> Any:

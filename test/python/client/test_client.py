@@ -301,12 +301,13 @@ def test_the_client_never_commits_the_callers_transaction(
 
 def test_an_argument_that_is_none_is_not_sent() -> None:
     call = _calls.claim("orders", None, SECOND, None)
-    assert call.text.endswith(b" from pgqueue.claim(queue_name => %s::text, visibility_timeout => %s::interval)")
+    # By place up to the first argument that is left out, and by name after it.
+    assert call.text.endswith(b" from pgqueue.claim(%s::text, visibility_timeout => %s::interval)")
     assert call.values == ["orders", SECOND]
     # A value that is zero, false or empty is sent.
     assert _calls.claim("orders", 0, 0 * SECOND, "").values == ["orders", 0, 0 * SECOND, ""]
     required = _calls.ack("orders", 1, None)
-    assert required.text == (b"select pgqueue.ack(queue_name => %s::text, id => %s::bigint, claim_token => %s::uuid)")
+    assert required.text == b"select pgqueue.ack(%s::text, %s::bigint, %s::uuid)"
     assert required.values == ["orders", 1, None]
     # psycopg prepares a text that it sees again.
     assert _calls.claim("orders", 1, None, None).text is _calls.claim("others", 9, None, None).text
@@ -318,6 +319,40 @@ def test_repeated_calls_are_prepared(queue: Any, client: Client) -> None:
     cursor = client.connection.execute("select count(*) from pg_prepared_statements where statement ~ 'enqueue'")
     rows = client.plain(cursor).fetchall()
     assert rows == [(1,)]
+
+
+def test_a_setting_that_changes_between_two_calls_counts(queue: Any, client: Client) -> None:
+    def in_zone(zone: str) -> datetime:
+        client.connection.execute(f"set timezone = '{zone}'")
+        moment: datetime = queue.get_queue().created_at
+        return moment
+
+    moments = [in_zone(zone) for zone in ("UTC", "Asia/Kolkata", "UTC")]
+    assert [moment.utcoffset() for moment in moments] == [timedelta(0), timedelta(hours=5.5), timedelta(0)]
+    number = queue.enqueue(1, dedup_key="é")
+    client.connection.execute("set client_encoding = 'LATIN1'")
+    assert queue.enqueue(1, dedup_key="é") == number
+    client.connection.execute("set client_encoding = 'UTF8'")
+    assert queue.enqueue(1, dedup_key="é") == number
+
+
+def test_a_call_within_another_call_gets_its_own_answer(database: str, name: str) -> None:
+    within: list[Any] = []
+
+    def loads(data: bytes) -> Any:
+        """Make the same call again, as another thread could at this moment."""
+        if not within:
+            within.append(sum(b"browse" in key[0] for key in queue._idle))
+            within[1:] = [message.payload for message in queue.browse(max_messages=1, after_id=first)]
+        return json.loads(data)
+
+    with psycopg.connect(database, autocommit=True) as connection:
+        queue = pgqueue.Queue(connection, name, json_loads=loads)
+        queue.create_queue()
+        first, second = queue.enqueue_batch([1, 2])
+        assert queue.browse(max_messages=1, after_id=second) == []
+        assert [message.payload for message in queue.browse(max_messages=1, after_id=0)] == [1]
+        assert within == [0, 2]  # the cursor of the first call was in use
 
 
 def test_the_client_works_with_any_cursor_and_row_factory(database: str, name: str) -> None:

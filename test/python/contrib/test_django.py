@@ -433,7 +433,7 @@ def test_a_migration_is_refused_before_it_runs_if_a_setting_is_unknown() -> None
 
 def test_operations_show_their_statements_and_obey_the_routers() -> None:
     (statement,) = migrated(CreateQueue("parcels", max_attempts=7), collect_sql=True)
-    assert re.search(r"pgqueue.create_queue\(queue_name => 'parcels'::text, max_attempts => 7::int\);$", statement)
+    assert re.search(r"pgqueue.create_queue\('parcels'::text, max_attempts => 7::int\);$", statement)
     only = CreateQueue("parcels", hints={"only": "other"})
     migrated(only)
     migrated(only, "other")

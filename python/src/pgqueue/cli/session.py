@@ -256,6 +256,7 @@ class _TimestampLoader(TimestamptzLoader):
 def _in_text_of_server(client: Client) -> Client:
     """The client, which reads values as the server writes them where Python would round or refuse them."""
     client._adapters.register_loader("timestamptz", _TimestampLoader)
+    client._adapters.is_binary = False
     return client
 
 

@@ -87,7 +87,7 @@ def _call(operations: Operations, call: _calls.Call[Any], queue_name: str, **set
     names = list(call.arguments)[1:]
     if unknown := settings.keys() - set(names):
         raise TypeError(f"invalid settings: {', '.join(sorted(unknown))}; must be of {', '.join(names)}")
-    text, values, _ = call(queue_name, *(settings.get(name) for name in names))
+    text, values, *_ = call(queue_name, *(settings.get(name) for name in names))
     statement = sql.SQL(text.decode().replace("%s", "{}")).format(*map(sql.Literal, values))
     _execute(operations, statement.as_string())
 
