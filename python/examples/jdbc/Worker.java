@@ -20,6 +20,8 @@ import java.util.concurrent.ScheduledExecutorService;
 import java.util.concurrent.ScheduledFuture;
 import java.util.concurrent.TimeUnit;
 import org.postgresql.PGConnection;
+import org.postgresql.util.PSQLException;
+import org.postgresql.util.ServerErrorMessage;
 
 public class Worker implements Runnable {
     static final String QUEUE = "orders";
@@ -81,7 +83,7 @@ public class Worker implements Runnable {
             try (Connection connection = DriverManager.getConnection(System.getenv("JDBC_URL"))) {
                 consume(connection);
             } catch (SQLException error) {
-                System.err.println(error.getSQLState() + " " + error.getMessage() + "; tries again");
+                System.err.println(error.getSQLState() + " " + reason(error) + "; tries again");
                 pause();
             }
         }
@@ -163,11 +165,11 @@ public class Worker implements Runnable {
                 }
                 connection.commit();
             } catch (Exception error) {
-                System.err.println("message " + message.id() + ", attempt " + message.attempt() + ": " + error.getMessage());
+                System.err.println("message " + message.id() + ", attempt " + message.attempt() + ": " + reason(error));
                 connection.rollback();
                 // Without a delay the backoff of the queue applies. If the claim was lost, these return false.
                 String verb = error instanceof Reject ? "reject" : "nack";
-                settle(connection, verb + "(?, ?, ?, error => ?)", message, String.valueOf(error.getMessage()));
+                settle(connection, verb + "(?, ?, ?, error => ?)", message, reason(error));
                 connection.commit();
             }
             connection.setAutoCommit(true);
@@ -194,8 +196,14 @@ public class Worker implements Runnable {
         try (Connection connection = DriverManager.getConnection(System.getenv("JDBC_URL"))) {
             settle(connection, "extend(?, ?, ?)", message, null);
         } catch (SQLException error) {
-            System.err.println("message " + message.id() + " is not extended: " + error.getMessage());
+            System.err.println("message " + message.id() + " is not extended: " + reason(error));
         }
+    }
+
+    /** What an error says, without the functions of the database in which it was raised. */
+    static String reason(Exception error) {
+        ServerErrorMessage message = error instanceof PSQLException raised ? raised.getServerErrorMessage() : null;
+        return message == null ? String.valueOf(error.getMessage()) : message.getMessage();
     }
 
     static void pause() {
