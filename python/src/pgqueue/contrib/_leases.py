@@ -10,80 +10,26 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
 
 from .. import _calls
-from .._adapters import JsonDumps, JsonLoads
-from .._calls import Bound, Call
-from .._connections import complete_conninfo, connect, is_broken, is_proxied
-from ..client import Queues
+from .._connections import connect, is_proxied
 from ..errors import QueueNotFound, is_trouble
 from ..message import Message, SettledClaim
+from ._session import Session, inherited
 
-__all__ = ["Claims", "Lease", "Session", "Waiter", "bound"]
+__all__ = ["Claims", "Lease", "Waiter"]
 
-T = TypeVar("T")
 Action = Literal["ack", "requeue", "reject", "release"]
 
 _logger = logging.getLogger("pgqueue.contrib")
 _REGISTRATION: Final = timedelta(seconds=60)  # of a wait
 _RETRY_SECONDS: Final = 1.0  # after the connection broke
-_DEFAULTS: Final = {
-    "connect_timeout": "10",
-    "keepalives_idle": "10",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-}
-_inherited: list[Any] = []  # connections of a parent process, which a child must not close
-
-
-def bound(verb: Call[T], **arguments: Any) -> Bound[T]:
-    """Bind a verb with named arguments; those that are missing or None get the defaults of the database."""
-    if unknown := arguments.keys() - verb.arguments.keys():
-        raise TypeError(f"{verb.function} has no argument {unknown.pop()}")
-    return verb(*[arguments.get(name) for name in verb.arguments])
-
-
-class Session:
-    """A connection in autocommit mode for any thread. It is opened when it is needed, again after it broke."""
-
-    def __init__(
-        self, conninfo: str, application: str, json_loads: JsonLoads | None = None, json_dumps: JsonDumps | None = None
-    ) -> None:
-        self.conninfo = complete_conninfo(conninfo, application, **_DEFAULTS)
-        self._json: Any = {"json_loads": json_loads, "json_dumps": json_dumps}
-        self._lock = threading.RLock()
-        self._connection: psycopg.Connection[Any] | None = None
-        self._pid = os.getpid()
-
-    def run(self, call: Bound[T], connection: psycopg.Connection[Any] | None = None) -> list[T]:
-        """Run a statement, on a given connection or on the own one. Raises `psycopg.Error`."""
-        if connection is not None:
-            return Queues(connection, **self._json)._all(call)
-        if self._pid != os.getpid():  # The connection and the lock belong to the parent.
-            _inherited.append(self._connection)
-            self._connection, self._lock, self._pid = None, threading.RLock(), os.getpid()
-        with self._lock:
-            if self._connection is not None and is_broken(self._connection):
-                self.close()
-            if self._connection is None:
-                self._connection = connect(self.conninfo)
-            return Queues(self._connection, **self._json)._all(call)
-
-    def close(self) -> None:
-        """Close the connection. The next `run` opens another one."""
-        if self._pid == os.getpid():
-            with self._lock:
-                if self._connection is not None:
-                    self._connection.close()
-                self._connection = None
 
 
 class Lease:
@@ -96,7 +42,14 @@ class Lease:
         self.is_wanted: Callable[[], bool] | None = None
 
 
-_Order = tuple[Action, Lease, float]  # with the time when it was given
+class _Order(NamedTuple):
+    action: Action
+    lease: Lease
+    given_at: float
+
+    @property
+    def kind(self) -> tuple[Action, str]:
+        return self.action, self.lease.queue_name
 
 
 class Claims:
@@ -111,7 +64,7 @@ class Claims:
         self._timeout = visibility_timeout
         self._claimed_by = claimed_by
         self._held: set[Lease] = set()
-        self._orders: deque[_Order] = deque()
+        self._orders: list[_Order] = []
         self._lock = threading.Lock()  # of the two before
         self._flushing = threading.RLock()  # held while messages are settled or extended
         self._called = threading.Event()
@@ -137,7 +90,7 @@ class Claims:
         """
         if self._pid == os.getpid():
             with self._lock:
-                self._orders.append((action, lease, time.monotonic()))
+                self._orders.append(_Order(action, lease, time.monotonic()))
                 self._start()
             self._called.set()
 
@@ -145,30 +98,25 @@ class Claims:
         """Settle what `settle` was called for. Raises `psycopg.Error` if the database cannot be reached."""
         with self._flushing:
             while orders := self._next_orders():
-                action, queue_name = orders[0][0], orders[0][1].queue_name
+                action, queue_name = orders[0].kind
+                leases = [order.lease for order in orders]
                 try:
-                    self._settle(action, queue_name, [lease for _, lease, _ in orders])
+                    self._settle(action, queue_name, leases)
                 except QueueNotFound:
                     pass  # It was dropped with its messages.
                 except (psycopg.Error, OSError) as error:
                     if is_trouble(error):
                         with self._lock:
-                            self._orders.extendleft(reversed(orders))
+                            self._orders[:0] = orders
                         raise
                     _logger.exception("messages of queue %s could not be settled (%s)", queue_name, action)
-                self._forget(lease for _, lease, _ in orders)
+                self._forget(leases)
 
     def _next_orders(self) -> list[_Order]:
         """Take the first order from the list, and all others of the same action and queue."""
         with self._lock:
-            if not self._orders:
-                return []
-            action, queue_name = self._orders[0][0], self._orders[0][1].queue_name
-            same: list[_Order] = []
-            others: deque[_Order] = deque()
-            for order in self._orders:
-                (same if (order[0], order[1].queue_name) == (action, queue_name) else others).append(order)
-            self._orders = others
+            same = [order for order in self._orders if order.kind == self._orders[0].kind]
+            self._orders = [order for order in self._orders if order.kind != same[0].kind]
             return same
 
     def _settle(self, action: Action, queue_name: str, leases: list[Lease]) -> None:
@@ -196,9 +144,8 @@ class Claims:
         if self._pid != os.getpid():
             return
         with self._lock:
-            ordered = {lease for _, lease, _ in self._orders}
-            idle = [lease for lease in self._held - ordered if lease.is_wanted is None]
-            self._orders.extend(("release", lease, time.monotonic()) for lease in idle)
+            idle = {lease for lease in self._held if lease.is_wanted is None} - {order.lease for order in self._orders}
+            self._orders += [_Order("release", lease, time.monotonic()) for lease in idle]
             self._is_closing = True
         with suppress(psycopg.Error, OSError):
             self.flush()
@@ -238,8 +185,9 @@ class Claims:
             if not self._is_closing:
                 return False
             # After the visibility timeout the claims have ended, and the messages are delivered again anyway.
-            while self._orders and self._orders[0][2] < time.monotonic() - self._timeout.total_seconds():
-                self._held.discard(self._orders.popleft()[1])
+            since = time.monotonic() - self._timeout.total_seconds()
+            self._held -= {order.lease for order in self._orders if order.given_at < since}
+            self._orders = [order for order in self._orders if order.given_at >= since]
             if not self._held and not self._orders:
                 self._thread = None
             return self._thread is None
@@ -343,5 +291,5 @@ class Waiter:
         if self._connection is not None and self._pid == os.getpid():
             self._connection.close()
         elif self._connection is not None:
-            _inherited.append(self._connection)
+            inherited.append(self._connection)
         self._connection = None

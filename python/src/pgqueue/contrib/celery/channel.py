@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
@@ -16,9 +18,10 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 from kombu.utils.uuid import uuid
 
 from ... import _calls
-from ...errors import QueueNotFound
+from ...errors import QueueBusy, QueueNotFound
 from ...message import Message
-from .._leases import Claims, Lease, bound
+from .._leases import Claims, Lease
+from .._session import bound
 from . import names
 from .messages import sent, to_kombu
 
@@ -29,6 +32,8 @@ _SHORTEST_IDLE: Final = 300.0  # seconds: a worker that is busy for some minutes
 _DEFAULT_IDLE: Final = 3600.0  # of a queue that AMQP would delete with its last consumer
 _MOST_MESSAGES: Final = 10  # of one claim
 _ARGUMENTS: Final = ("x-expires", "x-max-priority", "x-message-ttl", "x-queue-type")
+# Queues of Celery for one process, by their names in pgqueue: for remote control, events, replies and results.
+_TEMPORARY: Final = re.compile(r"_x2epidbox$|^celeryev_x2e|^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _callers: ContextVar[psycopg.Connection[Any] | None] = ContextVar("pgqueue_connection", default=None)
 
 
@@ -46,6 +51,7 @@ def transaction_of(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
 
 def _rank(message: Message) -> int:
+    """The order among messages that were taken together. One claim in ten takes the oldest ones first."""
     return -((message.headers or {}).get("pgqueue.priority") or 0)
 
 
@@ -111,12 +117,32 @@ class Channel(virtual.Channel):
                     priorities=True if "x-max-priority" in given else None,
                 )
             )
+            if idle is not None:
+                self._drop_abandoned()
             if self._transport.created.get(queue) != info.created_at:  # It is new, and has no bindings.
                 self.state.queue_bindings_delete(queue)
                 self._transport.created[queue] = info.created_at
         elif not self._has_queue(queue):
             text = f"NOT_FOUND - no queue {self.name(queue)!r}, and the option create_queues is false"
             raise ChannelError(text, (50, 10), "Channel.queue_declare", "404")
+
+    def _drop_abandoned(self) -> None:
+        """Drop queues for events, replies and remote control whose process is gone, and that go on to get messages.
+
+        Looks once in five minutes.
+        """
+        if time.monotonic() < self._transport.next_look_for_abandoned:
+            return
+        self._transport.next_look_for_abandoned = time.monotonic() + _SHORTEST_IDLE
+        run = self._transport.session.run
+        idle = {info.name: info.expires_after_idle for info in run(_calls.list_queues()) if info.expires_after_idle}
+        for stats in run(_calls.stats(None)) if idle else ():
+            limit = idle.get(stats.queue_name)
+            plain = stats.queue_name.removeprefix(self._options.queue_name_prefix)
+            if limit and _TEMPORARY.search(plain) and (stats.oldest_age_seconds or 0) > limit.total_seconds():
+                with contextlib.suppress(QueueNotFound, QueueBusy, psycopg.errors.InsufficientPrivilege):
+                    run(_calls.drop_queue(stats.queue_name))
+                    _logger.info("queue %s was dropped: nobody has taken its messages", stats.queue_name)
 
     def _has_queue(self, queue: str, **_: Any) -> bool:
         try:
@@ -231,9 +257,8 @@ class Channel(virtual.Channel):
         """Take up to `most` messages of a queue. Those of a consumer that does not acknowledge are deleted at once."""
         if no_ack:
             messages = self._transport.session.run(_calls.receive(self.name(queue), most))
-            return [to_kombu(message, str(message.id)) for message in messages]
+            return [to_kombu(message, str(message.id)) for message in sorted(messages, key=_rank)]
         taken = []
-        # One claim in ten takes the oldest messages first. Among those that were taken, the priority decides.
         for message, lease in sorted(self._claims.claim(self.name(queue), most), key=lambda one: _rank(one[0])):
             tag = f"{message.id}.{message.claim_token}"
             self._leases[tag] = lease

@@ -12,8 +12,6 @@ from .options import Options
 
 __all__ = ["Sent", "sent", "to_kombu"]
 
-_TRANSIENT = 1  # the delivery mode
-
 
 class Sent(NamedTuple):
     """The arguments of `enqueue` and `publish`."""
@@ -38,11 +36,14 @@ def sent(message: Mapping[str, Any], priority: int, options: Options) -> Sent:
         "properties": properties,
     }
     is_task = "task" in headers
+    expiration = properties.get("expiration")
+    # A task that has expired must reach a worker, which stores the result REVOKED.
+    expires_in = None if is_task or expiration is None else timedelta(milliseconds=int(expiration))
     return Sent(
         body if isinstance(body, bytes) else body.encode(),
         stored,
         _delay(headers, options) if is_task else None,
-        None if is_task else _expiry(properties, options),
+        expires_in,
         _message_id(headers.get("id") or properties.get("correlation_id")),
         priority or None,
     )
@@ -61,15 +62,6 @@ def _delay(headers: Mapping[str, Any], options: Options) -> timedelta | None:
         return None
     delay = at - datetime.now(UTC)
     return delay if delay.total_seconds() > options.native_delay else None
-
-
-def _expiry(properties: Mapping[str, Any], options: Options) -> timedelta | None:
-    # A task that has expired must reach a worker, which stores the result REVOKED.
-    if properties.get("expiration") is not None:
-        return timedelta(milliseconds=int(properties["expiration"]))
-    if properties.get("delivery_mode") == _TRANSIENT:
-        return timedelta(seconds=options.transient_expires)
-    return None
 
 
 def _message_id(value: Any) -> UUID | None:

@@ -32,7 +32,6 @@ class Options:
     create_queues: bool = True
     max_attempts: int = 0
     native_delay: float | None = 60.0
-    transient_expires: float = 300.0
     polling_interval: float = 1.0
 
     @classmethod
@@ -45,7 +44,6 @@ class Options:
                 raise ValueError(f"unknown transport option of pgqueue: {name!r}; must be one of {known}")
         options = cls(**{name: given[name] for name in names if name in given})
         options._check_number("visibility_timeout", 1, 12 * 3600)
-        options._check_number("transient_expires", 1, 3650 * _DAY)
         options._check_number("polling_interval", 0.01, 3600)
         options._check_number("max_attempts", 0, 100)
         if options.native_delay is not None:

@@ -18,7 +18,8 @@ import pgqueue
 
 from ..._calls import version
 from ...errors import QueueBusy, QueueNotFound
-from .._leases import Claims, Session, Waiter
+from .._leases import Claims, Waiter
+from .._session import Session
 from .channel import Channel
 from .options import Options
 
@@ -56,6 +57,7 @@ class Transport(virtual.Transport):
         self.claims = Claims(self.session, self.options.visibility, f"{socket.gethostname()}:{os.getpid()}")
         self.waiter = Waiter(self.session, self.options.polling_interval)
         self.created: dict[str, Any] = {}  # when the declared queues were created
+        self.next_look_for_abandoned = 0.0
         self._ready: set[str] = set()  # queues that may have a message
         self._look_at = 0.0
         self._names: dict[str, str] = {}  # the consumed queues, by their names in pgqueue

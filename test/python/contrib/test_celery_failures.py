@@ -1,0 +1,158 @@
+"""Workers of Celery that end, lose the server, or hold many tasks; and other pools."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from celeries import Worker, shop, worker
+from clients import PATIENCE, wait_for
+
+import pgqueue
+from pgqueue.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.long(part="brokers")
+TIMEOUT = 3  # seconds of visibility
+OPTIONS = {"visibility_timeout": TIMEOUT}
+
+
+@pytest.fixture
+def own() -> Iterator[EmbeddedServer]:
+    """A server that the test may restart, with pgqueue."""
+    with EmbeddedServer(durable=False) as server:
+        with psycopg.connect(server.dsn) as connection:
+            pgqueue.install(connection)
+        yield server
+
+
+@pytest.fixture
+def app(database: str, name: str) -> Iterator[Any]:
+    with shop(database, task_default_queue=name) as app:
+        yield app
+
+
+def starts(lines: list[str]) -> list[list[str]]:
+    return [line.split()[1:] for line in lines if line.startswith("begin")]
+
+
+def wait_for_more(sent: list[str]) -> None:
+    before = len(sent)
+    wait_for(lambda: len(sent) > before + 20)
+
+
+def wait_for_line(running: Worker, line: str) -> None:
+    wait_for(lambda: line in running.lines())
+
+
+def test_a_task_of_ten_timeouts_runs_once(app: Any, database: str, name: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True, "broker_transport_options": OPTIONS}
+    with worker(database, tmp_path, "-c", "1", **settings) as one:
+        task = app.send_task("celery_tasks.sleep", (10 * TIMEOUT,))
+        with worker(database, tmp_path, "-c", "1", **settings):
+            assert task.get(timeout=PATIENCE)
+        assert starts(one.lines()) == [[task.id, "False"]]
+
+
+def test_a_task_of_a_killed_worker_runs_again_once(app: Any, database: str, name: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True, "broker_transport_options": OPTIONS}
+    with worker(database, tmp_path, "-c", "1", **settings) as first:
+        task = app.send_task("celery_tasks.sleep", (PATIENCE,))
+        wait_for(lambda: starts(first.lines()))
+        with worker(database, tmp_path, "-c", "1", **settings) as second:
+            first.kill()
+            assert task.get(timeout=PATIENCE)
+            assert starts(second.lines()) == [[task.id, "False"], [task.id, "True"]]
+
+
+def test_a_worker_that_is_stopped_ends_its_task_and_releases_the_others(
+    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    with worker(database, tmp_path, "-c", "1", task_default_queue=name, task_acks_late=True) as running:
+        task = app.send_task("celery_tasks.sleep", (1,))
+        wait_for(running.lines)
+        for _ in range(3):
+            app.send_task("celery_tasks.add", (1, 1))
+        wait_for(lambda: queue.stats().inflight_messages == 4)
+        running.stop()
+        assert running.lines()[-1] == f"end {task.id}"
+    assert [message.attempt_count for message in queue.browse()] == [0, 0, 0]
+
+
+def test_an_idle_worker_holds_no_task_that_is_due_later(
+    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+) -> None:
+    queue = pgqueue.Queue(connection, name)
+    with worker(database, tmp_path, "-c", "1", task_default_queue=name) as running:
+        eta = datetime.now(UTC) + timedelta(hours=1)
+        with app.producer_pool.acquire() as producer:
+            for _ in range(10_000):
+                app.send_task("celery_tasks.add", (1, 1), eta=eta, producer=producer, ignore_result=True)
+        assert app.send_task("celery_tasks.add", (1, 1)).get(timeout=PATIENCE) == 2  # It has looked.
+        assert app.control.inspect(destination=[running.name], timeout=5).scheduled() == {running.name: []}
+        assert (queue.stats().scheduled_messages, queue.stats().inflight_messages) == (10_000, 0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_tasks_survive_restarts_of_the_server(own: EmbeddedServer, name: str, tmp_path: Path, times: int) -> None:
+    """Under load, once, and twice in three seconds: no task is lost, and the one that runs meanwhile runs once."""
+    retry = {"max_retries": 1000, "interval_max": 0.2}
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True}
+    with (
+        shop(own.dsn, task_default_queue=name, result_backend=None, task_publish_retry_policy=retry) as app,
+        worker(own.dsn, tmp_path, "-c", "2", **settings) as running,
+    ):
+        long = app.send_task("celery_tasks.sleep", (15,), ignore_result=True)
+        wait_for(lambda: starts(running.lines()))
+        sent: list[str] = []
+        stop = threading.Event()
+
+        def send() -> None:
+            while not stop.is_set():
+                sent.append(app.send_task("celery_tasks.sleep", (0.01,), ignore_result=True).id)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        for _ in range(times):
+            wait_for_more(sent)
+            own.restart(immediate=True)
+        wait_for_more(sent)
+        stop.set()
+        sender.join()
+        wait_for(lambda: {*sent, long.id} <= {line.split()[1] for line in running.lines() if line.startswith("end")})
+        runs = Counter(task for task, _ in starts(running.lines()))
+        assert runs[long.id] == 1
+
+
+def test_a_worker_reconnects_each_time_its_connections_are_ended(
+    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+) -> None:
+    with worker(database, tmp_path, "-c", "1", task_default_queue=name, task_acks_late=True) as running:
+        for _ in range(3):
+            connection.execute(
+                "select pg_terminate_backend(pid, 60000) from pg_stat_activity"
+                " where application_name = 'celery' and datname = current_database()"
+            )
+            assert app.send_task("celery_tasks.add", (1, 1), ignore_result=True)
+            task = app.send_task("celery_tasks.sleep", (0,), ignore_result=True)
+            wait_for_line(running, f"end {task.id}")
+        wait_for(lambda: app.control.ping(destination=[running.name], timeout=2))
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])
+def test_other_pools_run_tasks_and_answer(app: Any, database: str, name: str, tmp_path: Path, pool: str) -> None:
+    if pool == "gevent":
+        pytest.importorskip("gevent")
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True, "broker_transport_options": OPTIONS}
+    with worker(database, tmp_path, "-P", pool, "-c", "2", **settings) as running:
+        tasks = [app.send_task("celery_tasks.sleep", (2 * TIMEOUT,)) for _ in range(2)]
+        others = [app.send_task("celery_tasks.add", (number, 1)) for number in range(20)]
+        assert [one.get(timeout=PATIENCE) for one in others] == list(range(1, 21))
+        assert all(one.get(timeout=PATIENCE) for one in tasks)
+        assert wait_for(lambda: app.control.ping(destination=[running.name], timeout=5))
+        assert sorted(starts(running.lines())) == sorted([task.id, "False"] for task in tasks)
+        assert "Traceback" not in running.stop()
