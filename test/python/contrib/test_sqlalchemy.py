@@ -306,6 +306,24 @@ def test_a_handler_uses_savepoints_and_goes_on_after_an_error(
     assert [what for (what,) in orders] == ["after the rollback", "nested", "taken"]
 
 
+def test_a_transaction_has_one_session_at_a_time(connection: Connection) -> None:
+    with connection.transaction():
+        delivery = testing.delivery(connection=connection)
+        with session_of(delivery) as session:
+            session.add(Order(what="first"))
+            with (
+                pytest.raises(InvalidRequestError, match=r"^a block of session_of has not ended"),
+                session_of(delivery),
+            ):
+                pass
+            session.flush()
+            session.rollback()
+            session.add(Order(what="second"))
+        with session_of(delivery) as session:
+            session.add(Order(what="third"))
+    assert [what for (what,) in connection.execute("select what from orders order by what")] == ["second", "third"]
+
+
 def test_one_engine_serves_a_connection_and_keeps_no_connection_alive(
     dsn: str, queue: pgqueue.Queue, connection: Connection
 ) -> None:

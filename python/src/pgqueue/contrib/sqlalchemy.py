@@ -225,6 +225,7 @@ def session_of(delivery: Delivery, sessions: Any = None) -> Any:
         ValueError: the handler has no transaction. The consumer needs `transactional=True` or `mode="receive"`.
         TypeError: `with` in place of `async with`, or the reverse; or the class of the session chooses its connection
             by a `get_bind` of its own.
+        sqlalchemy.exc.InvalidRequestError: another block of the transaction has not ended.
     """
     if delivery.connection is None:
         raise ValueError(
@@ -236,6 +237,7 @@ def session_of(delivery: Delivery, sessions: Any = None) -> Any:
 @contextmanager
 def _session(connection: psycopg.Connection[Any], sessions: Callable[..., Session]) -> Iterator[Session]:
     engine = _engine_of(connection)
+    _refuse_another(engine)
     with _in_rows_of_tuples(connection), engine.connect() as bound:
         bound.begin()
         session = sessions(bind=bound, binds=None, twophase=False, join_transaction_mode="create_savepoint")
@@ -250,6 +252,7 @@ async def _async_session(
     connection: psycopg.AsyncConnection[Any], sessions: Callable[..., AsyncSession]
 ) -> AsyncIterator[AsyncSession]:
     engine = _async_engine_of(connection)
+    _refuse_another(engine.sync_engine)
     with _in_rows_of_tuples(connection):
         async with engine.connect() as bound:
             await bound.begin()
@@ -277,13 +280,20 @@ def _lent(engine: Engine, session: Session, bound: Connection | None) -> Iterato
     if session.get_bind() is not bound:
         name = type(session).__qualname__
         raise TypeError(f"invalid sessions: {name}.get_bind chooses a connection that is not that of the delivery")
-    event.listen(session, "before_commit", _refuse_commit)
     dialect: Any = engine.dialect
+    event.listen(session, "before_commit", _refuse_commit)
     dialect.is_lent = True
     try:
         yield
     finally:
         dialect.is_lent = False
+
+
+def _refuse_another(engine: Engine) -> None:
+    """The savepoints of two sessions on one connection would have the same names."""
+    dialect: Any = engine.dialect
+    if dialect.is_lent:
+        raise InvalidRequestError("a block of session_of has not ended in this transaction: use its session")
 
 
 def _refuse_commit(session: Session) -> None:
