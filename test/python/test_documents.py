@@ -32,6 +32,8 @@ DOCUMENTS = sorted(
 PASTED = (
     "README.md",
     "python/README.md",
+    "python/src/pgqueue/cli/README.md",
+    "python/src/pgqueue/consumer/README.md",
     "python/src/pgqueue/contrib/README.md",
     "python/src/pgqueue/http/README.md",
     "sql/README.md",
@@ -370,6 +372,6 @@ def test_the_documents_list_every_sql_module() -> None:
 
 def test_every_argument_of_a_consumer_is_in_its_chapter() -> None:
     arguments = list(inspect.signature(pgqueue.consumer.Consumer).parameters)[3:]
-    text = (ROOT / "python/README.md").read_text(encoding="utf-8")
+    text = (ROOT / "python/src/pgqueue/consumer/README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \|", text.partition("| argument |")[2].partition("\n\n")[0], re.MULTILINE)
     assert listed == arguments

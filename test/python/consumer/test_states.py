@@ -1,4 +1,4 @@
-"""The states of a message in a consumer: the table in python/README.md is the table of the code."""
+"""The states of a message in a consumer: the table of the chapter on consumers is the table of the code."""
 
 import re
 from itertools import product
@@ -9,7 +9,7 @@ import pytest
 from pgqueue import testing
 from pgqueue.consumer.delivery import TRANSITIONS, ClaimedMessage, IllegalTransition, State
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "python/README.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "python/src/pgqueue/consumer/README.md"
 TABLE = DOCUMENT.read_text(encoding="utf-8").partition("\n| State | Meaning |")[2].partition("\n\n")[0]
 ROWS = re.findall(r"^\| `(\w+)` \| .+? \|(.*)\|$", TABLE, re.MULTILINE)
 FINAL = {State.ACKED, State.RETRIED, State.DEAD, State.LOST, State.RELEASED}

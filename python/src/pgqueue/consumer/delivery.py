@@ -23,7 +23,7 @@ from .policy import Reject, Retry, without_record
 
 
 class State(Enum):
-    """The state of a message in a consumer. python/README.md describes them."""
+    """The state of a message in a consumer. README.md describes them."""
 
     __hash__ = object.__hash__  # Enum's own hashes the name, which takes four times as long.
 
@@ -245,7 +245,7 @@ class Delivery:
     `message` is the message without the failures that consumers recorded in its headers. `connection` is the connection
     with the transaction of the work; it is None in lease mode without `transactional`. The consumer acknowledges the
     message on this connection, in the state in which the handler leaves it, for example with the same role. Later
-    messages get the connection as it was opened: see python/README.md.
+    messages get the connection as it was opened: see README.md.
     """
 
     __slots__ = ("_claimed", "connection", "message", "outcome")
