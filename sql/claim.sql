@@ -97,8 +97,6 @@ begin
     -- last sweep was expensive, the claim checks only where messages appear when a transaction rolls back. If it has
     -- found some messages, it checks fewer ids there: most claims find some but too few where consumers are faster than
     -- producers.
-    -- With 1 or 10 messages found of 100 wanted, 128 ids instead of none take 11 to 22 % more processor time: 70 to
-    -- 140 us of a claim of 600 to 800 us, with and without a pinned horizon. The whole check takes 33 to 45 %.
     -- A next sweep that is more than 150 ms away means that the last one took more than 7.5 ms.
     if cardinality(candidate_ids) < wanted and next_sweep > now_micros + 150000 then
         candidate_ids := candidate_ids || pgqueue._sweep_recent_and_locked(
@@ -174,9 +172,9 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
-'The part of _claim_candidates_fast for a queue with limits.';
+'The part of _lock_candidates for a queue with limits.';
 
-create or replace function pgqueue._claim_candidates_fast(
+create or replace function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
     out ids bigint[], out is_dedicated boolean
 )
@@ -208,7 +206,7 @@ begin
         w.fresh_from_id, pg_sequence_last_value(w.fresh_from_id),
         w.paused_at is null and coalesce(w.group_limit, w.max_in_flight, w.rate_limit) is null
             and not w.priorities and max_messages between 1 and 10000
-            and coalesce(pgqueue._is_interval_between(_claim_candidates_fast.visibility_timeout, '1 s', '43200 s'), true)
+            and coalesce(pgqueue._is_interval_between(_lock_candidates.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
         w.dedicated, w.sweep_resume_id, w.next_sweep_at
@@ -219,14 +217,14 @@ begin
         if is_dedicated then
             ids := array(
                 select m.id from pgqueue.messages m
-                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                where m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
                     and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
         else
             ids := array(
                 select m.id from pgqueue.messages_shared m
-                where m.queue_name = _claim_candidates_fast.queue_name collate "C" and m.id >= fresh_from_id
+                where m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
                     and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
@@ -263,25 +261,25 @@ begin
                     from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
                     cross join lateral (
                         select c.id, c.visible_at from pgqueue.messages_shared c
-                        where c.queue_name = _claim_candidates_fast.queue_name collate "C"
+                        where c.queue_name = _lock_candidates.queue_name collate "C"
                             and c.id >= lower(r) and c.id < upper(r)
                         offset 0
                     ) m
                     limit cardinality(ids) + 500
                 ) c
             ) w
-            where s.queue_name = _claim_candidates_fast.queue_name collate "C"
+            where s.queue_name = _lock_candidates.queue_name collate "C"
                 and w.visible = cardinality(ids) and w.n < cardinality(ids) + 500
                 -- With `order by` it is one search of the index on the time, whatever statistics say.
                 and (
                     select true from pgqueue.requeued_messages r
-                    where r.queue_name = _claim_candidates_fast.queue_name collate "C"
+                    where r.queue_name = _lock_candidates.queue_name collate "C"
                         and r.check_at >= pgqueue._discard_future_time(s.first_check_at, at)
                     order by r.check_at limit 1
                 ) is null
                 and (
                     select true from pgqueue.scheduled_messages c
-                    where c.queue_name = _claim_candidates_fast.queue_name collate "C" and c.due_at <= at
+                    where c.queue_name = _lock_candidates.queue_name collate "C" and c.due_at <= at
                         and c.due_at >= pgqueue._discard_future_time(s.first_due_at, at)
                     order by c.due_at limit 1
                 ) is null;
@@ -313,7 +311,7 @@ begin
     end;
 end;
 $$;
-comment on function pgqueue._claim_candidates_fast(text, int, interval, boolean) is
+comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
 'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
 table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
@@ -373,7 +371,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin
     if candidates.is_dedicated or candidates.ids = '{}' then
         if candidates.ids <> '{}' then

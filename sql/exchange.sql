@@ -57,7 +57,7 @@ begin
             where i is not null;
         end if;
     end if;
-    candidates := pgqueue._claim_candidates_fast(queue_name, max_messages, visibility_timeout);
+    candidates := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
     if candidates.is_dedicated then
         return query
         select c.*, false from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by) c;

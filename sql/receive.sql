@@ -11,7 +11,7 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-    candidates constant record := pgqueue._claim_candidates_fast(queue_name, max_messages, null, true);
+    candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, null, true);
     at timestamptz;
     is_filed boolean;
 begin

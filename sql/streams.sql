@@ -397,7 +397,7 @@ begin
             candidate_ids := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
             found_fewer := cardinality(candidate_ids) < wanted;
         else
-            candidate_ids := (pgqueue._claim_candidates_fast(q.name, wanted, visibility_timeout)).ids;
+            candidate_ids := (pgqueue._lock_candidates(q.name, wanted, visibility_timeout)).ids;
             found_fewer := cardinality(candidate_ids) < wanted;
             if up_to_id is not null and (found_fewer or up_to_id < any (candidate_ids)) then
                 -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.

@@ -1,5 +1,6 @@
 """All peers by name. Not in package `peers`, so that a child process imports only the peer that it drives."""
 
+from calls import CrowdedPgqueue
 from peers.base import Peer
 from peers.node_peers import GraphileWorker, PgBoss, StrictPgBoss
 from peers.pgmq import GroupedPgmq, Pgmq
@@ -16,6 +17,7 @@ ALL: dict[str, type[Peer]] = {
     peer.name: peer
     for peer in (
         Pgqueue,
+        CrowdedPgqueue,
         Pgmq,
         Raw,
         Transport,

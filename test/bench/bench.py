@@ -25,13 +25,14 @@ LATEST = RESULTS / "latest.json"
 def measure(names: list[str], options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure these parts, write the figures of each to the JSON file as soon as it is done, and return all."""
     from all_peers import ALL
+    from calls import run_calls
     from cost import run_cost
     from latency import run_latency
     from plan import parts  # the peers behind these need the extra `bench`
     from pressure import run_pressure
     from runner import Testbed, run_part
 
-    run = {"latency": run_latency, "cost": run_cost}
+    run = {"latency": run_latency, "cost": run_cost, "calls": run_calls}
     run |= dict.fromkeys(("pressure", "pinned", "endurance", "mixed", "groups_pinned"), run_pressure)
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
     report = {"parts": found.get("parts", {})}

@@ -35,7 +35,7 @@ def draw(report: dict[str, Any], directory: Path) -> list[Path]:
         "horizon": _horizons,
     }
     for name, part in report["parts"].items():
-        if part["cells"]:
+        if part["cells"] and name != "calls":  # which is a table alone
             figure = kinds.get(name, _rates)(plt, part)
             for ending in ("png", "svg"):
                 files.append(directory / f"{name}.{ending}")

@@ -16,6 +16,7 @@ GROUPED_LIBRARIES = ("pgqueue (Python), group_limit 1", "pg-boss, key_strict_fif
 PRESSED = ("pgqueue", 18), ("pgmq", 18), ("pgqueue", 15), ("PgQ", 15)
 PINNED = ("pgqueue", 18), ("pgmq", 18), ("PgQ", 15)
 COSTING = ("pgqueue", 18), ("pgmq", 18), ("raw statements", 18), ("PgQ", 15)
+CALLED = tuple((name, major) for major in (18, 15) for name in ("pgqueue", "pgqueue beside 100 special queues", "pgmq"))
 COSTING_TOO = ("procrastinate", 18), ("pgqueuer", 18)
 WORKERS = (
     "pgqueue Consumer",
@@ -30,7 +31,7 @@ WORKERS = (
 IDLE_XID, SNAPSHOT = "idle transaction with an id", "read-only snapshot"
 HARDER = "4 readers of the table", "pg_dump", "abandoned slot"
 # The parts of `make bench`, about ten minutes. The others run with --full or --only.
-QUICK = ("verbs", "clients", "latency", "pressure", "cost")
+QUICK = ("verbs", "clients", "latency", "pressure", "cost", "calls")
 EVERY = ("enqueue", 1), ("enqueue", 100), ("take", 1), ("take", 100)
 
 
@@ -240,5 +241,11 @@ def parts(full: bool) -> dict[str, Part]:
             contestants=(*COSTING, *(COSTING_TOO if full else ())),
             seconds=5 if full else 1,
             overhead=9 if full else 2.5,
+        ),
+        "calls": Part(
+            "What single calls cost the backend, and those of a consumer that keeps up: CPU in µs, 100 bytes",
+            rounds=300 if full else 60,
+            contestants=CALLED,
+            seconds=0.2,
         ),
     }

@@ -32,6 +32,9 @@ def tables(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
     if part["cells"] and "disk_bytes" in part["cells"][0]:
         yield costs(part)
         return
+    if part["cells"] and "call_us" in part["cells"][0]:
+        yield calls(part)
+        return
     if part["cells"] and "asked_rate" in part["cells"][0]:
         yield latencies(part)
         return
@@ -163,6 +166,23 @@ def costs(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
         figures = [cell[verb][what] for what in ("wal_bytes", "cpu_us") for verb in ("enqueue", "take")]
         rows.append([cell["system"] + many, *(f"{each:,.0f}" for each in [*figures, cell["disk_bytes"]])])
     return part["title"], headings, rows, about(part) + " WAL holds full pages behind a checkpoint."
+
+
+def calls(part: dict[str, Any]) -> tuple[str, list[str], Rows, str]:
+    """The table of the part about single calls: a row for each call and PostgreSQL version."""
+    rows = []
+    systems = list(dict.fromkeys(cell["system"] for cell in part["cells"]))
+    for major in dict.fromkeys(cell["postgresql"] for cell in part["cells"]):
+        by = {cell["system"]: cell["call_us"] for cell in part["cells"] if cell["postgresql"] == major}
+        for call in by[systems[0]]:
+            texts = []
+            for system in systems:
+                low, median, high = by[system][call] if system in by else (0, 0, 0)
+                ratio = f", {by[systems[0]][call][1] / median:.2f}×" if median and system != systems[0] else ""
+                texts.append(f"{median:,.0f} ({low:,.0f}-{high:,.0f}){ratio}" if median else "")
+            rows.append([f"{call}, PostgreSQL {major}", *texts])
+    text = " Medians of bursts of five calls, with quartiles; the figure of the first system as a multiple of each."
+    return part["title"], ["CPU of the backend, µs", *systems], rows, about(part) + text
 
 
 def horizons(part: dict[str, Any]) -> Iterator[tuple[str, list[str], Rows, str]]:
