@@ -326,6 +326,13 @@ def test_the_next_broker_of_a_list_is_used_if_one_cannot_be_reached(database: st
         assert Queue(name)(broker.default_channel).get(no_ack=True).payload == "x"
 
 
+def test_the_transport_can_be_named_by_its_module(database: str) -> None:
+    url = broker_url(database).replace("pgqueue://", "postgresql://")
+    with Connection(url, transport="pgqueue.contrib.celery:Transport") as broker:
+        assert isinstance(broker.transport, Transport)
+        broker.connect()
+
+
 def test_passwords_are_not_shown() -> None:
     assert Transport.as_uri("pgqueue://me:secret@host:5432/db") == "pgqueue://me:**@host:5432/db"
     assert Connection("pgqueue://me:secret@host/db").as_uri() == "pgqueue://me:**@host/db"
