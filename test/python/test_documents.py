@@ -40,7 +40,7 @@ PASTED = (
     "sql/REFERENCE.md",
     "extension/doc/other-languages.md",
 )
-SPARK = "python/src/pgqueue/spark/README.md"
+SPARK = [f"python/src/pgqueue/spark/{name}" for name in ("README.md", "CLUSTERS.md", "pipelines/README.md")]
 
 
 class Block(NamedTuple):
@@ -283,7 +283,7 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_every_link_leads_to_a_file_and_a_heading_and_all_code_is_run(document: Path) -> None:
-    assert str(document) in (*PASTED, SPARK) or {block.language for block in blocks(document)} <= {"", "text"}
+    assert str(document) in (*PASTED, *SPARK) or {block.language for block in blocks(document)} <= {"", "text"}
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / document)):
         path, _, anchor = target.partition("#")
         file = ((ROOT / document).parent / path).resolve() if path else ROOT / document

@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 long = sparks.long
 
-CHAPTER = (Path(pgqueue.__file__).parent / "spark/README.md").read_text(encoding="utf-8")
+HOME = Path(pgqueue.__file__).parent / "spark"
+CHAPTER, CLUSTERS, PIPELINES = (
+    (HOME / name).read_text(encoding="utf-8") for name in ("README.md", "CLUSTERS.md", "pipelines/README.md")
+)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", CHAPTER, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", CHAPTER + CLUSTERS + PIPELINES, re.DOTALL)
 
 
 @pytest.fixture
@@ -85,7 +88,16 @@ def test_the_python_examples_run(
     # The order that the fixture acknowledged, and the one that the stream did.
     assert pipelines.read_archive(spark, str(tmp_path / "archive")).count() == 2
     assert (tmp_path / "report/flow.html").exists()
-    assert spark.range(1).count() == 1
+    (block,) = blocks("sql")
+    try:
+        for statement in block.replace("service=app", database).split(";\n")[:5]:
+            shown = spark.sql(statement).collect()
+    finally:
+        spark.sql("drop table if exists queue")
+        spark.catalog.dropTempView("bills")
+    assert shown == [(0,)]
+    # Those of the examples of writes, and of the one in SQL.
+    assert (bills.stats().scheduled_messages, bills.peek()) == (3, 6)
 
 
 @long
@@ -116,10 +128,14 @@ def test_the_table_has_all_options() -> None:
 
 
 def test_the_table_has_only_pipelines_that_exist() -> None:
-    table = re.split(r"^##+ Pipelines$", CHAPTER, flags=re.MULTILINE)[1].partition("```sh")[0]
+    table = PIPELINES.partition("```sh")[0]
     named = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert len(named) == len(set(named)) > 8
     assert set(named) <= set(pipelines.__all__)
+
+
+def test_the_chapter_is_short() -> None:
+    assert len(CHAPTER.encode()) <= 20 * 1024
 
 
 def test_the_table_of_contents_lists_all_chapters() -> None:
