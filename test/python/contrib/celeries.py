@@ -82,9 +82,11 @@ class Worker:
         self.log = home / f"worker-{os.urandom(4).hex()}.log"
         self.journal = home / "journal"
         self.journal.touch()
+        self.gate = home / "gate"  # tasks that are told so end only when it exists
         environment = os.environ | {
             "BROKER_URL": broker_url(dsn),
             "JOURNAL": str(self.journal),
+            "GATE": str(self.gate),
             "SETTINGS": repr(settings),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         }

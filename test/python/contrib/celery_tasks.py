@@ -28,10 +28,12 @@ def add(a: int, b: int) -> int:
 
 
 @app.task(bind=True)  # type: ignore[untyped-decorator]
-def sleep(self: Any, seconds: float) -> int:
+def sleep(self: Any, seconds: float, has_gate: bool = False) -> int:
     redelivered = self.request.delivery_info["redelivered"]
     write("begin", self.request.id, redelivered)
     time.sleep(0 if redelivered else seconds)
+    while has_gate and not Path(os.environ["GATE"]).exists():
+        time.sleep(0.1)
     write("end", self.request.id)
     return os.getpid()
 

@@ -142,8 +142,9 @@ def test_a_claim_is_extended_for_as_long_as_a_message_is_held(
         drain(broker, lambda: consumer.messages)
         [held] = stored.browse("inflight")
         # This thread does nothing meanwhile.
-        wait_for(lambda: stored.browse("inflight")[0].visible_at > held.visible_at + timedelta(seconds=2))
-        assert stored.browse("inflight")[0].attempt_count == 1
+        later = held.visible_at + timedelta(seconds=2)
+        [extended] = wait_for(lambda: [each for each in stored.browse("inflight") if each.visible_at > later])
+        assert extended.attempt_count == 1
         consumer.messages[0].ack()
         wait_for(lambda: not stored.browse("inflight"))
 

@@ -15,7 +15,7 @@ from clients import PATIENCE, wait_for
 import pgqueue
 
 QUEUE = "celery-worker"
-VISIBILITY_TIMEOUT = 4  # seconds
+VISIBILITY_TIMEOUT = 6  # seconds
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def it_answers_and_extends_its_claims_while_it_is_busy(
     app: Any, running: Worker, connection: psycopg.Connection[Any]
 ) -> None:
     queue = pgqueue.Queue(connection, QUEUE)
-    first = app.send_task("celery_tasks.sleep", (1.5 * VISIBILITY_TIMEOUT,))
+    first = app.send_task("celery_tasks.sleep", (1.5 * VISIBILITY_TIMEOUT, True))
     wait_for(running.lines)
     others = [app.send_task("celery_tasks.sleep", (0,)) for _ in range(2)]
     wait_for(lambda: queue.stats().inflight_messages == 2)  # the one that runs, and one that is prefetched
@@ -66,6 +66,7 @@ def it_answers_and_extends_its_claims_while_it_is_busy(
     assert [task["id"] for task in inspect.active()[running.name]] == [first.id]
     app.control.revoke(others[1].id)
     wait_for(lambda: others[1].id in inspect.revoked()[running.name])
+    running.gate.touch()
     assert first.get(timeout=PATIENCE)
     assert others[0].get(timeout=PATIENCE)
     with pytest.raises(TaskRevokedError):
