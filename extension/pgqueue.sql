@@ -4568,9 +4568,8 @@ $$;
 comment on function pgqueue._record_if_old(pgqueue.queues) is
 'Records where the queue has no rows, unless it was recorded less than a second ago. A read-only transaction, as on a
 standby, records nothing.';
--- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
--- due. Removes messages that have no attempts left or have expired. The sweep walks over the ids from where the last
--- one stopped, within a time budget, so that dead rows do not slow down claims.
+-- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
+-- time. Claims and sweeps call it.
 
 create function pgqueue._has_uncommitted_delays()
 returns boolean
@@ -4635,88 +4634,6 @@ comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, ti
 'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
 many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
 id again.';
-
-create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    moved_ids bigint[] := '{}'::bigint[];
-    moved int;
-    all_moved int := 0;
-    next_due_at timestamptz;
-    next_due bigint;
-    announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
-    this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
-    is_unsettled boolean;
-begin
-    select s.due_at into next_due_at
-    from pgqueue.scheduled_messages s
-    where s.queue_name = q.name and s.due_at >= since
-    order by s.due_at limit 1;
-    if next_due_at <= at then
-        begin
-            for n in 1..8 loop
-                select r.moved, moved_ids || r.ids into moved, moved_ids
-                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
-                all_moved := all_moved + moved;
-                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
-            end loop;
-        exception when disk_full then
-            -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
-            -- and frees some.
-            perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
-            return '{}'::bigint[];
-        end;
-        -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
-        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
-        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
-        -- write transaction can keep first_check_at far below them.
-        if cardinality(moved_ids) >= 50 then
-            perform pgqueue._prune_requeued(q, r.gone, r.last_time)
-            from pgqueue._read_requeued(
-                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
-                2 * cardinality(moved_ids)) r;
-        end if;
-        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
-        perform pgqueue._record_if_old(q);
-
-        select s.due_at into next_due_at
-        from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= since
-        order by s.due_at limit 1;
-    end if;
-    next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
-    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
-    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
-    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
-    -- was announced before that, the statements below see its message, or find its transaction running.
-    if next_due > pgqueue._to_micros(at) and next_due <> announced_due
-        and (announced_due < this_second or next_due >= this_second + 1000000)
-    then
-        perform setval(q.first_due_at, next_due);
-        is_unsettled := pgqueue._has_uncommitted_delays();
-        select s.due_at into next_due_at
-        from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
-        order by s.due_at limit 1;
-        next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
-        if is_unsettled then
-            next_due := least(next_due, greatest(announced_due, this_second + 999999));
-        end if;
-    end if;
-    if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
-        perform setval(q.first_due_at, next_due);
-    end if;
-    return moved_ids;
-end;
-$$;
-comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
-'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
-ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
-first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
 returns setof pgqueue.messages
@@ -4942,6 +4859,91 @@ $$;
 comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
 'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
 expired. The next sweep that passes them removes them.';
+-- Finds messages below fresh_from_id for a claim: expired claims, rolled-back claims, late commits, messages that came
+-- due. The sweep walks over the ids from where the last one stopped, within a time budget, so that dead rows do not
+-- slow down claims.
+
+create function pgqueue._move_due_messages(q pgqueue.queues, at timestamptz, wanted int, since timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    moved_ids bigint[] := '{}'::bigint[];
+    moved int;
+    all_moved int := 0;
+    next_due_at timestamptz;
+    next_due bigint;
+    announced_due constant bigint := pg_sequence_last_value(q.first_due_at);
+    this_second constant bigint := pgqueue._to_micros(date_trunc('second', least(at, pgqueue._now())));
+    is_unsettled boolean;
+begin
+    select s.due_at into next_due_at
+    from pgqueue.scheduled_messages s
+    where s.queue_name = q.name and s.due_at >= since
+    order by s.due_at limit 1;
+    if next_due_at <= at then
+        begin
+            for n in 1..8 loop
+                select r.moved, moved_ids || r.ids into moved, moved_ids
+                from pgqueue._move_due_slice(q, at, wanted - all_moved, since) r;
+                all_moved := all_moved + moved;
+                exit when moved = 0 or all_moved >= wanted or not pgqueue._has_time();
+            end loop;
+        exception when disk_full then
+            -- Without space nothing is moved, and ready messages are still claimed: acknowledging them needs no space,
+            -- and frees some.
+            perform setval(q.first_due_at, pgqueue._to_micros(at + interval '1 s'));
+            return '{}'::bigint[];
+        end;
+        -- A claim that finds enough due messages makes no sweep, so rows of requeued_messages would accumulate. This
+        -- call therefore checks twice as many rows as it has added. After fewer than 50 messages, the scan past
+        -- removed rows would cost more than it saves. Rows older than a minute are left to the sweep, because a long
+        -- write transaction can keep first_check_at far below them.
+        if cardinality(moved_ids) >= 50 then
+            perform pgqueue._prune_requeued(q, r.gone, r.last_time)
+            from pgqueue._read_requeued(
+                q, at, greatest(pgqueue._first_check_at_of(q.name, at), at - interval '1 min'), -9223372036854775808, false,
+                2 * cardinality(moved_ids)) r;
+        end if;
+        -- If claims find enough due messages, they make no sweep, which would record where the next scan may start.
+        perform pgqueue._record_if_old(q);
+
+        select s.due_at into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= since
+        order by s.due_at limit 1;
+    end if;
+    next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+    -- A transaction announces a due time before it commits. Until then its message is invisible here, and the register
+    -- would pass the due time. So once a second, if nothing else is due, the scan starts at the first due time of the
+    -- last minute. While a transaction that has written delayed messages runs, the register stays in the present
+    -- second. The register is set first. If another due time is announced after that, it lowers the register. If it
+    -- was announced before that, the statements below see its message, or find its transaction running.
+    if next_due > pgqueue._to_micros(at) and next_due <> announced_due
+        and (announced_due < this_second or next_due >= this_second + 1000000)
+    then
+        perform setval(q.first_due_at, next_due);
+        is_unsettled := pgqueue._has_uncommitted_delays();
+        select s.due_at into next_due_at
+        from pgqueue.scheduled_messages s
+        where s.queue_name = q.name and s.due_at >= greatest(pgqueue._first_due_at_of(q.name, at), at - interval '1 min')
+        order by s.due_at limit 1;
+        next_due := coalesce(pgqueue._to_micros(next_due_at), 9223372036854775807);
+        if is_unsettled then
+            next_due := least(next_due, greatest(announced_due, this_second + 999999));
+        end if;
+    end if;
+    if next_due is distinct from pg_sequence_last_value(q.first_due_at) then
+        perform setval(q.first_due_at, next_due);
+    end if;
+    return moved_ids;
+end;
+$$;
+comment on function pgqueue._move_due_messages(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due back into messages, in up to eight slices, and returns the
+ids of those that have not expired. Removes rows of requeued_messages whose messages are gone. Sets the register
+first_due_at so that a message whose transaction commits later is found, too.';
 
 create function pgqueue._lock_ready(
     q pgqueue.queues, ids bigint[], taken bigint[], at timestamptz, wanted int

@@ -1,0 +1,291 @@
+-- Moves due messages, and removes messages that have no attempts left or have expired, in slices of bounded size and
+-- time. Claims and sweeps call it.
+
+create or replace function pgqueue._has_uncommitted_delays()
+returns boolean
+language sql volatile
+as $$
+    select exists (
+        select from pg_catalog.pg_locks l
+        where l.locktype = 'relation' and l.relation = 'pgqueue.scheduled_messages'::regclass
+            and l.mode = 'RowExclusiveLock' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+            and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    )
+$$;
+comment on function pgqueue._has_uncommitted_delays() is
+'Whether another running or prepared transaction has written to scheduled_messages.';
+
+create or replace function pgqueue._move_due_slice(
+    q pgqueue.queues, at timestamptz, wanted int, since timestamptz, out moved int, out ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due refcursor;
+    places tid[];
+begin
+    open due for
+        select c.id, c.ctid as place, pgqueue._moved_bytes(c.payload, c.body, c.headers, c.transport_headers) as bytes
+        from pgqueue.scheduled_messages c
+        where c.queue_name = q.name and c.due_at >= since and c.due_at <= at
+        order by c.due_at, c.id limit wanted for update skip locked;
+    places := (pgqueue._fetch_slice(due)).places;
+    close due;
+    -- Rows are deleted by ctid. By key, a plan could use another index and read the whole queue through it.
+    with gone as (
+        delete from pgqueue.scheduled_messages s where s.ctid = any (places) returning s.*
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), d.id from gone d
+    ),
+    arrived as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+        )
+        select
+            d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
+            d.payload, d.body, d.headers, d.claimed_by, d.last_error, d.transport_headers,
+            -- At its old place, below those that claims have passed, only a sweep would find the message.
+            case when q.priorities then nextval('pgqueue.message_id') end,
+            -- No consumer has it, also if it is moved before it is due.
+            nullif(d.attempt_count, 0)
+        from gone d
+        returning messages.id, messages.expires_at
+    )
+    -- Expired messages are moved as well, so that the sweep removes them, but they are not returned.
+    select count(*), coalesce(array_agg(m.id) filter (where coalesce(m.expires_at > at, true)), '{}') into moved, ids
+    from arrived m;
+end;
+$$;
+comment on function pgqueue._move_due_slice(pgqueue.queues, timestamptz, int, timestamptz) is
+'Moves up to wanted scheduled messages that are due, of at most 128 kB and one message, back into messages. Returns how
+many, and the ids of those that have not expired. Records each id in requeued_messages, as the walk may never reach that
+id again.';
+
+create or replace function pgqueue._delete_messages(q pgqueue.queues, ids bigint[])
+returns setof pgqueue.messages
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return query
+        delete from pgqueue.messages m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    else
+        return query
+        delete from pgqueue.messages_shared m
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        returning m.*;
+    end if;
+end;
+$$;
+comment on function pgqueue._delete_messages(pgqueue.queues, bigint[]) is
+'Deletes messages, which the caller has locked, and returns them by id.';
+
+create or replace function pgqueue._read_messages(
+    q pgqueue.queues, from_id bigint, below_id bigint, at timestamptz,
+    out ids bigint[], out visible_ids bigint[], out spent_ids bigint[]
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    else
+        select
+            array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
+        into ids, visible_ids, spent_ids
+        from (
+            select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages_shared m
+            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            order by m.id limit 1000
+        ) w;
+    end if;
+end;
+$$;
+comment on function pgqueue._read_messages(pgqueue.queues, bigint, bigint, timestamptz) is
+'The ids of the first 1000 messages from from_id to below_id, and those of the visible ones and of the spent ones among
+them. Null if there are none.';
+
+create or replace function pgqueue._lock_spent(q pgqueue.queues, ids bigint[], at timestamptz)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if q.dedicated then
+        return array(
+            select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            for update of m skip locked
+        );
+    end if;
+    return array(
+        select m.id from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+        for update of m skip locked
+    );
+end;
+$$;
+comment on function pgqueue._lock_spent(pgqueue.queues, bigint[], timestamptz) is
+'Locks those of the messages that are spent and not locked by another transaction, and returns their ids.';
+
+create or replace function pgqueue._remove_spent_messages(
+    q pgqueue.queues, ids bigint[], at timestamptz, max_slices int, out removed int, out has_more boolean
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    spent_ids bigint[];
+    sizes bigint[];
+    slice record;
+    slices_left int := max_slices;
+    locked_ids bigint[];
+    died int;
+    all_died int := 0;
+begin
+    removed := 0;
+    has_more := false;
+    if q.dedicated then
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    else
+        select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
+        into spent_ids, sizes
+        from pgqueue.messages_shared m, pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+    end if;
+    if spent_ids is null then
+        return;
+    end if;
+    begin
+        for slice in select s.first_place, s.last_place from pgqueue._slices(sizes) s loop
+            -- The verbs that only remove messages give no number of slices, and remove at least one slice.
+            has_more := case
+                when max_slices is null then removed > 0 and not pgqueue._has_time()
+                else slices_left <= 0 or pgqueue._now() > at + interval '50 ms' or not pgqueue._has_time()
+            end;
+            exit when has_more;
+            slices_left := slices_left - 1;
+            locked_ids := pgqueue._lock_spent(q, spent_ids[slice.first_place : slice.last_place], at);
+            -- A message is returned as columns. As one value it would be detoasted, and compressed again.
+            insert into pgqueue.dead_messages
+            select (pgqueue._as_dead_letter(row(g.*)::pgqueue.messages, at, null)).* from pgqueue._delete_messages(q, locked_ids) g
+            where pgqueue._keeps_dead_letter(q, row(g.*)::pgqueue.messages)
+            -- The same conflict as in _add_dead_letter.
+            on conflict on constraint dead_messages_pkey do update
+            set died_at = excluded.died_at, attempt_count = excluded.attempt_count, headers = excluded.headers,
+                last_error = excluded.last_error, reason = excluded.reason;
+            get diagnostics died = row_count;
+            all_died := all_died + died;
+            removed := removed + cardinality(locked_ids);
+        end loop;
+    exception when disk_full then
+        -- The messages stay for a later sweep and block no others.
+        removed := 0;
+        has_more := false;
+        return;
+    end;
+    perform pgqueue._count('dead', q.name, 1) from generate_series(1, all_died);
+    if all_died > 0 then
+        perform pgqueue._wake_dead_letter_queue(q);
+    end if;
+end;
+$$;
+comment on function pgqueue._remove_spent_messages(pgqueue.queues, bigint[], timestamptz, int) is
+'Removes those of the messages that are visible and have no attempts left or have expired, and returns how many, and
+whether it left some for a later call. They become dead letters if the queue keeps them. A claim gives max_slices: then
+it ends after that many slices, or 50 ms after at, too.';
+
+create or replace function pgqueue._find_spent_messages(q pgqueue.queues, at timestamptz, after_id bigint, wanted int)
+returns bigint[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- In a queue with groups claims pass messages whose groups wait, and the register tells nothing about them.
+    fresh_from_id constant bigint := case
+        when q.group_limit is null then coalesce(pg_sequence_last_value(q.fresh_from_id), 1) else 9223372036854775807 end;
+    -- The highest bigint has no successor.
+    from_id constant bigint := least(after_id, 9223372036854775806) + 1;
+begin
+    return array(
+        select distinct w.id
+        from (
+            (
+                select m.id
+                from pgqueue._possible_ranges(q.name, from_id, fresh_from_id) as r
+                cross join lateral (
+                    select c.id from pgqueue.messages c
+                    where c.queue_name = q.name and c.id >= lower(r) and c.id < upper(r)
+                        and pgqueue._is_spent(c, at)
+                    order by c.id limit wanted
+                ) m
+                limit wanted
+            )
+            union all
+            (
+                -- Claims by plain SQL do not move the register. If the first messages above it show one, all are read.
+                select c.id
+                from (
+                    select m.id, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
+                    where m.queue_name = q.name and m.id >= greatest(from_id, fresh_from_id)
+                    order by m.id
+                    limit case
+                        when not exists (
+                            select
+                            from (
+                                select f.attempt_count from pgqueue.messages f
+                                where f.queue_name = q.name and f.id >= greatest(from_id, fresh_from_id)
+                                order by f.id limit 1000
+                            ) f
+                            where f.attempt_count > 0
+                        ) then 1000
+                    end
+                ) c
+                where c.is_spent
+                limit wanted
+            )
+            union all
+            (
+                select m.id
+                from (
+                    select r.id from pgqueue.requeued_messages r
+                    where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at)
+                    order by r.check_at, r.id limit 10000
+                ) c
+                -- `offset 0` keeps the planner from a join that reads the whole queue.
+                cross join lateral (
+                    select w.id from pgqueue.messages w
+                    where w.queue_name = q.name and w.id = c.id and pgqueue._is_spent(w, at)
+                    offset 0
+                ) m
+                where m.id >= from_id
+            )
+        ) w
+        order by w.id
+        limit wanted
+    );
+end;
+$$;
+comment on function pgqueue._find_spent_messages(pgqueue.queues, timestamptz, bigint, int) is
+'The ids above after_id, lowest first and up to wanted, of the visible messages that have no attempts left or have
+expired. The next sweep that passes them removes them.';
