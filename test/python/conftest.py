@@ -236,9 +236,10 @@ def database(pgqueue_dsn: str) -> str:
 
 
 @pytest.fixture
-def connection(pgqueue_connection: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+def connection(database: str) -> Iterator[psycopg.Connection[Any]]:
     """A connection in autocommit mode, beside the client's."""
-    return pgqueue_connection
+    with psycopg.connect(database, autocommit=True) as connection:
+        yield connection
 
 
 @pytest.fixture

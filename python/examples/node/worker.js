@@ -24,7 +24,8 @@ async function handle(client, message) {
 
 const options = { connectionString: process.env.PGQUEUE_DSN, application_name: 'worker.js', keepAlive: true };
 const pool = new pg.Pool({ ...options, max: CONCURRENCY + 1 }); // one connection for claims and extensions
-pool.on('error', (error) => console.error(`a connection has ended: ${error.message}`));
+const onError = (error) => console.error(`a connection has ended: ${error.message}`);
+pool.on('error', onError);
 
 const running = new Set(); // a promise for each message that is being handled
 let extendEvery = 10_000; // ms; a third of the visibility timeout of the queue
@@ -68,6 +69,7 @@ async function claim() {
 async function work(message) {
   const claimed = [QUEUE, message.id, message.claim_token];
   const client = await pool.connect();
+  client.on('error', onError); // without a listener, the end of its session would end the process
   const extension = setInterval(() => {
     pool.query('select pgqueue.extend($1, $2, $3)', claimed).catch((error) => console.error(error.message));
   }, extendEvery);
@@ -90,6 +92,7 @@ async function work(message) {
     }
   } finally {
     clearInterval(extension);
+    client.off('error', onError);
     client.release(broken);
   }
 }

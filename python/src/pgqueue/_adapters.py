@@ -33,7 +33,7 @@ class Adapters(AdaptersMap):
 
     json_loads: JsonLoads = staticmethod(lambda data: _decode(str(data, "utf-8"))[0])
     json_dumps: JsonDumps = staticmethod(json.JSONEncoder().encode)
-    is_binary = True  # results are read in the binary format: as text psycopg cannot read them in every DateStyle
+    is_binary = True  # results are read in the binary format, also where psycopg could read their text
 
     def __init__(self, template: "Adapters | None" = None) -> None:
         super().__init__(template, types)

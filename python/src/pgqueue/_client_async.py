@@ -10,7 +10,7 @@ from psycopg import AsyncConnection, DataError
 from . import _calls
 from ._adapters import AsyncOwnCursor, JsonDumps, JsonLoads, client_adapters
 from ._client_rows import AsyncRows, each_row_async, read_leniently
-from ._connections import check_connection
+from ._connections import check_connection, correction_statement
 from ._copy import CopyRows, add_row, copy_messages, server_moment
 from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
@@ -65,7 +65,9 @@ class _Calls:
             cursor = AsyncOwnCursor(self.connection, self._adapters, call.row)
         try:
             values = _calls.with_json_as_text(call, self._adapters.json_dumps) if call.json else call.values
-            await cursor.execute(call.text, values, binary=self._adapters.is_binary)
+            # psycopg cannot read every text style of a value.
+            binary = self._adapters.is_binary or bool(correction_statement(self.connection))
+            await cursor.execute(call.text, values, binary=binary)
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:

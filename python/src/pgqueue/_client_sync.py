@@ -11,7 +11,7 @@ from psycopg import Connection, DataError
 from . import _calls
 from ._adapters import JsonDumps, JsonLoads, OwnCursor, client_adapters
 from ._client_rows import Rows, each_row, read_leniently
-from ._connections import check_connection
+from ._connections import check_connection, correction_statement
 from ._copy import CopyRows, add_row, copy_messages, server_moment
 from ._elements import add_name, name_of_refused
 from .errors import MISSING, not_installed
@@ -66,7 +66,9 @@ class _Calls:
             cursor = OwnCursor(self.connection, self._adapters, call.row)
         try:
             values = _calls.with_json_as_text(call, self._adapters.json_dumps) if call.json else call.values
-            cursor.execute(call.text, values, binary=self._adapters.is_binary)
+            # psycopg cannot read every text style of a value.
+            binary = self._adapters.is_binary or bool(correction_statement(self.connection))
+            cursor.execute(call.text, values, binary=binary)
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:

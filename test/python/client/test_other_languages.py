@@ -244,6 +244,25 @@ def test_a_worker_settles_what_it_claims_and_waits_for_more(programs: Programs, 
 @pytest.mark.parametrize(
     "programs", ["node", pytest.param("java", marks=pytest.mark.long(part="consumer"))], indirect=True
 )
+def test_a_worker_whose_sessions_end_while_it_handles_a_message_goes_on(
+    programs: Programs, shop: psycopg.Connection[Any]
+) -> None:
+    orders = pgqueue.Queue(shop, "orders")
+    orders.create_queue(visibility_timeout=timedelta(seconds=2))
+    shop.execute("select pg_advisory_lock(1001)")
+    orders.enqueue({"order_id": 1001})
+    with programs.working() as worker:
+        wait_for(lambda: held(shop, 1001))
+        shop.execute(f"select pg_terminate_backend(pid, 60000) {WORKERS}".encode())
+        shop.execute("select pg_advisory_unlock(1001)")
+        wait_for(lambda: is_empty(shop, "orders") or worker.poll() is not None)
+        assert worker.poll() is None
+    assert shipped(shop) == [1001]
+
+
+@pytest.mark.parametrize(
+    "programs", ["node", pytest.param("java", marks=pytest.mark.long(part="consumer"))], indirect=True
+)
 def test_a_killed_worker_leaves_no_effect_and_one_that_is_stopped_ends_its_work(
     programs: Programs, shop: psycopg.Connection[Any]
 ) -> None:

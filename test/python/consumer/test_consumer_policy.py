@@ -551,6 +551,8 @@ def test_functions_that_could_not_be_called_are_refused_by_name(arguments: dict[
 def test_a_wrong_connection_string_is_refused_at_once_without_its_password() -> None:
     with pytest.raises(ValueError, match=r"^invalid conninfo: must be a connection string or URI, as libpq reads it$"):
         Consumer("password=secret nonsense", "q", nothing)
+    with pytest.raises(ValueError, match=r"libpq reads it; omit the driver of SQLAlchemy: postgresql://$"):
+        Consumer("postgresql+psycopg://user:secret@host/shop", "q", nothing)
 
 
 @pytest.mark.parametrize("name", ["peek_delay", "visibility_timeout", "grace_period", "circuit_breaker_after"])

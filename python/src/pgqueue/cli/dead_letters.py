@@ -8,7 +8,7 @@ import typer
 from .._calls import as_integer
 from ..message import DeadMessage, attempts_of
 from .formatting import counted, format_moment, message_content, printable
-from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages
+from .parameters import After, All, Ids, Max, QueueName, Yes, after_phrase, browse_pages, complete_queue
 from .session import Failure, Session, Status, json_argument
 
 __all__ = ["edit", "list_", "purge", "redrive", "show"]
@@ -118,7 +118,13 @@ def redrive(
         int, typer.Option(min=1, max=_ALL, metavar="N", help="At most N, by id (all).", show_default=False)
     ] = _ALL,
     to: Annotated[
-        str | None, typer.Option(metavar="QUEUE", help="Send them to another queue.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="QUEUE",
+            help="Send them to another queue.",
+            autocompletion=complete_queue,
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Make dead letters ready again, all or those given.

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..client import Queue, Queues
 from ..message import Compaction, Finding, QueueInfo, QueueStats
 from .formatting import counted, format_age, format_duration, format_moment, printable, table
-from .parameters import OnlyQueue, QueueName, Yes, duration_option, is_internal
+from .parameters import OnlyQueue, QueueName, Yes, complete_queue, duration_option, is_internal
 from .session import Session, Status
 
 __all__ = ["alter", "compact", "create", "doctor", "drop", "list_", "pause", "resume", "show", "stats"]
@@ -116,7 +116,10 @@ Counters = Annotated[
 DeadLetterTo = Annotated[
     str | None,
     typer.Option(
-        metavar="QUEUE", help="The queue that takes the dead letters and sends them (none).", show_default=False
+        metavar="QUEUE",
+        help="The queue that takes the dead letters and sends them (none).",
+        autocompletion=complete_queue,
+        show_default=False,
     ),
 ]
 

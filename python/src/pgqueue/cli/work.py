@@ -66,7 +66,9 @@ def work(
     ] = False,
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Handlers that run at a time (the number of CPUs).", min=1, show_default=False),
+        typer.Option(
+            metavar="N", help="Handlers that run at a time (the number of CPUs, at least 2).", min=1, show_default=False
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -122,11 +124,21 @@ def work(
     ] = None,
     immediate_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Retries without delay after a failure (5).", min=0, show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Retries without delay after a failure (5 with one of the next two).",
+            min=0,
+            show_default=False,
+        ),
     ] = None,
     delayed_retries: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Rounds of retries after a delay (3).", min=0, show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Rounds of retries after a delay (3 with one of the other two).",
+            min=0,
+            show_default=False,
+        ),
     ] = None,
     retry_delay: Annotated[
         list[timedelta] | None,

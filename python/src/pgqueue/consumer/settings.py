@@ -99,7 +99,10 @@ class Settings:
             try:
                 conninfo_to_dict(self.conninfo)
             except ProgrammingError:  # its text can contain a password
-                raise ValueError("invalid conninfo: must be a connection string or URI, as libpq reads it") from None
+                error = "invalid conninfo: must be a connection string or URI, as libpq reads it"
+                if "+" in self.conninfo.partition("://")[0]:
+                    error += "; omit the driver of SQLAlchemy: postgresql://"
+                raise ValueError(error) from None
         else:
             _check_callable("conninfo", self.conninfo, 0)
         _check_callable("handler", self.handler, 1)
