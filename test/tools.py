@@ -45,7 +45,7 @@ LLVM: dict[str, str | None] = dict.fromkeys(
 )
 # For the programs in Java: the driver with what it needs for passwords, and a compiler, which a runtime may lack.
 JDBC: dict[str, str | None] = dict.fromkeys(
-    ("libpostgresql-jdbc-java", "libscram-java", "libstringprep-java", "libeclipse-jdt-core-java")
+    ("libpostgresql-jdbc-java", "libeclipse-jdt-core-java")
 )
 # For the tests of Celery, which look for results in Redis. Its tests and those of kombu are in the sdists.
 REDIS: dict[str, str | None] = dict.fromkeys(
