@@ -43,10 +43,8 @@ PGBOUNCER: dict[str, str | None] = {"pgbouncer": None, "libc-ares2": None, "libe
 LLVM: dict[str, str | None] = dict.fromkeys(
     ("postgresql-15", "libllvm14", "libz3-4", "libedit2", "libbsd0", "libmd0", "libffi8", "libxml2", "libicu72")
 )
-# For the programs in Java: the driver with what it needs for passwords, and a compiler, which a runtime may lack.
-JDBC: dict[str, str | None] = dict.fromkeys(
-    ("libpostgresql-jdbc-java", "libeclipse-jdt-core-java")
-)
+# For the programs in Java: the driver, and a compiler, which a runtime may lack.
+JDBC: dict[str, str | None] = dict.fromkeys(("libpostgresql-jdbc-java", "libeclipse-jdt-core-java"))
 # For the tests of Celery, which look for results in Redis. Its tests and those of kombu are in the sdists.
 REDIS: dict[str, str | None] = dict.fromkeys(
     (
