@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -458,6 +459,12 @@ def test_pgqueue_is_installed_once_and_can_be_removed() -> None:
 # Operation
 
 
+def test_dead_letters_are_no_rows_of_a_dump() -> None:
+    out = StringIO()
+    call_command("dumpdata", "pgqueue", stdout=out)
+    assert out.getvalue() == "[]"
+
+
 def test_the_health_check_tells_what_is_wrong(shop: Shop) -> None:
     client = Client()
     assert client.get("/health/").json()["queues"]["orders"]["ready"] == 0
@@ -466,7 +473,7 @@ def test_the_health_check_tells_what_is_wrong(shop: Shop) -> None:
         beside.execute("update pgqueue.messages set enqueued_at = enqueued_at - interval '2 minutes'")
     answer = client.get("/health/")
     assert (answer.status_code, answer.json()["status"]) == (503, "error")
-    assert "a message of queue orders has been ready for 1" in answer.json()["errors"][0]
+    assert "a ready message of queue orders was sent 1" in answer.json()["errors"][0]
     queue("orders").purge_queue()
     assert client.get("/health/").status_code == 200
     queue("orders").drop_queue()

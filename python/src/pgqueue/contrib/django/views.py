@@ -17,8 +17,9 @@ def health(
 ) -> JsonResponse:
     """Answer 200 if the database answers, has pgqueue and has the queues, otherwise 503 with the error.
 
-    With `max_age`, in seconds, the answer is also 503 if a ready message of one of the queues is older, as when no
-    worker runs. The arguments are given to `path`: `path("health/", health, {"queue_names": ["orders"]})`.
+    With `max_age`, in seconds, the answer is also 503 if a ready message of one of the queues was sent longer ago, as
+    when no worker runs. A delayed or redriven message was sent before it became ready. The arguments are given to
+    `path`: `path("health/", health, {"queue_names": ["orders"]})`.
     """
     found: dict[str, Any] = {}
     problems: list[str] = []
@@ -29,7 +30,7 @@ def health(
             age = stats.oldest_age_seconds
             found[name] = {"ready": stats.ready_messages, "dead": stats.dead_messages, "oldest_age_seconds": age}
             if max_age is not None and age is not None and age > max_age:
-                problems.append(f"a message of queue {name} has been ready for {age:.0f} s, more than {max_age:g} s")
+                problems.append(f"a ready message of queue {name} was sent {age:.0f} s ago, more than {max_age:g} s")
     except Error as error:
         # Other errors can name hosts and users.
         text = str(error).partition("\n")[0] if isinstance(error, QueueNotFound) else type(error).__name__

@@ -27,7 +27,7 @@ _DURATION: dict[str, Any] = {"type": _duration, "metavar": "DURATION"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 # The options that are arguments of a consumer, by name.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "concurrency": _NUMBER | {"help": "Handlers that run at a time (the number of CPUs)."},
+    "concurrency": _NUMBER | {"help": "Handlers that run at a time (the number of CPUs, at least 2)."},
     "batch_size": _NUMBER | {"help": "Call the handler with a list of up to N deliveries."},
     "prefetch": _NUMBER | {"help": "Messages to claim in advance, with --no-transaction (0)."},
     "visibility_timeout": _DURATION | {"help": "The timeout of claims, which are extended (that of the queue)."},
@@ -39,8 +39,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "liveness_file": {"metavar": "PATH", "help": "Touch this file every 5 s, for a liveness probe."},
 }
 _RETRIES: dict[str, dict[str, Any]] = {
-    "immediate": _NUMBER | {"help": "Retries without delay after a failure (5)."},
-    "delayed": _NUMBER | {"help": "Rounds of retries after a delay (3)."},
+    "immediate": _NUMBER | {"help": "Retries without delay after a failure (5 with one of the next two)."},
+    "delayed": _NUMBER | {"help": "Rounds of retries after a delay (3 with one of the other two)."},
 }
 
 
