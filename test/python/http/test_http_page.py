@@ -1023,7 +1023,9 @@ def test_charts_show_an_hour_and_a_day(
     for _ in range(2):  # a new queue is drawn from its samples
         web.look(web.site.databases[0], name)
     young = web.get("/queue", params=at).text
-    assert ('data-clock="8"' in young, 'aria-label="Depth, from 0 to 0"' in young) == (True, True)
+    assert 'data-clock="8"' in young
+    # The server may have looked before the messages were rejected.
+    assert re.search('aria-label="Depth, from 0 to [0-2]"', young)
     with psycopg.connect(web.site.control, autocommit=True) as control:
         record_history(control, place)
     hour, day = (web.get("/queue", params=at | {"range": each}) for each in ("hour", "day"))
