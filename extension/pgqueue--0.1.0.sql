@@ -7328,6 +7328,7 @@ begin
     if not pgqueue._lock_queue_without_archive(q.name) then
         perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
     elsif q.dedicated then
+        -- _delete_messages also returns the rows, which takes an eighth of the time of this call.
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
@@ -7837,7 +7838,7 @@ statement_timeout has passed, too. Expired messages that were never claimed may 
 22023, PQ001.';
 
 create function pgqueue._send_dead_letters(queue_name text, ids bigint[], target pgqueue.queues)
-returns void
+returns int
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -7866,11 +7867,12 @@ begin
     if pgqueue._count('enqueued', target.name, n) > 0 then
         perform pgqueue._wake_if_waiting(target, at);
     end if;
+    return n;
 end;
 $$;
 comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) is
-'Sends dead letters, which the caller has locked, as new messages to another queue. The header pgqueue.dead_letter says
-where they come from. If the headers do not fit, they are sent without it.';
+'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
+pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
@@ -7923,8 +7925,7 @@ begin
         slice_ids := (pgqueue._fetch_slice(dead)).ids;
         exit when slice_ids = '{}';
         if target.name is not null then
-            perform pgqueue._send_dead_letters(q.name, slice_ids, target);
-            redriven := redriven + cardinality(pgqueue._array_except(slice_ids, '{}'));
+            redriven := redriven + pgqueue._send_dead_letters(q.name, slice_ids, target);
             continue when pgqueue._has_time();
             exit;
         end if;

