@@ -1,4 +1,7 @@
-"""Checks that all files have the same version, and that META.json is valid for PGXN. Standard library only."""
+"""Checks that all files have the same version, that commands install our package, and that META.json is valid for PGXN.
+
+Standard library only.
+"""
 
 import json
 import re
@@ -39,6 +42,15 @@ def disagreements(meta: dict[str, Any]) -> Iterator[str]:
             yield f"{place} has version {found}, pgqueue.control {version}"
 
 
+def other_names() -> Iterator[str]:
+    """Yield a message for each command that would install the package of another author, which PyPI calls pgqueue."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "extension/doc").glob("*.md"), *(ROOT / "python").rglob("*.md")]
+    for path in (*files, *(ROOT / "python/src").rglob("*.py")):
+        for found in re.finditer(r"pip install [^`\n]*?[' ](pgqueue)(?![\w-])(?! of)", path.read_text()):
+            if "uninstall" not in found[0]:
+                yield f"{path.relative_to(ROOT)}: the package is pgqueue-sql: {found[0]}"
+
+
 def faults(meta: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each violation of the PGXN Meta Spec 1.0.0 in META.json."""
     for key in ("name", "version", "abstract", "maintainer", "license", "provides", "meta-spec"):
@@ -66,5 +78,5 @@ def faults(meta: dict[str, Any]) -> Iterator[str]:
 
 if __name__ == "__main__":
     card = json.loads((ROOT / "META.json").read_text())
-    if problems := [*disagreements(card), *faults(card)]:
+    if problems := [*disagreements(card), *other_names(), *faults(card)]:
         sys.exit("\n".join(problems))

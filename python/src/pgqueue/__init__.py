@@ -1,7 +1,16 @@
 """pgqueue: a message queue in PostgreSQL. This package calls its SQL functions on your psycopg connection."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# PyPI's pgqueue is a module, which this package hides.
+if (_beside := Path(__file__).parents[1] / "pgqueue.py").exists():
+    raise ImportError(
+        f"{_beside} is the PgQ client of another author, which pip calls pgqueue. It has the same name as this package,"
+        " which pip calls pgqueue-sql. Remove it: pip uninstall pgqueue",
+        name="pgqueue",
+    )
 
 from .client import AsyncQueue, AsyncQueues, Queue, Queues, install
 from .errors import (

@@ -1,4 +1,4 @@
-"""The command line: `python -m pgqueue` and the script `pgqueue`. Needs `pgqueue[cli]`."""
+"""The command line: `python -m pgqueue` and the script `pgqueue`. Needs `pgqueue-sql[cli]`."""
 
 import signal
 import sys

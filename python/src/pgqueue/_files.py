@@ -70,4 +70,4 @@ def extra(name: str) -> str:
     project = Path(__file__).resolve().parents[2]
     if (project / "pyproject.toml").is_file():
         return f"pip install -e '{project}[{name}]'"
-    return f"pip install 'pgqueue[{name}]'"
+    return f"pip install 'pgqueue-sql[{name}]'"

@@ -1,7 +1,7 @@
 """OpenTelemetry for producers and consumers: a trace continues from the sender of a message to its handler.
 
 The headers of a message carry the trace context (`traceparent` and `tracestate`, the W3C names). If `opentelemetry-api`
-is not installed (`pip install pgqueue[otel]`), all functions here do nothing.
+is not installed (`pip install pgqueue-sql[otel]`), all functions here do nothing.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -552,4 +552,4 @@ def test_an_installed_package_is_named_in_the_install_command(tmp_path: Path) ->
     files = Path(pgqueue.__file__).with_name("_files.py")
     (installed / "_files.py").write_text(files.read_text())
     found = runpy.run_path(str(installed / "_files.py"))
-    assert found["extra"]("http") == "pip install 'pgqueue[http]'"
+    assert found["extra"]("http") == "pip install 'pgqueue-sql[http]'"

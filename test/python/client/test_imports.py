@@ -1,8 +1,10 @@
 """The import graph of the package: no module imports itself through others, and `import pgqueue` stays small."""
 
+import os
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +36,15 @@ def test_importing_pgqueue_loads_no_optional_dependency() -> None:
 
 def test_dir_lists_the_names_of_the_consumer() -> None:
     assert {"Consumer", "Delivery", "Queue", "Retry"} <= set(dir(pgqueue))
+
+
+def test_importing_beside_the_pgqueue_of_another_author_says_what_happened(tmp_path: Path) -> None:
+    (tmp_path / "pgqueue").symlink_to(Path(pgqueue.__file__).parent)
+    (tmp_path / "pgqueue.py").touch()  # as pip installs it
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = [sys.executable, "-c", "import pgqueue"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {tmp_path}/pgqueue.py is the PgQ client of another author, which pip calls pgqueue. It has the"
+        " same name as this package, which pip calls pgqueue-sql. Remove it: pip uninstall pgqueue"
+    )

@@ -29,7 +29,7 @@ def requirements() -> list[str]:
     extras = project["optional-dependencies"]
     own = [*project["dependencies"], *extras["embedded"], *extras["cli"], *extras["http"]]
     tools = [line for line in extras["dev"] if line.partition("[")[0].partition(">")[0] in TOOLS]
-    return ["django>=6,<7", "psutil", *(line for line in [*own, *tools] if not line.startswith("pgqueue["))]
+    return ["django>=6,<7", "psutil", *(line for line in [*own, *tools] if not line.startswith("pgqueue-sql["))]
 
 
 @pytest.mark.long(part="consumer")

@@ -298,7 +298,7 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
 
 def test_a_report_without_plotly_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"needs plotly: pip install 'pgqueue\[plots\]'"):
+    with pytest.raises(ImportError, match=r"needs plotly: pip install 'pgqueue-sql\[plots\]'"):
         flow_report(None, tmp_path, ["q"])  # type: ignore[arg-type]
 
 

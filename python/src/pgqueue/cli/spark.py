@@ -327,7 +327,7 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
         from ..spark.options import OptionError
         from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, StandbyError, local_session
     except ImportError as error:
-        raise Failure(f"the Spark commands need {error.name}", "pip install 'pgqueue[cli,spark]'") from None
+        raise Failure(f"the Spark commands need {error.name}", "pip install 'pgqueue-sql[cli,spark]'") from None
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -306,7 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted; everything is cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:
-        print(f"pgqueue.demo.spark: {error.name} is missing: pip install 'pgqueue[demo,spark]'", file=sys.stderr)
+        needed = "pip install 'pgqueue-sql[cli,embedded,spark]'"
+        print(f"pgqueue.demo.spark: {error.name} is missing: {needed}", file=sys.stderr)
     except (DemoError, EmbeddedServerError, psycopg.Error, OSError, RuntimeError) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
         print(f"pgqueue.demo.spark: {str(error).strip().splitlines()[0]}{notes}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Managed queues over HTTP: a controller, its agents, direct routes, and a page that shows the queues.
 
-`create_app(Settings.load(path))` makes the application; `pgqueue serve` runs it. Needs `pgqueue[http]`.
+`create_app(Settings.load(path))` makes the application; `pgqueue serve` runs it. Needs `pgqueue-sql[http]`.
 """
 
 from .app import create_app

@@ -1,12 +1,12 @@
 """The OpenAPI document of the routes."""
 
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
+from .. import __version__
 from .calls import Operation, Route
 
 __all__ = ["ErrorBody", "document"]
@@ -78,7 +78,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
     schemes = {each: {"type": "http", "scheme": each} for each in ("basic", "bearer")}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "pgqueue", "description": _DESCRIPTION, "version": version("pgqueue")},
+        "info": {"title": "pgqueue", "description": _DESCRIPTION, "version": __version__},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": schemes},
         "security": [{each: []} for each in schemes],

@@ -1,7 +1,7 @@
 """The Spark data source `pgqueue`: a queue as source and sink of batch and streaming queries.
 
-Needs Spark 4.2 or later: pip install 'pgqueue[spark]'. Spark finds the format by itself if this package is installed on
-the driver and on the workers. Import this package before the session is created: it then sets PYSPARK_PYTHON to the
+Needs Spark 4.2 or later: pip install 'pgqueue-sql[spark]'. Spark finds the format by itself if this package is on the
+driver and the workers. Import this package before the session is created: it then sets PYSPARK_PYTHON to the
 running Python, unless it is set. Spark would start its workers with the `python3` of PATH, which may lack this package.
 """
 
@@ -16,7 +16,7 @@ try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow as _  # noqa: F401 - new in 4.2
 except ImportError as error:
     raise ImportError(
-        "pgqueue.spark needs pyspark 4.2 or later: pip install 'pgqueue[spark]'", name="pyspark"
+        "pgqueue.spark needs pyspark 4.2 or later: pip install 'pgqueue-sql[spark]'", name="pyspark"
     ) from error
 
 from pyspark.util import is_remote_only

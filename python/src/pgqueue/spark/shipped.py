@@ -57,7 +57,7 @@ def _opener() -> Callable[[str, bytes], Any]:
         os.environ["SPARK_HIDE_TRACEBACK"] = "1"
         raise ImportError(
             f"{sys.executable}, the Python of Spark's tasks on host {socket.gethostname()}, {reason}: install"
-            f" 'pgqueue[spark]' {version} there, or ship it with the job, as CLUSTERS.md of pgqueue.spark shows"
+            f" 'pgqueue-sql[spark]' {version} there, or ship it with the job, as CLUSTERS.md of pgqueue.spark shows"
         )
 
     return open_envelope

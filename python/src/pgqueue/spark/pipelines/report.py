@@ -64,7 +64,7 @@ def flow_report(
     Raises OptionError (also for more than 10,000 windows), QueueNotFound, and ImportError without the extra.
     """
     if find_spec("plotly") is None:
-        raise ImportError("flow_report needs plotly: pip install 'pgqueue[plots]'", name="plotly")
+        raise ImportError("flow_report needs plotly: pip install 'pgqueue-sql[plots]'", name="plotly")
     names = distinct_names(queues)
     if window is not None:
         check_window(window)
