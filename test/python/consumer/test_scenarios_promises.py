@@ -397,6 +397,40 @@ def test_a_consumer_in_receive_mode_refuses_a_queue_with_max_in_flight(
             pass
 
 
+@each_of(PAIR)
+def test_the_start_and_the_decisions_of_a_handler_are_logged_in_one_line_each(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pgqueue.consumer")
+    first, second = case.prepare(backoff_base=timedelta(hours=1)).enqueue_batch(["again", "refused"])
+
+    async def work(step: Step) -> None:
+        if step.message.payload == "again" and step.attempt == 1:
+            raise Retry(after=NOW) from ValueError("busy")
+        if step.message.payload == "refused":
+            raise Reject("no such order")
+
+    with case.consuming(work, concurrency=1):
+        [dead] = case.dead_letters()
+    said = [(record.levelname, record.getMessage(), record.exc_info) for record in caplog.records]
+    assert said == [
+        ("INFO", f"{case.name}: consumes in mode {case.form.mode}, concurrency 1", None),
+        (
+            "INFO",
+            f"{case.name}: message {first}, attempt 1: Retry: try again, because of ValueError: busy;"
+            " the next attempt follows in 0 s",
+            None,
+        ),
+        (
+            "INFO",
+            f"{case.name}: message {second}, attempt 1: Reject: no such order; there is no further attempt",
+            None,
+        ),
+    ]
+    assert dead.headers is not None
+    assert dead.headers["pgqueue.exception_type"] == "pgqueue.Reject"
+
+
 @together(MIXED)
 def test_two_consumers_share_a_queue_and_log_no_warning(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     case.prepare().enqueue_batch(list(range(30)))
@@ -458,28 +492,22 @@ def test_a_failure_of_the_database_is_logged_in_one_line_with_the_next_delay(
     case: Case, caplog: pytest.LogCaptureFixture, level: int
 ) -> None:
     caplog.set_level(level, "pgqueue.consumer")
-    sent = case.prepare(max_attempts=3).enqueue(1)
+    sent = case.prepare(max_attempts=2).enqueue(1)
     unreachable = psycopg.OperationalError("connection failed: Connection refused\n\tIs the server running?")
 
-    async def work(step: Step) -> None:
-        if step.message.attempt_count == 1:
-            raise pgqueue.Retry(timedelta(milliseconds=200)) from unreachable
-        raise unreachable
-
-    with case.consuming(work):
+    with case.consuming(failing(unreachable)):
         case.dead_letters()
     about = [record for record in caplog.records if vars(record).get("message_id") == sent]
     assert {(record.name, vars(record)["queue"]) for record in about} == {("pgqueue.consumer", case.name)}
     said = [record for record in about if "failed on attempt" in record.getMessage()]
-    assert [vars(record)["attempt"] for record in said] == [1, 2, 3]
+    assert [vars(record)["attempt"] for record in said] == [1, 2]
     reason = "OperationalError: connection failed: Connection refused Is the server running?"
     assert [record.getMessage().partition("failed on ")[2] for record in said] == [
-        f"attempt 1: {reason}; the next attempt follows in 0.2 s",
-        f"attempt 2: {reason}; the next attempt follows after the backoff of the queue",
-        f"attempt 3: {reason}; there is no further attempt",
+        f"attempt 1: {reason}; the next attempt follows after the backoff of the queue",
+        f"attempt 2: {reason}; there is no further attempt",
     ]
     assert {record.levelno for record in said} == {logging.WARNING}
-    assert [record.exc_info is not None for record in said] == [level == logging.DEBUG] * 3
+    assert [record.exc_info is not None for record in said] == [level == logging.DEBUG] * 2
 
 
 @together(MIXED)

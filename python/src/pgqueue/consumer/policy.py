@@ -45,6 +45,7 @@ class Retry(Exception):
     that is no timedelta.
     """
 
+    __module__ = "pgqueue"  # the public name, which logs and dead letters show
     after: timedelta | None = None  # also for a subclass that does not call __init__
     error: str | None = None
 
@@ -62,6 +63,7 @@ class Reject(Exception):
     The dead letter has the reason `rejected`, and a `last_error` that begins with `reason`.
     """
 
+    __module__ = "pgqueue"
     reason: str = ""
 
     def __init__(self, reason: str) -> None:

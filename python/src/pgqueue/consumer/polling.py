@@ -252,6 +252,7 @@ class Poller:
                 raise runtime.error
             if runtime.is_stopping:
                 return
+            runtime.log(logging.INFO, f"consumes in {self._settings.describe()}")
             if self._settings.listen and runtime.connections.proxied:
                 # A session of the pooler would go on listening, for other clients.
                 runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")

@@ -17,7 +17,7 @@ from .._calls import Bound
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble, is_unreachable
 from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
-from .policy import cause_of, text_of
+from .policy import Reject, Retry, cause_of, text_of
 from .settings import Settings
 from .timings import timings
 
@@ -290,10 +290,16 @@ class Runtime:
     def report_failure(self, message: ClaimedMessage, error: BaseException, next_step: str) -> None:
         """Count and log a failed attempt.
 
-        While a database is unreachable every attempt fails, so the traceback of such an error is only for debugging.
+        What a handler decides by `Retry` or `Reject` is an ordinary outcome. While a database is unreachable every
+        attempt fails, so the traceback of such an error is only for debugging.
         """
         self.stats.failed += 1
         cause = database_error(cause_of(error))
+        if isinstance(error, (Retry, Reject)):
+            reason = _one_line(error) + (f", because of {_one_line(cause)}" if cause is not error else "")
+            text = f"message {message.id}, attempt {message.message.attempt_count}: {reason}; {next_step}"
+            self._log_message(logging.INFO, text, message.message)
+            return
         reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
         text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {next_step}"
         has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)

@@ -162,6 +162,12 @@ class Settings:
         if clean(self.claimed_by, len(self.claimed_by)) != self.claimed_by:
             raise ValueError(f"invalid claimed_by: {self.claimed_by!r}; must be a text that PostgreSQL can store")
 
+    def describe(self) -> str:
+        """The mode, the concurrency and further queues, for the log."""
+        mode = f"mode {self.mode}{', transactional' * (self.transactional and self.mode == 'lease')}"
+        also = f", also {', '.join(self.also)}" if self.also else ""
+        return f"{mode}, concurrency {self.slots}{also}"
+
     def touch_liveness_file(self) -> None:
         """Show that the event loop runs, if there is a file for that. Raises `OSError`."""
         if self.liveness_file is not None:
