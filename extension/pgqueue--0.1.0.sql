@@ -37,6 +37,10 @@ create type pgqueue.queue as (
 );
 comment on type pgqueue.queue is
 'A queue and its settings, as create_queue, alter_queue, get_queue and list_queues return it.';
+comment on column pgqueue.queue.paused_at is 'when it was paused; null unless it is';
+comment on column pgqueue.queue.created_at is 'when it was created';
+comment on column pgqueue.queue.updated_at is 'when a setting was changed last, or it was paused or resumed';
+comment on column pgqueue.queue.name is 'the name';
 
 create type pgqueue.message as (
     id bigint,
@@ -55,7 +59,23 @@ create type pgqueue.message as (
     last_error text
 );
 comment on type pgqueue.message is
-'A message, as claim, receive and browse return it. attempt_count includes the attempt in progress.';
+'A message, as claim, receive and browse return it.';
+comment on column pgqueue.message.id is 'the number of the message in the database; it never changes';
+comment on column pgqueue.message.queue_name is 'the queue';
+comment on column pgqueue.message.payload is 'the JSON document; null if the message has a body';
+comment on column pgqueue.message.body is 'the raw bytes; null if the message has a payload';
+comment on column pgqueue.message.headers is 'the JSON object that the sender gave; null if none';
+comment on column pgqueue.message.message_id is 'the identifier that the sender chose; null if none';
+comment on column pgqueue.message.attempt_count is 'how often it was claimed or received, with the attempt in progress';
+comment on column pgqueue.message.max_attempts is 'the attempts that it has; 2147483647: any number';
+comment on column pgqueue.message.enqueued_at is 'when it was sent';
+comment on column pgqueue.message.visible_at is
+'when it is ready: of a claimed message the end of its claim, of a scheduled one its due time';
+comment on column pgqueue.message.expires_at is 'when it stops being delivered; null: never';
+comment on column pgqueue.message.claimed_by is 'the name that the last claim gave; null if none';
+comment on column pgqueue.message.claim_token is
+'the token of the last claim, which ack, nack and extend need; null if it was not claimed';
+comment on column pgqueue.message.last_error is 'the error of the last failed attempt; null if none';
 
 create type pgqueue.exchanged as (
     id bigint,
@@ -75,16 +95,18 @@ create type pgqueue.exchanged as (
     lost boolean
 );
 comment on type pgqueue.exchanged is
-'A row of exchange: a claimed message or, if lost is true, the id of a message whose claim was lost before the
-acknowledgement.';
+'A row of exchange: a claimed message, or an acknowledgement that was refused.';
+comment on column pgqueue.exchanged.lost is
+'true for an acknowledgement whose claim was lost: all other columns but id and queue_name are null';
 
 create type pgqueue.settled_claim as (
     id bigint,
     settled boolean
 );
 comment on type pgqueue.settled_claim is
-'The answer to one claim of ack_claims, nack_claims, extend_claims or release_claims: the id of the message, and whether
-the claim was still valid.';
+'The answer to one claim of ack_claims, nack_claims, extend_claims or release_claims.';
+comment on column pgqueue.settled_claim.id is 'the message';
+comment on column pgqueue.settled_claim.settled is 'whether the claim was still valid; if not, nothing was changed';
 
 create type pgqueue.dead_message as (
     id bigint,
@@ -103,7 +125,10 @@ create type pgqueue.dead_message as (
     died_at timestamptz
 );
 comment on type pgqueue.dead_message is
-'A dead letter: the message, its last error, and the reason and time of its dead-lettering.';
+'A dead letter, as browse_dead_messages returns it.';
+comment on column pgqueue.dead_message.reason is
+'attempts_exhausted, expired, rejected, or queue_dropped if its queue was dropped before it was due';
+comment on column pgqueue.dead_message.died_at is 'when it became a dead letter';
 
 create type pgqueue.archived_message as (
     id bigint,
@@ -122,16 +147,19 @@ create type pgqueue.archived_message as (
     last_error text
 );
 comment on type pgqueue.archived_message is
-'An acknowledged message, with the times at which it was sent, claimed and acknowledged and with its number of attempts.
-claimed_at is null if the message was received.';
+'An acknowledged message, as browse_archived_messages returns it.';
+comment on column pgqueue.archived_message.claimed_at is 'when it was claimed last; null if it was received';
+comment on column pgqueue.archived_message.finished_at is 'when it was acknowledged or received';
 
 create type pgqueue.archive_change as (
     day date,
     change text
 );
 comment on type pgqueue.archive_change is
-'What maintain_archive did with one day (UTC) of the archive. change is made, emptied, dropped, or busy if another
-transaction used the partition.';
+'What maintain_archive did with one day of the archive.';
+comment on column pgqueue.archive_change.day is 'the day (UTC)';
+comment on column pgqueue.archive_change.change is
+'made, emptied, dropped, or busy if another transaction used the partition';
 
 create type pgqueue.queue_stats as (
     queue_name text,
@@ -148,8 +176,22 @@ create type pgqueue.queue_stats as (
     dead_total bigint
 );
 comment on type pgqueue.queue_stats is
-'The depth of a queue, and what was counted since it was created. estimates lists the figures that are estimated; it is
-empty if all were counted.';
+'The depth of a queue, and what was counted since it was created.';
+comment on column pgqueue.queue_stats.queue_name is 'the queue';
+comment on column pgqueue.queue_stats.ready_messages is 'messages that are ready';
+comment on column pgqueue.queue_stats.inflight_messages is 'messages that are claimed and not settled';
+comment on column pgqueue.queue_stats.scheduled_messages is 'messages that are delayed or wait for a retry';
+comment on column pgqueue.queue_stats.dead_messages is 'dead letters';
+comment on column pgqueue.queue_stats.oldest_age_seconds is
+'seconds since the oldest ready message was sent; null if none is ready';
+comment on column pgqueue.queue_stats.paused is 'whether the queue is paused';
+comment on column pgqueue.queue_stats.estimates is
+'the names of the columns that are estimated; empty if all were counted';
+comment on column pgqueue.queue_stats.enqueued_total is
+'messages sent; this and the other totals are null in a queue without counters';
+comment on column pgqueue.queue_stats.acknowledged_total is 'messages acknowledged or received';
+comment on column pgqueue.queue_stats.failed_total is 'failed attempts that consumers reported';
+comment on column pgqueue.queue_stats.dead_total is 'messages that became dead letters';
 
 create type pgqueue.finding as (
     severity text,
@@ -159,8 +201,12 @@ create type pgqueue.finding as (
     repair text
 );
 comment on type pgqueue.finding is
-'A problem that doctor found: its severity (error, warning or info), the queue, the name and detail of the finding, and
-the statement that repairs it.';
+'A problem that doctor found.';
+comment on column pgqueue.finding.severity is 'error, warning or info';
+comment on column pgqueue.finding.queue_name is 'the queue; null: the whole database';
+comment on column pgqueue.finding.finding is 'a word for the kind of problem, which does not change';
+comment on column pgqueue.finding.detail is 'what was found, in a sentence';
+comment on column pgqueue.finding.repair is 'the statement that repairs it; null if none does';
 
 create type pgqueue.stream as (
     queue_name text,
@@ -181,9 +227,25 @@ create type pgqueue.stream as (
     on_ack text
 );
 comment on type pgqueue.stream is
-'A stream, as stream_open and list_streams return it. acked_seq and acked_token name the batch acknowledged last. The
-columns from claim_token to claimed_until describe the open batch and are null if no batch is open. last_id is the
-highest message id given out so far. on_ack is archive, delete, or null if the setting of the queue applies.';
+'A stream, as stream_open and list_streams return it.';
+comment on column pgqueue.stream.queue_name is 'the queue';
+comment on column pgqueue.stream.stream_name is 'the stream';
+comment on column pgqueue.stream.epoch is 'the number of the last stream_open: readers with a lower one are refused';
+comment on column pgqueue.stream.opened_by is 'the name that stream_open gave; null if none';
+comment on column pgqueue.stream.opened_at is 'when it was opened last';
+comment on column pgqueue.stream.created_at is 'when it was opened first';
+comment on column pgqueue.stream.acked_seq is 'the number of the batch that was acknowledged last; 0 if none';
+comment on column pgqueue.stream.acked_token is 'the claim_token of that batch; null if none';
+comment on column pgqueue.stream.claim_token is
+'the token of the open batch; this and the columns to claimed_until are null if no batch is open';
+comment on column pgqueue.stream.messages is 'how many messages the open batch has';
+comment on column pgqueue.stream.partitions is 'into how many parts the open batch is divided';
+comment on column pgqueue.stream.replays is 'how often the open batch was begun again';
+comment on column pgqueue.stream.claimed_at is 'when the open batch was reserved';
+comment on column pgqueue.stream.claimed_until is 'when its reservation ends';
+comment on column pgqueue.stream.last_id is 'the highest id of a message in the database so far';
+comment on column pgqueue.stream.on_ack is
+'what an acknowledgement does: archive, delete, or null if the setting of the queue applies';
 
 create type pgqueue.stream_batch as (
     queue_name text,
@@ -198,8 +260,18 @@ create type pgqueue.stream_batch as (
     lost bigint[]
 );
 comment on type pgqueue.stream_batch is
-'A batch that is reserved for a stream, identified by seq and claim_token. lost lists the ids whose messages are no
-longer reserved for the stream.';
+'A batch that is reserved for a stream, identified by seq and claim_token.';
+comment on column pgqueue.stream_batch.queue_name is 'the queue';
+comment on column pgqueue.stream_batch.stream_name is 'the stream';
+comment on column pgqueue.stream_batch.seq is 'the number of the batch in the stream';
+comment on column pgqueue.stream_batch.claim_token is 'the token of the batch';
+comment on column pgqueue.stream_batch.messages is 'how many messages it has';
+comment on column pgqueue.stream_batch.partitions is 'into how many parts it is divided';
+comment on column pgqueue.stream_batch.replays is 'how often it was begun again';
+comment on column pgqueue.stream_batch.claimed_at is
+'when it was reserved; null if there is no such batch and stream_begin accepts this';
+comment on column pgqueue.stream_batch.claimed_until is 'when the reservation ends; null as claimed_at';
+comment on column pgqueue.stream_batch.lost is 'the ids of messages that are no longer reserved for the stream';
 
 create type pgqueue.subscription as (
     topic text,
@@ -209,6 +281,9 @@ create type pgqueue.subscription as (
 comment on type pgqueue.subscription is
 'A subscription: the queue receives a copy of each message published to the topic, or to the topics that the pattern
 matches.';
+comment on column pgqueue.subscription.topic is 'the topic, or the pattern with * and #';
+comment on column pgqueue.subscription.queue_name is 'the queue that gets the copies';
+comment on column pgqueue.subscription.subscribed_at is 'when subscribe was called first';
 
 create type pgqueue.schedule as (
     name text,
@@ -223,8 +298,17 @@ create type pgqueue.schedule as (
     last_at timestamptz
 );
 comment on type pgqueue.schedule is
-'A schedule: the queue gets a message at each tick of cron in time_zone. next_at is the next tick, null if the schedule
-is paused or has stopped. last_at is the last tick whose message a claim has taken.';
+'A schedule: the queue gets a message at each tick of cron in time_zone.';
+comment on column pgqueue.schedule.name is 'the name';
+comment on column pgqueue.schedule.queue_name is 'the queue that gets the messages';
+comment on column pgqueue.schedule.cron is 'the cron expression';
+comment on column pgqueue.schedule.payload is 'the payload of the messages';
+comment on column pgqueue.schedule.headers is 'their headers; null if none';
+comment on column pgqueue.schedule.time_zone is 'the time zone of the cron expression';
+comment on column pgqueue.schedule.paused is 'whether it is paused';
+comment on column pgqueue.schedule.catch_up is 'whether the first of several missed ticks is sent, or the last';
+comment on column pgqueue.schedule.next_at is 'the next tick; null if the schedule is paused or has stopped';
+comment on column pgqueue.schedule.last_at is 'the last tick whose message a claim has taken; null if none';
 
 create type pgqueue.compaction as (
     table_name text,
@@ -234,8 +318,13 @@ create type pgqueue.compaction as (
     bytes_after bigint
 );
 comment on type pgqueue.compaction is
-'What compact_queue did with one table. outcome is compacted or the reason why it was left alone. The sizes include
-indexes and the toast table.';
+'What compact_queue did with one table.';
+comment on column pgqueue.compaction.table_name is 'the table';
+comment on column pgqueue.compaction.outcome is
+'compacted, or why it was left alone: busy, backlog, dump, published, trigger or referenced';
+comment on column pgqueue.compaction.rows_kept is 'how many rows it has; null if it was left alone';
+comment on column pgqueue.compaction.bytes_before is 'its size before, with indexes and the toast table';
+comment on column pgqueue.compaction.bytes_after is 'its size after';
 
 create type pgqueue.access as (
     role_name name,
@@ -243,7 +332,10 @@ create type pgqueue.access as (
     queue_name text
 );
 comment on type pgqueue.access is
-'The access of a role to all queues (queue_name is null), to one, or to those of a pattern, as list_access returns it.';
+'The access of a role, as list_access returns it.';
+comment on column pgqueue.access.role_name is 'the role';
+comment on column pgqueue.access.access is 'producer, consumer, admin, reader, raw or transport';
+comment on column pgqueue.access.queue_name is 'a queue or a pattern such as billing-*; null: all queues';
 
 -- The names of queues in the arguments of the verbs. PostgreSQL evaluates the check of a domain with the rights of the
 -- role that calls, before the security definer function runs. access.sql adds the checks. No role has USAGE on the
@@ -923,6 +1015,18 @@ as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$
 comment on function pgqueue._with_number(bigint, text) is
 'A number and its noun for a message, such as 1 message and 2 messages.';
 
+create function pgqueue._element(argument text, place bigint, messages int)
+returns text
+language sql immutable strict parallel safe
+as $$
+    select case when messages = 1 then argument else format('%s[%s]',
+        case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
+            else argument || 's' end, place) end
+$$;
+comment on function pgqueue._element(text, bigint, int) is
+'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
+has one message.';
+
 create function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -939,7 +1043,9 @@ comment on function pgqueue._raise_invalid(text, text, text) is
 'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
 valid.';
 
-create function pgqueue._raise_queue_not_found(queue_name text)
+create function pgqueue._raise_queue_not_found(
+    queue_name text, role_name name default null, accesses text[] default null
+)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -949,11 +1055,14 @@ begin
         errcode = 'PQ001',
         message = format('queue %s does not exist',
             coalesce(quote_literal(left(queue_name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().';
+        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
+            || case when role_name is null then '' else format(
+                ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %L).',
+                role_name, array_to_string(accesses, ' or '), role_name, accesses[1], left(queue_name, 200)) end;
 end;
 $$;
-comment on function pgqueue._raise_queue_not_found(text) is
-'Raises PQ001 queue_not_found.';
+comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
+'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
 
 create function pgqueue._raise_queue_exists(queue_name text)
 returns void
@@ -1142,7 +1251,9 @@ begin
         if creating then
             perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
         end if;
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise_queue_not_found(queue_name, current_user, array(
+            select a from unnest('{producer,consumer,admin,reader,raw,transport}'::text[]) as a
+            where strpos(privileges, pgqueue._privileges_of(array[a])) > 0));
     end if;
     return true;
 end;
@@ -1172,7 +1283,8 @@ as $$
     select array_agg(p.oid::regprocedure)
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_raise_not_allowed', '_raise_queue_not_found')
+        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
+        '_raise_queue_not_found')
 $$;
 comment on function pgqueue._functions_of_checks() is
 'The private functions that the checks of the domains call: each role with access may execute them.';
@@ -3260,9 +3372,10 @@ begin
     if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
         perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
     end if;
-    perform pgqueue._raise_invalid('dedup_key', left(k, 300), '1 to 255 characters')
-    from unnest(dedup_keys) as k
-    where char_length(k) not between 1 and 255;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('dedup_key', u.n, cardinality(dedup_keys)), left(u.k, 300), '1 to 255 characters')
+    from unnest(dedup_keys) with ordinality as u (k, n)
+    where char_length(u.k) not between 1 and 255;
 end;
 $$;
 comment on function pgqueue._check_dedup(text[], text) is
@@ -3715,9 +3828,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._raise_invalid('group_key', left(k, 300), '1 to 255 characters')
-    from unnest(group_keys) as k
-    where char_length(k) not between 1 and 255;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
+    from unnest(group_keys) with ordinality as u (k, n)
+    where char_length(u.k) not between 1 and 255;
 end;
 $$;
 comment on function pgqueue._check_group_keys(text[]) is
@@ -3729,66 +3843,72 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._raise_invalid('priority', p::text, 'an integer from 0 to 9')
-    from unnest(priorities) as p
-    where p not between 0 and 9;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('priority', u.n, cardinality(priorities)), u.p::text, 'an integer from 0 to 9')
+    from unnest(priorities) with ordinality as u (p, n)
+    where u.p not between 0 and 9;
 end;
 $$;
 comment on function pgqueue._check_priorities(int[]) is
 'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
 create function pgqueue._check_content(
-    q pgqueue.queues, payload jsonb, body bytea, headers jsonb
+    q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
 )
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    content constant text := pgqueue._element(case when body is null then 'payload' else 'body' end, place, messages);
     bytes bigint;
 begin
     if payload is not null and body is not null then
-        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null if body is given: a message has exactly one of the two');
+        perform pgqueue._raise_invalid(pgqueue._element('payload', place, messages), left(payload::text, 50),
+            'null if body is given: a message has exactly one of the two');
     end if;
     if payload is null and body is null then
-        perform pgqueue._raise_invalid('payload', null, 'given unless body is given');
+        perform pgqueue._raise_invalid(content, null, 'given unless body is given');
     end if;
     if headers is not null then
         if jsonb_typeof(headers) <> 'object' then
-            perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
+            perform pgqueue._raise_invalid(pgqueue._element('headers', place, messages), headers::text, 'a JSON object');
         end if;
         bytes := octet_length(headers::text);
         if bytes > 65536 then
-            perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
+            perform pgqueue._raise_payload_too_large(
+                q.name, pgqueue._element('headers', place, messages), bytes, 65536);
         end if;
     end if;
     bytes := coalesce(octet_length(body), octet_length(payload::text));
     if bytes > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(
-            q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
+        perform pgqueue._raise_payload_too_large(q.name, content, bytes, q.max_payload_bytes);
     end if;
 end;
 $$;
-comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
-'Checks payload, body and headers. Raises 22023 unless exactly one of payload and body is given and headers is an object
-or null, and PQ003 if the payload or body exceeds max_payload_bytes or headers exceeds 64 KB.';
+comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb, bigint, int) is
+'Checks payload, body and headers of the message at a place of a batch of so many messages. Raises 22023 unless exactly
+one of payload and body is given and headers is an object or null, and PQ003 if the payload or body exceeds
+max_payload_bytes or headers exceeds 64 KB.';
 
-create function pgqueue._check_enqueue(delay interval, expires_in interval)
+create function pgqueue._check_enqueue(
+    delay interval, expires_in interval, place bigint default 1, messages int default 1
+)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+        perform pgqueue._raise_invalid(pgqueue._element('delay', place, messages), delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     if not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
 $$;
-comment on function pgqueue._check_enqueue(interval, interval) is
-'Raises 22023 for a delay or an expires_in that is out of bounds.';
+comment on function pgqueue._check_enqueue(interval, interval, bigint, int) is
+'Raises 22023 for a delay, that of the message at a place of a batch, or an expires_in that is out of bounds.';
 
 create function pgqueue._enqueue(
     queue_name text,
@@ -4048,19 +4168,19 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
+    n constant int := coalesce(cardinality(payloads), cardinality(bodies));
     ids bigint[];
     holders bigint[];
     gone bigint[] := '{}'::bigint[];
     lost bigint[];
     due_at timestamptz;
 begin
-    if n = 0 then
-        perform pgqueue._raise_invalid('payloads', payloads::text,
-            'an array of at least one message, unless bodies is given');
+    if payloads is null and bodies is null then
+        perform pgqueue._raise_invalid('payloads', null, 'an array with one element for each message, unless bodies is given');
     end if;
     perform pgqueue._raise_invalid(a.argument, pgqueue._with_number(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._with_number(n, 'element')))
+        format('null or an array with one element for each message: %s has %s',
+            case when payloads is null then 'bodies' else 'payloads' end, pgqueue._with_number(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -4069,6 +4189,9 @@ begin
             ('priorities', cardinality(priorities))
     ) as a (argument, given)
     where a.given <> n;
+    if n = 0 then
+        return;
+    end if;
     if group_keys is not null or priorities is not null then
         perform pgqueue._check_group_keys(group_keys);
         perform pgqueue._check_priorities(priorities);
@@ -4079,10 +4202,11 @@ begin
         );
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
-    perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_interval_between(d, '0', '3652.5 days');
-    perform pgqueue._check_content(q, c.payload, c.body, c.headers)
-    from unnest(payloads, bodies, headers) as c (payload, body, headers)
+    perform pgqueue._check_enqueue(u.delay, null, u.place, n)
+    from unnest(delays) with ordinality as u (delay, place)
+    where not pgqueue._is_interval_between(u.delay, '0', '3652.5 days');
+    perform pgqueue._check_content(q, c.payload, c.body, c.headers, c.place, n)
+    from unnest(payloads, bodies, headers) with ordinality as c (payload, body, headers, place)
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
@@ -4167,11 +4291,12 @@ comment on function pgqueue.enqueue_batch(
     text[], int[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
-arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so do
-group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if on_duplicate is
-replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or
-headers are too large.';
+arrays that are given have the same length, and each message has exactly one of payload and body. Empty arrays send
+nothing. An error for an element names it, such as payloads[6], as SQL counts: the first element is payloads[1]. An
+element of delays that is not null overrides delay for its message. dedup_keys contains null for a message without a
+key, and so do group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if
+on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+payload, body or headers are too large.';
 -- Records where a queue has no rows. A pinned horizon keeps dead index entries, so a scan that starts at the lowest key
 -- reads an unbounded number of them. Scans start at the values recorded here instead.
 
@@ -8907,16 +9032,15 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
 others of their groups (group_limit) or because max_in_flight or rate_limit holds. If group_limit is 1, the in-flight
-messages include those of a group that wait for their retry. A message without attempts left
-counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
-without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
-kind are counted. Higher figures are estimated from samples and named in estimates, so that the
-cost stays bounded. The totals count since the queue was created and never decrease: enqueued_total the messages that
-the functions sent, acknowledged_total those that ack, exchange, receive and streams removed, failed_total the failed
-attempts that nack, reject, record_failure and stream_skip reported, and dead_total the messages that became dead
-letters. Work that is rolled back stays counted, and a crash of the server can add some. Plain SQL on the tables is not
-counted. A queue that another transaction is dropping is left out of the statistics of all queues. Raises PQ001,
-40001.';
+messages include those of a group that wait for their retry. A message without attempts left counts as dead as soon as
+its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue without dead letters no
+figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a kind are counted. Higher
+figures are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the
+queue was created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that
+ack, exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
+stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
+a crash or failover can add up to 352 to a total. Plain SQL on the tables is not counted. A queue that another
+transaction is dropping is left out of the statistics of all queues. Raises PQ001, 40001.';
 -- Lets a consumer wait without polling. It listens on channel, calls prepare_wait, claims once more, and sleeps. Until
 -- its timeout an enqueue notifies; if no consumer waits, an enqueue sends no notification.
 
@@ -9817,7 +9941,7 @@ begin
     -- the rights of that role, and not again for the role that runs a view, function or prepared statement later.
     foreach queue_name in array queue_names loop
         if not pgqueue._may_use(caller, queue_name, pgqueue._privileges_of('{consumer}')) then
-            perform pgqueue._raise_queue_not_found(queue_name);
+            perform pgqueue._raise_queue_not_found(queue_name, caller, '{consumer}');
         end if;
         return query select m.* from pgqueue.claim(queue_name, wanted, visibility_timeout, claimed_by) m;
         get diagnostics found_messages = row_count;

@@ -81,7 +81,9 @@ begin
         if creating then
             perform pgqueue._raise_not_allowed(current_user, 'create queue', left(queue_name, 128));
         end if;
-        perform pgqueue._raise_queue_not_found(queue_name);
+        perform pgqueue._raise_queue_not_found(queue_name, current_user, array(
+            select a from unnest('{producer,consumer,admin,reader,raw,transport}'::text[]) as a
+            where strpos(privileges, pgqueue._privileges_of(array[a])) > 0));
     end if;
     return true;
 end;
@@ -111,7 +113,8 @@ as $$
     select array_agg(p.oid::regprocedure)
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgqueue'::regnamespace and p.proname in (
-        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_raise_not_allowed', '_raise_queue_not_found')
+        '_may_or_raise', '_may_use', '_is_name', '_access_view', '_privileges_of', '_raise_not_allowed',
+        '_raise_queue_not_found')
 $$;
 comment on function pgqueue._functions_of_checks() is
 'The private functions that the checks of the domains call: each role with access may execute them.';

@@ -43,9 +43,10 @@ begin
     if on_duplicate is null or on_duplicate not in ('keep', 'replace') then
         perform pgqueue._raise_invalid('on_duplicate', on_duplicate, 'keep or replace');
     end if;
-    perform pgqueue._raise_invalid('dedup_key', left(k, 300), '1 to 255 characters')
-    from unnest(dedup_keys) as k
-    where char_length(k) not between 1 and 255;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('dedup_key', u.n, cardinality(dedup_keys)), left(u.k, 300), '1 to 255 characters')
+    from unnest(dedup_keys) with ordinality as u (k, n)
+    where char_length(u.k) not between 1 and 255;
 end;
 $$;
 comment on function pgqueue._check_dedup(text[], text) is

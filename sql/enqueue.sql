@@ -22,9 +22,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._raise_invalid('group_key', left(k, 300), '1 to 255 characters')
-    from unnest(group_keys) as k
-    where char_length(k) not between 1 and 255;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('group_key', u.n, cardinality(group_keys)), left(u.k, 300), '1 to 255 characters')
+    from unnest(group_keys) with ordinality as u (k, n)
+    where char_length(u.k) not between 1 and 255;
 end;
 $$;
 comment on function pgqueue._check_group_keys(text[]) is
@@ -36,66 +37,72 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._raise_invalid('priority', p::text, 'an integer from 0 to 9')
-    from unnest(priorities) as p
-    where p not between 0 and 9;
+    perform pgqueue._raise_invalid(
+        pgqueue._element('priority', u.n, cardinality(priorities)), u.p::text, 'an integer from 0 to 9')
+    from unnest(priorities) with ordinality as u (p, n)
+    where u.p not between 0 and 9;
 end;
 $$;
 comment on function pgqueue._check_priorities(int[]) is
 'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
 create or replace function pgqueue._check_content(
-    q pgqueue.queues, payload jsonb, body bytea, headers jsonb
+    q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
 )
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    content constant text := pgqueue._element(case when body is null then 'payload' else 'body' end, place, messages);
     bytes bigint;
 begin
     if payload is not null and body is not null then
-        perform pgqueue._raise_invalid('payload', left(payload::text, 50), 'null if body is given: a message has exactly one of the two');
+        perform pgqueue._raise_invalid(pgqueue._element('payload', place, messages), left(payload::text, 50),
+            'null if body is given: a message has exactly one of the two');
     end if;
     if payload is null and body is null then
-        perform pgqueue._raise_invalid('payload', null, 'given unless body is given');
+        perform pgqueue._raise_invalid(content, null, 'given unless body is given');
     end if;
     if headers is not null then
         if jsonb_typeof(headers) <> 'object' then
-            perform pgqueue._raise_invalid('headers', headers::text, 'a JSON object');
+            perform pgqueue._raise_invalid(pgqueue._element('headers', place, messages), headers::text, 'a JSON object');
         end if;
         bytes := octet_length(headers::text);
         if bytes > 65536 then
-            perform pgqueue._raise_payload_too_large(q.name, 'headers', bytes, 65536);
+            perform pgqueue._raise_payload_too_large(
+                q.name, pgqueue._element('headers', place, messages), bytes, 65536);
         end if;
     end if;
     bytes := coalesce(octet_length(body), octet_length(payload::text));
     if bytes > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(
-            q.name, case when body is null then 'payload' else 'body' end, bytes, q.max_payload_bytes);
+        perform pgqueue._raise_payload_too_large(q.name, content, bytes, q.max_payload_bytes);
     end if;
 end;
 $$;
-comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb) is
-'Checks payload, body and headers. Raises 22023 unless exactly one of payload and body is given and headers is an object
-or null, and PQ003 if the payload or body exceeds max_payload_bytes or headers exceeds 64 KB.';
+comment on function pgqueue._check_content(pgqueue.queues, jsonb, bytea, jsonb, bigint, int) is
+'Checks payload, body and headers of the message at a place of a batch of so many messages. Raises 22023 unless exactly
+one of payload and body is given and headers is an object or null, and PQ003 if the payload or body exceeds
+max_payload_bytes or headers exceeds 64 KB.';
 
-create or replace function pgqueue._check_enqueue(delay interval, expires_in interval)
+create or replace function pgqueue._check_enqueue(
+    delay interval, expires_in interval, place bigint default 1, messages int default 1
+)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     if delay is null or not pgqueue._is_interval_between(delay, '0', '3652.5 days') then
-        perform pgqueue._raise_invalid('delay', delay::text, 'an interval from 0 to 10 years (3652.5 days)');
+        perform pgqueue._raise_invalid(pgqueue._element('delay', place, messages), delay::text, 'an interval from 0 to 10 years (3652.5 days)');
     end if;
     if not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
         perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days), or null for never');
     end if;
 end;
 $$;
-comment on function pgqueue._check_enqueue(interval, interval) is
-'Raises 22023 for a delay or an expires_in that is out of bounds.';
+comment on function pgqueue._check_enqueue(interval, interval, bigint, int) is
+'Raises 22023 for a delay, that of the message at a place of a batch, or an expires_in that is out of bounds.';
 
 create or replace function pgqueue._enqueue(
     queue_name text,
@@ -355,19 +362,19 @@ as $$
 declare
     at constant timestamptz := pgqueue._now();
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    n constant int := coalesce(cardinality(payloads), cardinality(bodies), 0);
+    n constant int := coalesce(cardinality(payloads), cardinality(bodies));
     ids bigint[];
     holders bigint[];
     gone bigint[] := '{}'::bigint[];
     lost bigint[];
     due_at timestamptz;
 begin
-    if n = 0 then
-        perform pgqueue._raise_invalid('payloads', payloads::text,
-            'an array of at least one message, unless bodies is given');
+    if payloads is null and bodies is null then
+        perform pgqueue._raise_invalid('payloads', null, 'an array with one element for each message, unless bodies is given');
     end if;
     perform pgqueue._raise_invalid(a.argument, pgqueue._with_number(a.given, 'element'),
-        format('null or an array with one element for each message: %s', pgqueue._with_number(n, 'element')))
+        format('null or an array with one element for each message: %s has %s',
+            case when payloads is null then 'bodies' else 'payloads' end, pgqueue._with_number(n, 'element')))
     from (
         values
             ('bodies', cardinality(bodies)), ('headers', cardinality(headers)),
@@ -376,6 +383,9 @@ begin
             ('priorities', cardinality(priorities))
     ) as a (argument, given)
     where a.given <> n;
+    if n = 0 then
+        return;
+    end if;
     if group_keys is not null or priorities is not null then
         perform pgqueue._check_group_keys(group_keys);
         perform pgqueue._check_priorities(priorities);
@@ -386,10 +396,11 @@ begin
         );
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
-    perform pgqueue._check_enqueue(d, null) from unnest(delays) as d
-    where not pgqueue._is_interval_between(d, '0', '3652.5 days');
-    perform pgqueue._check_content(q, c.payload, c.body, c.headers)
-    from unnest(payloads, bodies, headers) as c (payload, body, headers)
+    perform pgqueue._check_enqueue(u.delay, null, u.place, n)
+    from unnest(delays) with ordinality as u (delay, place)
+    where not pgqueue._is_interval_between(u.delay, '0', '3652.5 days');
+    perform pgqueue._check_content(q, c.payload, c.body, c.headers, c.place, n)
+    from unnest(payloads, bodies, headers) with ordinality as c (payload, body, headers, place)
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
@@ -474,8 +485,9 @@ comment on function pgqueue.enqueue_batch(
     text[], int[]
 ) is
 'Sends many messages, all or none, in the caller''s transaction, and returns their ids in the order of the arrays. All
-arrays that are given have the same length, and each message has exactly one of payload and body. An element of delays
-that is not null overrides delay for its message. dedup_keys contains null for a message without a key, and so do
-group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if on_duplicate is
-replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a payload, body or
-headers are too large.';
+arrays that are given have the same length, and each message has exactly one of payload and body. Empty arrays send
+nothing. An error for an element names it, such as payloads[6], as SQL counts: the first element is payloads[1]. An
+element of delays that is not null overrides delay for its message. dedup_keys contains null for a message without a
+key, and so do group_keys and priorities. Of the elements with the same dedup_key one is added, the last one if
+on_duplicate is replace, and all get its id. Everything else is as in enqueue. Raises 22023, PQ001, and PQ003 if a
+payload, body or headers are too large.';

@@ -8,6 +8,18 @@ as $$ select number || ' ' || noun || case number when 1 then '' else 's' end $$
 comment on function pgqueue._with_number(bigint, text) is
 'A number and its noun for a message, such as 1 message and 2 messages.';
 
+create or replace function pgqueue._element(argument text, place bigint, messages int)
+returns text
+language sql immutable strict parallel safe
+as $$
+    select case when messages = 1 then argument else format('%s[%s]',
+        case argument when 'headers' then 'headers' when 'body' then 'bodies' when 'priority' then 'priorities'
+            else argument || 's' end, place) end
+$$;
+comment on function pgqueue._element(text, bigint, int) is
+'The name of an argument of enqueue_batch at a place, such as payloads[6] for payload; without the place if the batch
+has one message.';
+
 create or replace function pgqueue._raise_invalid(argument text, given text, expected text)
 returns void
 language plpgsql stable
@@ -24,7 +36,9 @@ comment on function pgqueue._raise_invalid(text, text, text) is
 'Raises 22023 for an invalid argument. The message names the argument and its value; the hint says which values are
 valid.';
 
-create or replace function pgqueue._raise_queue_not_found(queue_name text)
+create or replace function pgqueue._raise_queue_not_found(
+    queue_name text, role_name name default null, accesses text[] default null
+)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -34,11 +48,14 @@ begin
         errcode = 'PQ001',
         message = format('queue %s does not exist',
             coalesce(quote_literal(left(queue_name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().';
+        hint = 'Create it with pgqueue.create_queue, or see pgqueue.list_queues().'
+            || case when role_name is null then '' else format(
+                ' If it exists, role %I lacks the access %s to it: select pgqueue.grant_access(%L, %L, %L).',
+                role_name, array_to_string(accesses, ' or '), role_name, accesses[1], left(queue_name, 200)) end;
 end;
 $$;
-comment on function pgqueue._raise_queue_not_found(text) is
-'Raises PQ001 queue_not_found.';
+comment on function pgqueue._raise_queue_not_found(text, name, text[]) is
+'Raises PQ001 queue_not_found. If accesses are given, the queue may exist: the hint says which access the role lacks.';
 
 create or replace function pgqueue._raise_queue_exists(queue_name text)
 returns void

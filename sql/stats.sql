@@ -419,13 +419,12 @@ comment on function pgqueue.stats(pgqueue.queue_of_any_access, pgqueue.caller) i
 scheduled and dead messages, the age of the oldest ready message in seconds since it was sent (null if none is ready),
 and whether the queue is paused. Ready messages include those that a claim does not return yet, because they wait for
 others of their groups (group_limit) or because max_in_flight or rate_limit holds. If group_limit is 1, the in-flight
-messages include those of a group that wait for their retry. A message without attempts left
-counts as dead as soon as its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue
-without dead letters no figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a
-kind are counted. Higher figures are estimated from samples and named in estimates, so that the
-cost stays bounded. The totals count since the queue was created and never decrease: enqueued_total the messages that
-the functions sent, acknowledged_total those that ack, exchange, receive and streams removed, failed_total the failed
-attempts that nack, reject, record_failure and stream_skip reported, and dead_total the messages that became dead
-letters. Work that is rolled back stays counted, and a crash of the server can add some. Plain SQL on the tables is not
-counted. A queue that another transaction is dropping is left out of the statistics of all queues. Raises PQ001,
-40001.';
+messages include those of a group that wait for their retry. A message without attempts left counts as dead as soon as
+its last claim has ended, also while no claim has moved it to the dead letters yet. In a queue without dead letters no
+figure includes it, and the next claim or sweep_queue deletes it. Up to 10,000 messages of a kind are counted. Higher
+figures are estimated from samples and named in estimates, so that the cost stays bounded. The totals count since the
+queue was created and never decrease: enqueued_total the messages that the functions sent, acknowledged_total those that
+ack, exchange, receive and streams removed, failed_total the failed attempts that nack, reject, record_failure and
+stream_skip reported, and dead_total the messages that became dead letters. Work that is rolled back stays counted, and
+a crash or failover can add up to 352 to a total. Plain SQL on the tables is not counted. A queue that another
+transaction is dropping is left out of the statistics of all queues. Raises PQ001, 40001.';

@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(265);
+select plan(267);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -220,6 +220,14 @@ select is(pg_temp.error($$ select pgqueue.enqueue('access-foreign', '1') $$), re
 select matches(pg_temp.error($$ select pgqueue.enqueue('access-foreign', '1') $$), 'PQ001\|queue ''access-foreign'' does not exist\|\|Create it with pgqueue.create_queue, or see pgqueue.list_queues\(\)', 'the error is that of a queue that does not exist');
 reset role;
 select is((select pg_temp.error($$ select pgqueue.enqueue('access-missing', '1') $$)) ~ '^PQ001\|queue ''access-missing'' does not exist\|\|Create it with pgqueue.create_queue, or see pgqueue.list_queues\(\)', true, 'with all rights the error has the same text');
+
+-- A role that may call claim, but not for this queue.
+create role pgqueue_test_part;
+select pgqueue.grant_access('pgqueue_test_part', 'producer', 'access-own'), pgqueue.grant_access('pgqueue_test_part', 'consumer', 'access-foreign');
+set local role pgqueue_test_part;
+select matches(pg_temp.error($$ select pgqueue.claim('access-own') $$), 'If it exists, role pgqueue_test_part lacks the access consumer to it: select pgqueue.grant_access\(''pgqueue_test_part'', ''consumer'', ''access-own''\)\.', 'the hint names the access that a role lacks, and the grant');
+select matches(pg_temp.error($$ select pgqueue.claim_any('{access-own}') $$), 'lacks the access consumer to it', 'the hint of claim_any names the access, too');
+reset role;
 
 -- Who calls: the role of set role, the owner of a security definer function, members that inherit.
 select pgqueue.grant_access('pgqueue_test_a', 'consumer', 'access-own'), pgqueue.grant_access('pgqueue_test_b', 'consumer', 'access-foreign');

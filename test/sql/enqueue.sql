@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(93);
+select plan(105);
 
 create function pg_temp.enters(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -128,7 +128,22 @@ select throws_ok($$ select pgqueue.enqueue('enqueue_errors', to_jsonb(repeat('x'
 select throws_ok($$ select pgqueue.enqueue('enqueue_errors', body => decode(repeat('00', 262145), 'hex')) $$, 'PQ003', null, 'enqueue refuses a body over 256 KB');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_nowhere', array['1']::jsonb[]) $$, 'PQ001', null, 'enqueue_batch refuses an unknown queue');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', null) $$, '22023', null, 'enqueue_batch refuses null payloads');
-select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', '{}') $$, '22023', null, 'enqueue_batch refuses to send zero messages');
+select is_empty($$ select pgqueue.enqueue_batch('enqueue_errors', '{}', headers => '{}', delays => '{}', group_keys => '{}') $$, 'enqueue_batch sends nothing if its arrays are empty');
+select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', '{}', bodies => array['\x00']::bytea[]) $$, '22023', 'invalid bodies: ''1 element''', 'enqueue_batch refuses bodies beside empty payloads');
+create temp table refused (arguments text, message text);
+insert into refused values
+('array[''1'', ''2'', null]::jsonb[]', 'invalid payloads[3]: null'),
+('array[''1'', to_jsonb(repeat(''é'', 3000000))]', 'payloads[2] of 6000002 bytes is over the limit of 262144 bytes of queue ''enqueue_errors'''),
+('bodies => array[''\x00'', decode(repeat(''00'', 262145), ''hex'')]', 'bodies[2] of 262145 bytes is over the limit of 262144 bytes of queue ''enqueue_errors'''),
+('array[''1'', ''2'']::jsonb[], bodies => array[null, ''\x00'']::bytea[]', 'invalid payloads[2]: ''2'''),
+('array[''1'', ''2'']::jsonb[], headers => array[null, ''[]'']::jsonb[]', 'invalid headers[2]: ''[]'''),
+('array[''1'', ''2'']::jsonb[], headers => array[null, jsonb_build_object(''k'', repeat(''x'', 65530))]', 'headers[2] of 65539 bytes is over the limit of 65536 bytes of queue ''enqueue_errors'''),
+('array[''1'', ''2'']::jsonb[], delays => array[''0'', ''-1 s'']::interval[]', 'invalid delays[2]: ''-00:00:01'''),
+('array[''1'', ''2'']::jsonb[], dedup_keys => array[null, '''']', 'invalid dedup_keys[2]: '''''),
+('array[''1'', ''2'']::jsonb[], group_keys => array[null, '''']', 'invalid group_keys[2]: '''''),
+('array[''1'', ''2'']::jsonb[], priorities => array[0, 10]', 'invalid priorities[2]: ''10'''),
+('array[null]::jsonb[]', 'invalid payload: null');
+select throws_ok(format('select pgqueue.enqueue_batch(''enqueue_errors'', %s)', r.arguments), null, r.message, 'the refusal is ' || r.message) from refused r;
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], headers => array['{}']::jsonb[]) $$, '22023', 'invalid headers: ''1 element''', 'enqueue_batch refuses headers of another length');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], message_ids => array[gen_random_uuid()]) $$, '22023', null, 'enqueue_batch refuses message_ids of another length');
 select throws_ok($$ select pgqueue.enqueue_batch('enqueue_errors', array['1', '2']::jsonb[], bodies => array['\x00']::bytea[]) $$, '22023', null, 'enqueue_batch refuses bodies of another length');

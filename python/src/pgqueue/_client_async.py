@@ -12,7 +12,7 @@ from ._adapters import AsyncOwnCursor, JsonDumps, JsonLoads, client_adapters
 from ._client_rows import AsyncRows, each_row_async, read_leniently
 from ._connections import check_connection, correction_statement
 from ._copy import CopyRows, add_row, copy_messages, server_moment
-from ._elements import add_name, name_of_refused
+from ._elements import name_refused
 from .errors import MISSING, not_installed
 from .message import (
     Access,
@@ -71,8 +71,7 @@ class _Calls:
         except MISSING as error:
             raise not_installed(error, self.connection.info.dbname) from None
         except Exception as error:
-            if name := name_of_refused(error, call, self._adapters):
-                add_name(error, name)
+            name_refused(error, call, self._adapters)
             raise
         try:
             rows = await cursor.fetchall()

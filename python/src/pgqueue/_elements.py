@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -13,15 +12,13 @@ from ._adapters import Adapters
 from ._calls import Bound
 from .errors import InvalidArgument, PayloadTooLarge
 
-__all__ = ["add_name", "name_of_refused"]
+__all__ = ["add_name", "name_refused"]
 
 _TYPE = re.compile(rb"%s::([\w.]+)(\[\])?")
 # An escape that PostgreSQL refuses, NUL or half a surrogate pair, is in the group.
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u0000|u[dD][89a-fA-F]..)|.)", re.DOTALL)
-_TOO_LARGE = re.compile(r"(payload|body|headers) of (\d+) bytes")
-_INVALID = re.compile(r"invalid (\w+): (?:null|'(.*)')", re.DOTALL)
-_LISTS = {"payload": "payloads", "body": "bodies", "priority": "priorities", "headers": "headers"}  # others get an s
-_MOST_DELAY = timedelta(days=3652.5)
+_ELEMENT = re.compile(r"(?:invalid )?(\w+)\[(\d+)\]")  # in a message of the server
+_REFUSALS = (psycopg.DataError, psycopg.ProgrammingError)
 
 
 def add_name(error: Exception, name: str) -> None:
@@ -32,23 +29,19 @@ def add_name(error: Exception, name: str) -> None:
         error.args = (f"{name}: {error}", *error.args[1:])
 
 
-def name_of_refused(error: Exception, call: Bound[Any], adapters: Adapters) -> str | None:
-    """The name of the argument, such as `payload`, or of the element, such as `payloads[6]`, that cannot be sent, or
-    that the server has refused. None if that is unknown.
+def name_refused(error: Exception, call: Bound[Any], adapters: Adapters) -> None:
+    """Put the name of the argument, such as `payload`, or of the element, such as `payloads[6]`, that cannot be sent,
+    or that the server has refused, into the text of an error. It stays as it is if the name is unknown.
     """
-    known = isinstance(error, (psycopg.DataError, psycopg.ProgrammingError, PayloadTooLarge))
-    if not call.names or not (known or not isinstance(error, psycopg.Error)):
-        return None
-    values = {
-        name: (kind.decode(), bool(is_list), value)
-        for name, (kind, is_list), value in zip(call.names, _TYPE.findall(call.text), call.values, strict=True)
-    }
     if isinstance(error, (InvalidArgument, PayloadTooLarge)):
-        return _named_by_server(error.diag.message_primary or "", values, adapters)
-    for name, (kind, is_list, value) in values.items():
-        for label, element in _elements(name, value) if is_list else ((name, value),):
-            if element is not None and _is_refused(kind, element, adapters):
-                return label
+        if found := _ELEMENT.match(error.diag.message_primary or ""):
+            told = f"{found[1]}[{found[2]}]"  # counted from 1, as SQL does
+            error.args = (str(error.args[0]).replace(told, f"{found[1]}[{int(found[2]) - 1}]"), *error.args[1:])
+    elif call.names and (isinstance(error, _REFUSALS) or not isinstance(error, psycopg.Error)):
+        for name, (kind, is_list), value in zip(call.names, _TYPE.findall(call.text), call.values, strict=True):
+            for label, element in _elements(name, value) if is_list else ((name, value),):
+                if element is not None and _is_refused(kind.decode(), element, adapters):
+                    return add_name(error, label)
     return None
 
 
@@ -77,41 +70,3 @@ def _text(value: Any, adapters: Adapters) -> str:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
-
-
-def _named_by_server(primary: str, values: dict[str, tuple[str, bool, Any]], adapters: Adapters) -> str | None:
-    """The element of a list that the server has told by its value or size."""
-    found = _TOO_LARGE.match(primary) or _INVALID.match(primary)
-    argument = found[1] if found else ""
-    name = _LISTS.get(argument, f"{argument}s")
-    _, is_list, elements = values.get(name, ("", False, ()))
-    if found is None or not is_list:
-        return None
-    bodies = values.get("bodies", ("", True, [None] * len(elements)))[2]
-    for (label, value), body in zip(_elements(name, elements), bodies, strict=False):
-        if found.re is _TOO_LARGE:
-            is_it = value is not None and len(_stored(value, adapters)) == int(found[2])
-        elif found[2] is None:
-            is_it = value is None and (argument != "payload" or body is None)
-        elif isinstance(value, timedelta):
-            is_it = not timedelta(0) <= value <= _MOST_DELAY
-        else:
-            is_it = value is not None and (argument != "payload" or body is not None)
-            is_it = is_it and _begins(_stored(value, adapters).decode(errors="replace"), found[2].replace("''", "'"))
-        if is_it:
-            return label
-    return None
-
-
-def _begins(stored: str, given: str) -> bool:
-    """Whether an error, which has the beginning of a long value only, is about this value."""
-    return stored == given or (len(given) >= 50 and stored.startswith(given))
-
-
-def _stored(value: Any, adapters: Adapters) -> bytes:
-    """The value as PostgreSQL stores it."""
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value)
-    if hasattr(value, "obj"):
-        value = json.dumps(json.loads(_text(value, adapters)), ensure_ascii=False)
-    return str(value).encode("utf8", "surrogatepass")

@@ -250,8 +250,7 @@ def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
     (delayed,) = queue.browse("scheduled")
     assert delayed.id == ids[1]
     assert delayed.visible_at - delayed.enqueued_at >= timedelta(hours=1)
-    with pytest.raises(pgqueue.InvalidArgument, match="payloads"):
-        queue.enqueue_batch([])
+    assert queue.enqueue_batch([]) == []
 
 
 # The database
@@ -518,27 +517,23 @@ def test_a_fraction_a_naive_time_or_bytes_for_json_are_refused_by_name(queue: An
         ({"payloads": ["😀", "\ud800"]}, psycopg.DataError, "payloads[1]: invalid input syntax for type json"),
         ({"payloads": [1, math.nan]}, psycopg.DataError, "payloads[1]: invalid input syntax for type json"),
         ({"payloads": [1, Jsonb("{", dumps=str)]}, psycopg.DataError, "payloads[1]: invalid input syntax"),
-        ({"payloads": ["é", "é" * 501]}, pgqueue.PayloadTooLarge, "payloads[1]: payload of 1004 bytes is over"),
-        ({"payloads": [1, None]}, pgqueue.InvalidArgument, "payloads[1]: invalid payload: null\nHINT:"),
-        ({"payloads": [5, 5], "bodies": [None, b"x"]}, pgqueue.InvalidArgument, "payloads[1]: invalid payload: '5'"),
-        ({"bodies": [b"x", b"x" * 1001]}, pgqueue.PayloadTooLarge, "bodies[1]: body of 1001 bytes is over"),
+        ({"payloads": ["é", "é" * 501]}, pgqueue.PayloadTooLarge, "payloads[1] of 1004 bytes is over"),
+        ({"payloads": [1, None]}, pgqueue.InvalidArgument, "invalid payloads[1]: null\nHINT:  payloads[1] must"),
+        ({"payloads": [5, 5], "bodies": [None, b"x"]}, pgqueue.InvalidArgument, "invalid payloads[1]: '5'"),
+        ({"bodies": [b"x", b"x" * 1001]}, pgqueue.PayloadTooLarge, "bodies[1] of 1001 bytes is over"),
         ({"bodies": [b"x", "x"]}, TypeError, "invalid bodies[1]: 'x'; must be bytes"),
         ({"payloads": [1, 2], "headers": [None, {"a": "\0"}]}, psycopg.DataError, "headers[1]: unsupported"),
-        ({"payloads": [1, 2], "headers": [{}, 5]}, pgqueue.InvalidArgument, "headers[1]: invalid headers: '5'"),
-        ({"payloads": [1, 2], "headers": [{}, {"a": "x" * 70000}]}, pgqueue.PayloadTooLarge, "headers[1]: headers of"),
+        ({"payloads": [1, 2], "headers": [{}, 5]}, pgqueue.InvalidArgument, "invalid headers[1]: '5'"),
+        ({"payloads": [1, 2], "headers": [{}, {"a": "x" * 70000}]}, pgqueue.PayloadTooLarge, "headers[1] of"),
         ({"payloads": [1, 2], "message_ids": [None, "x"]}, psycopg.DataError, "message_ids[1]: invalid input"),
         ({"payloads": [1, 2], "message_ids": [None, 5]}, psycopg.Error, "message_ids[1]: cannot cast"),
         ({"payloads": [1, 2], "delays": [None, 5]}, TypeError, "invalid delays[1]: 5; must be a datetime.timedelta"),
-        ({"payloads": [1, 2], "delays": [SECOND, -SECOND]}, pgqueue.InvalidArgument, "delays[1]: invalid delay: '-"),
+        ({"payloads": [1, 2], "delays": [SECOND, -SECOND]}, pgqueue.InvalidArgument, "invalid delays[1]: '-"),
         ({"payloads": [1, 2], "dedup_keys": ["a", "\0"]}, psycopg.DataError, "dedup_keys[1]: PostgreSQL text"),
         ({"payloads": [1, 2], "dedup_keys": ["a", "\ud800"]}, UnicodeEncodeError, "in dedup_keys[1]"),
-        ({"payloads": [1, 2], "dedup_keys": ["a", "b'" * 200]}, pgqueue.InvalidArgument, "dedup_keys[1]: invalid"),
-        (
-            {"payloads": [1, 2], "group_keys": ["a", ""]},
-            pgqueue.InvalidArgument,
-            "group_keys[1]: invalid group_key: ''",
-        ),
-        ({"payloads": [1, 2], "priorities": [None, 10]}, pgqueue.InvalidArgument, "priorities[1]: invalid priority"),
+        ({"payloads": [1, 2], "dedup_keys": ["a", "b'" * 200]}, pgqueue.InvalidArgument, "invalid dedup_keys[1]"),
+        ({"payloads": [1, 2], "group_keys": ["a", ""]}, pgqueue.InvalidArgument, "invalid group_keys[1]: ''"),
+        ({"payloads": [1, 2], "priorities": [None, 10]}, pgqueue.InvalidArgument, "invalid priorities[1]"),
         ({"payloads": [1, 2], "priorities": [None, 1.5]}, TypeError, "invalid priorities[1]: 1.5; must be an integer"),
     ],
 )

@@ -15,7 +15,7 @@ from psycopg import ClientCursor
 from ..._adapters import Adapters, JsonDumps, JsonLoads, client_adapters
 from ..._calls import Bound
 from ..._client_rows import Rows, read_leniently
-from ..._elements import add_name, name_of_refused
+from ..._elements import name_refused
 from ...client import Queue, Queues
 from ...errors import MISSING, not_installed
 
@@ -86,8 +86,8 @@ class _OverDjango:
                 yield
         except Exception as error:
             cause = error.__cause__ if isinstance(error, Error) else None
-            if call is not None and (name := name_of_refused(cause or error, call, self._adapters)):
-                add_name(cause if isinstance(cause, psycopg.Error) else error, name)
+            if call is not None:
+                name_refused(cause if isinstance(cause, psycopg.Error) else error, call, self._adapters)
             if not isinstance(cause, psycopg.Error):
                 raise
             if isinstance(cause, MISSING):
