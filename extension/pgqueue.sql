@@ -326,6 +326,38 @@ comment on column pgqueue.schedule.catch_up is 'whether the first of several mis
 comment on column pgqueue.schedule.next_at is 'the next tick; null if the schedule is paused or has stopped';
 comment on column pgqueue.schedule.last_at is 'the last tick whose message a claim has taken; null if none';
 
+create type pgqueue.result as (
+    message_id uuid,
+    queue_name text,
+    id bigint,
+    status text,
+    task jsonb,
+    value jsonb,
+    errors jsonb,
+    reason text,
+    attempt_count int,
+    workers text[],
+    enqueued_at timestamptz,
+    started_at timestamptz,
+    last_attempted_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz
+);
+comment on type pgqueue.result is
+'The result of a message: what consumers wrote about it.';
+comment on column pgqueue.result.status is 'ready, running, successful or failed';
+comment on column pgqueue.result.task is 'what create_result was given; null if nothing';
+comment on column pgqueue.result.value is 'the value of a success; null if none';
+comment on column pgqueue.result.errors is 'an array of what the last 20 failed attempts have left';
+comment on column pgqueue.result.reason is
+'why the message is gone without an outcome: the reason of the dead letter, or removed; null otherwise';
+comment on column pgqueue.result.attempt_count is 'how many attempts have begun';
+comment on column pgqueue.result.workers is 'the consumers of the last 100 attempts';
+comment on column pgqueue.result.started_at is 'when the first attempt began; null: none has';
+comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null: none has';
+comment on column pgqueue.result.finished_at is 'when it ended; null: it has not, or its message was removed';
+comment on column pgqueue.result.expires_at is 'when it is deleted, unless its message is still there';
+
 create type pgqueue.compaction as (
     table_name text,
     outcome text,
@@ -939,6 +971,33 @@ comment on column pgqueue.transports.next_at is
 comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
+
+create table pgqueue.results (
+    queue_name text collate "C" not null,
+    id bigint not null,
+    message_id uuid not null,
+    status text not null default 'ready',
+    task jsonb,
+    value jsonb,
+    errors jsonb not null default '[]',
+    attempt_count int not null default 0,
+    workers text[] not null default '{}',
+    enqueued_at timestamptz not null,
+    started_at timestamptz,
+    last_attempted_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz not null,
+    expires_in interval not null,
+    constraint results_pkey primary key (queue_name, id),
+    constraint results_message_id_is_unique unique (message_id)
+) with (fillfactor = 80);
+create index results_expires_at on pgqueue.results (expires_at);
+comment on table pgqueue.results is
+'The results of messages: what a consumer wrote about each. Columns as in pgqueue.result.';
+comment on column pgqueue.results.id is
+'The id of the message, which is gone once the result is finished.';
+comment on column pgqueue.results.expires_in is
+'How long the result stays after its end.';
 
 create sequence pgqueue.next_maintenance_at;
 comment on sequence pgqueue.next_maintenance_at is
@@ -14751,6 +14810,206 @@ end;
 $$;
 comment on function pgqueue._on_queue_altered_idle(pgqueue.queues, pgqueue.queues) is
 'Drops up to ten idle queues when a queue becomes dedicated.';
+-- Results of messages: outcome, value, errors, attempts. The sender creates a result with the message, and a consumer
+-- writes the outcome in the transaction of its acknowledgement. Nothing is written when a message dies or is removed:
+-- get_result looks for the message.
+
+create function pgqueue._as_result(r pgqueue.results)
+returns pgqueue.result
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    dead pgqueue.dead_messages;
+    is_gone constant boolean := r.finished_at is null
+        and not exists (select from pgqueue.messages m where m.queue_name = r.queue_name and m.id = r.id)
+        and not exists (select from pgqueue.scheduled_messages s where s.queue_name = r.queue_name and s.id = r.id);
+begin
+    if is_gone then
+        select d.* into dead from pgqueue.dead_messages d where d.queue_name = r.queue_name and d.id = r.id;
+    end if;
+    return row(
+        r.message_id, r.queue_name, r.id, case when is_gone then 'failed' else r.status end, r.task, r.value, r.errors,
+        coalesce(dead.reason, case when is_gone then 'removed' end), r.attempt_count, r.workers, r.enqueued_at,
+        r.started_at, r.last_attempted_at, coalesce(r.finished_at, dead.died_at), r.expires_at)::pgqueue.result;
+end;
+$$;
+comment on function pgqueue._as_result(pgqueue.results) is
+'A result as the public functions return it. It has failed if it is not finished and its message is gone.';
+
+create function pgqueue.create_result(
+    queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
+    expires_in interval default '14 days'
+)
+returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if id is null or message_id is null then
+        perform pgqueue._raise_invalid(case when id is null then 'id' else 'message_id' end, null, 'that of a message');
+    end if;
+    if expires_in is null or not pgqueue._is_interval_between(expires_in, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('expires_in', expires_in::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+    perform pgqueue._check_content(q, coalesce(task, 'null'), null, null);
+    insert into pgqueue.results (queue_name, id, message_id, task, enqueued_at, expires_at, expires_in)
+    values (
+        q.name, create_result.id, create_result.message_id, create_result.task, at,
+        pgqueue._add_interval(at, create_result.expires_in), create_result.expires_in);
+end;
+$$;
+comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uuid, jsonb, interval) is
+'Creates the result of a message, with the status ready. Call it in the transaction of enqueue, with the id that it has
+returned. message_id, by which get_result finds it, is that of the message, or another UUID that no result has. task is
+for the program that reads the result, such as the name of a function and its arguments; it has at most
+max_payload_bytes. expires_in, from 0 to 3652.5 days, counts from the end of the message. Raises 22023, 23505 (the
+message or message_id has a result), PQ001, PQ003.';
+
+create function pgqueue.update_result(
+    queue_name pgqueue.queue_of_consumer, id bigint, status text, value jsonb default null, error jsonb default null,
+    worker text default null
+)
+returns setof pgqueue.result
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    is_start constant boolean := status = 'running';
+    is_end constant boolean := status in ('successful', 'failed');
+    changed pgqueue.results;
+begin
+    if id is null then
+        perform pgqueue._raise_invalid('id', null, 'the id of a message');
+    elsif status is null or status not in ('ready', 'running', 'successful', 'failed') then
+        perform pgqueue._raise_invalid('status', status, 'ready, running, successful or failed');
+    elsif value is not null and status <> 'successful' then
+        perform pgqueue._raise_invalid('value', left(value::text, 50), 'null unless status is successful');
+    elsif error is not null and status not in ('ready', 'failed') then
+        perform pgqueue._raise_invalid('error', left(error::text, 50), 'null unless status is ready or failed');
+    elsif worker is not null and not is_start then
+        perform pgqueue._raise_invalid('worker', left(worker, 50), 'null unless status is running');
+    end if;
+    perform pgqueue._check_content(q, coalesce(value, error, 'null'), null, null);
+    update pgqueue.results r
+    set status = update_result.status, value = update_result.value,
+        errors = case when error is null then r.errors
+            else case when jsonb_array_length(r.errors) < 20 then r.errors else r.errors - 0 end || jsonb_build_array(error) end,
+        attempt_count = r.attempt_count + is_start::int,
+        workers = case when is_start then (r.workers || coalesce(worker, ''))[greatest(cardinality(r.workers) - 98, 1):]
+            else r.workers end,
+        started_at = coalesce(r.started_at, case when is_start then at end),
+        last_attempted_at = case when is_start then at else r.last_attempted_at end,
+        finished_at = case when is_end then at end,
+        expires_at = case when is_end then pgqueue._add_interval(at, r.expires_in) else r.expires_at end
+    where r.queue_name = q.name and r.id = update_result.id
+    returning r.* into changed;
+    if found then
+        return next pgqueue._as_result(changed);
+    end if;
+end;
+$$;
+comment on function pgqueue.update_result(pgqueue.queue_of_consumer, bigint, text, jsonb, jsonb, text) is
+'Changes the result of a message and returns it; no row if the message has none. running begins an attempt of worker,
+and ready ends one that failed and is repeated. successful, with the value, and failed end the result. Call it in the
+transaction of ack, nack or reject: if one of these returns false, roll back. error is added to errors, which keeps the
+last 20, as workers keeps the last 100. value and error have at most max_payload_bytes. Raises 22023, PQ001, PQ003.';
+
+create function pgqueue.get_result(message_id uuid, caller pgqueue.caller default current_user)
+returns setof pgqueue.result
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+begin
+    return query
+    select (pgqueue._as_result(r)).* from pgqueue.results r
+    where r.message_id = get_result.message_id
+        and pgqueue._may_use(caller, r.queue_name, pgqueue._privileges_of('{producer,consumer,admin,reader}'));
+end;
+$$;
+comment on function pgqueue.get_result(uuid, pgqueue.caller) is
+'Returns the result of the message with this message_id; no row if there is none, if it has expired and was removed, or
+if the caller may not use the queue. The status failed has a reason if no consumer has set it: that of the dead letter,
+or removed if the message was purged, cancelled, acknowledged without an outcome, or has expired. If the dead letter is
+sent again by redrive, the status is ready or running again.';
+
+create function pgqueue._purge_results(q pgqueue.queues, before timestamptz, batch_size int)
+returns bigint
+language sql volatile
+as $$
+    with gone as (
+        delete from pgqueue.results r
+        where (r.queue_name, r.id) in (
+            select c.queue_name, c.id from pgqueue.results c
+            where case when q.name is null then c.expires_at <= before
+                    else c.queue_name = q.name and coalesce(c.finished_at, c.enqueued_at) <= before end
+                -- A message that is still there, or can be sent again, keeps its result.
+                and (c.finished_at is not null or (
+                    not exists (select from pgqueue.messages m where m.queue_name = c.queue_name and m.id = c.id)
+                    and not exists (select from pgqueue.scheduled_messages s where s.queue_name = c.queue_name and s.id = c.id)
+                    and not exists (select from pgqueue.dead_messages d where d.queue_name = c.queue_name and d.id = c.id)))
+            limit batch_size for update skip locked
+        )
+        returning 1
+    )
+    select count(*) from gone
+$$;
+comment on function pgqueue._purge_results(pgqueue.queues, timestamptz, int) is
+'Deletes up to batch_size results that have expired before a time or, if a queue is given, those of the queue that ended
+before it, and returns how many. Waits for no other transaction.';
+
+create function pgqueue.purge_results(queue_name pgqueue.queue_of_admin, min_age interval default '0')
+returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+begin
+    if min_age is null or not pgqueue._is_interval_between(min_age, '0', '3652.5 days') then
+        perform pgqueue._raise_invalid('min_age', min_age::text, 'an interval from 0 to 10 years (3652.5 days)');
+    end if;
+    return pgqueue._purge_results(q, pgqueue._add_interval(pgqueue._now(), -min_age), 10000);
+end;
+$$;
+comment on function pgqueue.purge_results(pgqueue.queue_of_admin, interval) is
+'Deletes up to 10,000 results of the queue that have ended at least min_age ago, and returns how many. Repeat the call
+until it returns 0. Results of messages that are ready, scheduled, in flight or dead letters stay. Claims delete results
+that have expired, so this call is for what shall go earlier. Raises 22023, PQ001.';
+
+create function pgqueue._on_housekeeping_due_results(at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if pgqueue._purge_results(null, at, 1000) = 1000 then
+        perform setval('pgqueue.next_housekeeping_at', pgqueue._to_micros(at + interval '1 s'));
+    end if;
+end;
+$$;
+comment on function pgqueue._on_housekeeping_due_results(timestamptz) is
+'Deletes results that have expired, 1000 at a time.';
+
+create function pgqueue._on_queue_dropping_results(q pgqueue.queues)
+returns void
+language sql volatile
+as $$ delete from pgqueue.results r where r.queue_name = q.name $$;
+comment on function pgqueue._on_queue_dropping_results(pgqueue.queues) is
+'Deletes the results of the queue.';
 -- Returns the space of dead rows that vacuum cannot remove, because a long transaction pins the xmin horizon. A
 -- compaction locks a table, usually for some hundredths of a second, reads the few living rows, truncates the table and
 -- inserts them again. An enqueue, a sweep, or a session that reads the relation of a transport, requests a compaction.
@@ -15273,6 +15532,10 @@ as $$
     ('alter_schedule', '{admin}'::text[]),
     ('drop_schedule', '{admin}'::text[]),
     ('run_schedule', '{producer,admin}'::text[]),
+    ('create_result', '{producer}'::text[]),
+    ('update_result', '{consumer}'::text[]),
+    ('get_result', '{producer,consumer,admin,reader}'::text[]),
+    ('purge_results', '{admin}'::text[]),
     ('list_schedules', '{consumer,admin,reader}'::text[]),
     ('claim', '{consumer}'::text[]),
     ('claim_any', '{consumer}'::text[]),

@@ -11,6 +11,7 @@ select pg_extension_config_dump('pgqueue.archive_clock', '');
 select pg_extension_config_dump('pgqueue.archive_promises', '');
 select pg_extension_config_dump('pgqueue.subscriptions', '');
 select pg_extension_config_dump('pgqueue.schedules', '');
+select pg_extension_config_dump('pgqueue.results', '');
 select pg_extension_config_dump('pgqueue.dedup_keys', '');
 select pg_extension_config_dump('pgqueue.transports', '');
 -- Staged messages are not dumped, as they do not survive a crash either. The ledger of commits is dumped.

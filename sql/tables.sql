@@ -543,6 +543,33 @@ comment on column pgqueue.transports.settled_seq is
 'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
 sweep_state.';
 
+create table pgqueue.results (
+    queue_name text collate "C" not null,
+    id bigint not null,
+    message_id uuid not null,
+    status text not null default 'ready',
+    task jsonb,
+    value jsonb,
+    errors jsonb not null default '[]',
+    attempt_count int not null default 0,
+    workers text[] not null default '{}',
+    enqueued_at timestamptz not null,
+    started_at timestamptz,
+    last_attempted_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz not null,
+    expires_in interval not null,
+    constraint results_pkey primary key (queue_name, id),
+    constraint results_message_id_is_unique unique (message_id)
+) with (fillfactor = 80);
+create index results_expires_at on pgqueue.results (expires_at);
+comment on table pgqueue.results is
+'The results of messages: what a consumer wrote about each. Columns as in pgqueue.result.';
+comment on column pgqueue.results.id is
+'The id of the message, which is gone once the result is finished.';
+comment on column pgqueue.results.expires_in is
+'How long the result stays after its end.';
+
 create sequence pgqueue.next_maintenance_at;
 comment on sequence pgqueue.next_maintenance_at is
 'Register: when a sweep next calls the maintenance, in microseconds since 1970. A hint, shared by all

@@ -302,6 +302,38 @@ comment on column pgqueue.schedule.catch_up is 'whether the first of several mis
 comment on column pgqueue.schedule.next_at is 'the next tick; null if the schedule is paused or has stopped';
 comment on column pgqueue.schedule.last_at is 'the last tick whose message a claim has taken; null if none';
 
+create type pgqueue.result as (
+    message_id uuid,
+    queue_name text,
+    id bigint,
+    status text,
+    task jsonb,
+    value jsonb,
+    errors jsonb,
+    reason text,
+    attempt_count int,
+    workers text[],
+    enqueued_at timestamptz,
+    started_at timestamptz,
+    last_attempted_at timestamptz,
+    finished_at timestamptz,
+    expires_at timestamptz
+);
+comment on type pgqueue.result is
+'The result of a message: what consumers wrote about it.';
+comment on column pgqueue.result.status is 'ready, running, successful or failed';
+comment on column pgqueue.result.task is 'what create_result was given; null if nothing';
+comment on column pgqueue.result.value is 'the value of a success; null if none';
+comment on column pgqueue.result.errors is 'an array of what the last 20 failed attempts have left';
+comment on column pgqueue.result.reason is
+'why the message is gone without an outcome: the reason of the dead letter, or removed; null otherwise';
+comment on column pgqueue.result.attempt_count is 'how many attempts have begun';
+comment on column pgqueue.result.workers is 'the consumers of the last 100 attempts';
+comment on column pgqueue.result.started_at is 'when the first attempt began; null: none has';
+comment on column pgqueue.result.last_attempted_at is 'when the last attempt began; null: none has';
+comment on column pgqueue.result.finished_at is 'when it ended; null: it has not, or its message was removed';
+comment on column pgqueue.result.expires_at is 'when it is deleted, unless its message is still there';
+
 create type pgqueue.compaction as (
     table_name text,
     outcome text,

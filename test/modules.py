@@ -26,6 +26,7 @@ MODULE_TABLES = {
     "sink": ["staged_attempts", "staged_messages", "sink_commits"],
     "topics": ["subscriptions"],
     "schedules": ["schedules"],
+    "results": ["results"],
     "transport": ["transports"],
 }
 # An acknowledgement and a receive insert into the archive in the statement that deletes, and date

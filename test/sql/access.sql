@@ -1,6 +1,6 @@
 begin;
 lock table pgqueue.messages in access exclusive mode;
-select plan(267);
+select plan(279);
 
 -- Roles: for each kind of access one with access to the queue access-own, one to the queues access-p-*, one to all.
 create temp table kinds as select unnest(array['producer', 'consumer', 'admin', 'reader', 'transport']) as access;
@@ -126,6 +126,10 @@ insert into several values
 ('select s.queue_name from pgqueue.list_streams() s', '{consumer,admin,reader}'),
 ('select s.queue_name from pgqueue.list_subscriptions() s', '{consumer,admin}'),
 ('select s.queue_name from pgqueue.doctor() s', '{admin}');
+create temp table result_ids as select n as name, gen_random_uuid() as id from unnest(array['access-own', 'access-p-own', 'access-foreign']) n;
+grant select on result_ids to public;
+select count(pgqueue.create_result(r.name, 1000000, r.id) is null) as made from result_ids r \gset
+insert into several values ('select s.queue_name from result_ids r, pgqueue.get_result(r.id) s', '{producer,consumer,admin,reader}');
 select pgqueue.pause_queue(n) from unnest(array['access-own', 'access-p-own', 'access-foreign']) n;
 select is(pg_temp.seen(format('pgqueue_test_%s_%s', w.scope, a), s.statement), w.names, format('%s %s: %s', w.scope, a, s.statement))
 from several s cross join unnest(s.allowed_to) a

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(350);
+select plan(359);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -36,7 +36,7 @@ insert into verbs values
 ('receive', ''), ('sink_stage', ', gen_random_uuid(), 0, 0'), ('peek', ''), ('browse', ''), ('browse_dead_messages', ''), ('browse_archived_messages', ''), ('stats', ''), ('redrive', ''), ('purge_dead_messages', ''),
 ('stream_open', ', ''s'''), ('stream_claim', ', ''s'', 1, 0, null'), ('stream_begin', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_read', ', ''s'', 1, 1, gen_random_uuid()'),
 ('stream_extend', ', ''s'', 1'), ('stream_ack', ', ''s'', 1, 1, gen_random_uuid()'), ('stream_skip', ', ''s'', 1'), ('list_streams', ''), ('list_subscriptions', ''), ('list_schedules', ''), ('cancel', ', 1'), ('cancel_by_key', ', ''k'''), ('expose_transport', ''), ('unexpose_transport', ''), ('advance_transport', ''), ('drop_stream', ', ''s'''),
-('purge_expired', ''), ('sweep_queue', ''), ('compact_queue', ''), ('wake', ''), ('prepare_wait', ''), ('next_due_at', '');
+('purge_expired', ''), ('create_result', ', 1, gen_random_uuid()'), ('update_result', ', 1, ''running'''), ('purge_results', ''), ('sweep_queue', ''), ('compact_queue', ''), ('wake', ''), ('prepare_wait', ''), ('next_due_at', '');
 select pg_temp.refuses(format('select pgqueue.%s(''errors_nowhere''%s)', v.name, v.arguments), 'PQ001', 'queue', '''errors_nowhere''') from verbs v;
 select pg_temp.refuses(format('select pgqueue.%s(''''%s)', v.name, v.arguments), 'PQ001', 'queue', '''''') from verbs v;
 select pg_temp.refuses(format('select pgqueue.%s(null%s)', v.name, v.arguments), 'PQ001', 'queue', 'null') from verbs v where v.name not in ('stats', 'list_streams', 'list_subscriptions', 'list_schedules');

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(463);
+select plan(481);
 
 create role pgqueue_test_producer;
 create role pgqueue_test_consumer;
@@ -41,6 +41,10 @@ insert into verbs values
 ('alter_schedule', 'select pgqueue.alter_schedule(''grants'')', false, false, true),
 ('run_schedule', 'select pgqueue.run_schedule(''grants'')', true, false, true),
 ('list_schedules', 'select pgqueue.list_schedules()', false, true, true),
+('create_result', 'select pgqueue.create_result(''grants'', 1000000, gen_random_uuid())', true, false, false),
+('update_result', 'select pgqueue.update_result(''grants'', 1000001, ''running'')', false, true, false),
+('get_result', 'select pgqueue.get_result(gen_random_uuid())', true, true, true),
+('purge_results', 'select pgqueue.purge_results(''grants'')', false, false, true),
 ('drop_schedule', 'select pgqueue.drop_schedule(''grants_new'')', false, false, true),
 ('claim', 'select pgqueue.claim(''grants'')', false, true, false),
 ('claim_any', 'select pgqueue.claim_any(''{grants}'')', false, true, false),
@@ -246,7 +250,7 @@ reset role;
 create role pgqueue_test_reader;
 select lives_ok($$ select pgqueue.grant_access('pgqueue_test_reader', 'reader') $$, 'grant_access grants reader access');
 create temp table reads as
-select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'list_schedules', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
+select unnest(array['browse', 'browse_dead_messages', 'browse_archived_messages', 'list_streams', 'list_schedules', 'get_result', 'get_queue', 'list_queues', 'peek', 'stats', 'next_due_at', 'version']) as name;
 grant select on reads to public;
 set local role pgqueue_test_reader;
 select lives_ok(format('select from pgqueue.%I', t), 'a reader may read ' || t)

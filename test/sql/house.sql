@@ -64,6 +64,7 @@ select results_eq(
     ('compact_queue', 'queue_name text', 0, 'SETOF pgqueue.compaction'),
     ('compact_queues', 'caller pgqueue.caller', 1, 'SETOF pgqueue.compaction'),
     ('create_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dedicated boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, if_not_exists boolean, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval, priorities boolean, counters boolean, dead_letter_to pgqueue.queue_of_admin', 22, 'pgqueue.queue'),
+    ('create_result', 'queue_name text, id bigint, message_id uuid, task jsonb, expires_in interval', 2, 'void'),
     ('create_schedule', 'name text, queue_name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer, group_key text, if_not_exists boolean', 8, 'timestamp with time zone'),
     ('doctor', 'peek_delay interval, caller pgqueue.caller', 2, 'SETOF pgqueue.finding'),
     ('drop_idle_queues', 'caller pgqueue.caller', 1, 'SETOF text'),
@@ -80,6 +81,7 @@ select results_eq(
     ('extend_batch', 'queue_name text, ids bigint[], claim_token uuid, visibility_timeout interval', 1, 'SETOF bigint'),
     ('extend_claims', 'queue_name text, ids bigint[], claim_tokens uuid[], visibility_timeout interval', 1, 'SETOF pgqueue.settled_claim'),
     ('get_queue', 'queue_name text', 0, 'pgqueue.queue'),
+    ('get_result', 'message_id uuid, caller pgqueue.caller', 1, 'SETOF pgqueue.result'),
     ('grant_access', 'role_name name, access text, queue_name text', 1, 'void'),
     ('list_access', '', 0, 'SETOF pgqueue.access'),
     ('list_queues', 'caller pgqueue.caller', 1, 'SETOF pgqueue.queue'),
@@ -97,6 +99,7 @@ select results_eq(
     ('purge_dead_messages', 'queue_name text, ids bigint[]', 1, 'bigint'),
     ('purge_expired', 'queue_name text, batch_size integer', 1, 'integer'),
     ('purge_queue', 'queue_name text', 0, 'bigint'),
+    ('purge_results', 'queue_name text, min_age interval', 1, 'bigint'),
     ('receive', 'queue_name text, max_messages integer', 1, 'SETOF pgqueue.message'),
     ('record_failure', 'queue_name text, id bigint, attempt_count integer, delay interval, error text, headers jsonb', 3, 'boolean'),
     ('redrive', 'queue_name text, max_messages integer, ids bigint[], to_queue pgqueue.queue_of_admin', 3, 'integer'),
@@ -125,6 +128,7 @@ select results_eq(
     ('unexpose_subscriptions', 'schema_name text, table_name text, caller pgqueue.caller', 3, 'boolean'),
     ('unexpose_transport', 'queue_name text', 0, 'boolean'),
     ('unsubscribe', 'topic text, queue_name text', 0, 'boolean'),
+    ('update_result', 'queue_name text, id bigint, status text, value jsonb, error jsonb, worker text', 3, 'SETOF pgqueue.result'),
     ('version', '', 0, 'text'),
     ('wake', 'queue_name text', 0, 'void') $$, 'the functions have the names, arguments, defaults and results of the contract');
 

@@ -30,6 +30,7 @@ from .message import (
     Message,
     QueueInfo,
     QueueStats,
+    Result,
     Schedule,
     SettledClaim,
     Stream,
@@ -402,6 +403,14 @@ sink_commit = Call(bool, "sink_commit", "run uuid, tokens uuid[], counts bigint[
 sink_abort = Call(int, "sink_abort", "run uuid")
 sweep_staged = Call(int, "sweep_staged", "", "older_than interval, forget_after interval")
 peek = Call(int, "peek", "queue_name text", "max_records int")
+create_result = Call(
+    object, "create_result", "queue_name text, id bigint, message_id uuid", "task jsonb, expires_in interval"
+)
+update_result = Call(
+    Result, "update_result", "queue_name text, id bigint, status text", "value jsonb, error jsonb, worker text"
+)
+get_result = Call(Result, "get_result", "message_id uuid")
+purge_results = Call(int, "purge_results", "queue_name text", "min_age interval")
 browse = Call(Message, "browse", "queue_name text", "state text, max_messages int, after_id bigint")
 browse_dead_messages = Call(DeadMessage, "browse_dead_messages", "queue_name text", "max_messages int, after_id bigint")
 browse_archived_messages = Call(

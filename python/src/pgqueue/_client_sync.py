@@ -26,6 +26,7 @@ from .message import (
     Message,
     QueueInfo,
     QueueStats,
+    Result,
     Schedule,
     SettledClaim,
     Stream,
@@ -200,6 +201,14 @@ class Queues(_Calls):
         `InvalidArgument`, `QueueNotFound`.
         """
         return self._all(_calls.claim_any(queue_names, max_messages, visibility_timeout, claimed_by))
+
+    def get_result(self, message_id: UUID) -> Result | None:
+        """The result of a message; None if there is none, or if it has expired.
+
+        It has failed if its message is gone and no consumer has written an outcome: see `Result.reason`.
+        """
+        found = self._all(_calls.get_result(message_id))
+        return found[0] if found else None
 
     def list_schedules(self, queue_name: str | None = None) -> list[Schedule]:
         """The schedules of a queue, or of every queue, by name. Raises `QueueNotFound`."""
@@ -1088,6 +1097,36 @@ class Queue(_Calls):
     def purge_expired(self, batch_size: int | None = None) -> int:
         """Delete expired messages, up to `batch_size` (10000). Returns their number."""
         return self._one(_calls.purge_expired(self.name, batch_size))
+
+    def create_result(self, id: int, message_id: UUID, task: Any = None, expires_in: timedelta | None = None) -> None:
+        """Create the result of a message. Call it in the transaction of `enqueue`, which returns `id`.
+
+        `get_result` finds it by `message_id`, that of the message or another one that no result has. `task` is JSON for
+        the program that reads the result. `expires_in` (14 days) counts from the end of the message. Raises
+        `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, and `psycopg.errors.UniqueViolation` if the message or
+        `message_id` has a result.
+        """
+        self._one(_calls.create_result(self.name, id, message_id, task, expires_in))
+
+    def update_result(
+        self, id: int, status: str, value: Any = None, error: Any = None, worker: str | None = None
+    ) -> Result | None:
+        """Change the result of a message and return it; None if the message has none.
+
+        `status` is `running` (an attempt of `worker` begins), `ready` (one has failed with `error`, and is repeated),
+        `successful` (with `value`) or `failed` (with `error`). Call it in the transaction of `ack`, `nack` or `reject`,
+        and roll back if one of these returns false. `value` and `error` are JSON. Raises `InvalidArgument`,
+        `PayloadTooLarge`, `QueueNotFound`.
+        """
+        found = self._all(_calls.update_result(self.name, id, status, value, error, worker))
+        return found[0] if found else None
+
+    def purge_results(self, min_age: timedelta | None = None) -> int:
+        """Delete up to 10,000 results that have ended at least `min_age` ago. Returns their number.
+
+        Claims delete results that have expired. Raises `InvalidArgument`, `QueueNotFound`.
+        """
+        return self._one(_calls.purge_results(self.name, min_age))
 
     def sweep_queue(self, max_messages: int | None = None) -> int:
         """Move messages without attempts left to the dead letters, up to `max_messages` (10000), once their last claims

@@ -20,6 +20,7 @@ __all__ = [
     "NewMessage",
     "QueueInfo",
     "QueueStats",
+    "Result",
     "SettledClaim",
     "Stream",
     "StreamBatch",
@@ -312,6 +313,32 @@ class Schedule:
     catch_up: bool
     next_at: datetime | None
     last_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a message: its status, what the handler returned, and its attempts.
+
+    `status` is `ready`, `running`, `successful` or `failed`. `task` is what the sender gave, `value` that of a success.
+    `errors` are those of failed attempts, and `workers` the consumer of each attempt. `reason` says why the message is
+    gone if no consumer has finished the result (None: one has, or the message is still there).
+    """
+
+    message_id: UUID
+    queue_name: str
+    id: int
+    status: str
+    task: Any
+    value: Any
+    errors: list[Any]
+    reason: str | None
+    attempt_count: int
+    workers: list[str]
+    enqueued_at: datetime
+    started_at: datetime | None
+    last_attempted_at: datetime | None
+    finished_at: datetime | None
+    expires_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,6 +253,24 @@ def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
     assert queue.enqueue_batch([]) == []
 
 
+def test_a_result_is_written_with_the_acknowledgement(client: Client, queue: Any, connection: Any, name: str) -> None:
+    message_id = uuid4()
+    queue.create_result(queue.enqueue(1, message_id=message_id), message_id, {"name": "f"}, timedelta(days=1))
+    (message,) = queue.claim()
+    queue.update_result(message.id, "running", worker="here")
+    beside = pgqueue.Queue(connection, name)
+    with connection.transaction(force_rollback=True):
+        assert beside.ack(message.id, message.claim_token)
+        beside.update_result(message.id, "successful", value=[1])
+    result = client.queues.get_result(message_id)
+    assert (result.status, result.task, result.value, result.workers) == ("running", {"name": "f"}, None, ["here"])
+    assert queue.ack(message.id, message.claim_token)
+    done = queue.update_result(message.id, "successful", value=[1])
+    assert (done.status, done.value, done.expires_at - done.finished_at) == ("successful", [1], timedelta(days=1))
+    assert (queue.update_result(message.id + 1, "ready"), client.queues.get_result(uuid4())) == (None, None)
+    assert (queue.purge_results(timedelta(hours=1)), queue.purge_results()) == (0, 1)
+
+
 # The database
 
 

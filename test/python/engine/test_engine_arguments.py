@@ -26,6 +26,7 @@ MAY_BE_NULL = {
     "claim_any": "visibility_timeout claimed_by",
     "create_queue": "archive_for expires_after_idle group_limit max_in_flight rate_limit dead_letter_to",
     "create_schedule": "headers priority group_key",
+    "create_result": "task",
     "drop_schedule": "name",
     "enqueue": "headers expires_in message_id body dedup_key group_key priority",
     "enqueue_batch": "headers expires_in message_ids bodies delays dedup_keys group_keys priorities",
@@ -34,6 +35,7 @@ MAY_BE_NULL = {
     "extend": "visibility_timeout",
     "extend_batch": "visibility_timeout",
     "extend_claims": "visibility_timeout",
+    "get_result": "message_id",
     "grant_access": "queue_name",
     "list_schedules": "queue_name",
     "list_streams": "queue_name",
@@ -54,6 +56,7 @@ MAY_BE_NULL = {
     "stream_open": "opened_by on_ack",
     "stream_read": "partition",
     "stream_skip": "ids error epoch",
+    "update_result": "value error worker",
 }
 
 # Unusual values by type. Unknown names are not tested here.
@@ -122,6 +125,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "on_ack": "'delete'",
         "reason": "'rejected'",
         "state": "'ready'",
+        "status": "'successful'",
         "tokens": "array[gen_random_uuid(), gen_random_uuid()]",
         "counts": "'{0,0}'",
         "fail_on_data_loss": "false",
@@ -144,10 +148,10 @@ def good(verb: str, argument: str, kind: str) -> str:
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")
-    if argument in ("body", "bodies", "after_token", "before_id", "up_to_id", "archive_for") or (verb, argument) == (
-        "stream_read",
-        "partition",
-    ):
+    if argument in ("body", "bodies", "after_token", "before_id", "up_to_id", "archive_for", "worker") or (
+        verb,
+        argument,
+    ) in (("stream_read", "partition"), ("update_result", "error")):
         return "null"
     by_kind = {
         "jsonb": "'{}'",

@@ -1,0 +1,88 @@
+begin;
+-- The lock makes test files wait for each other: this file stops the clock.
+lock table pgqueue.messages in access exclusive mode;
+create or replace function pgqueue._now() returns timestamptz language sql volatile parallel safe
+as $$ select current_setting('test.now')::timestamptz $$;
+set local test.now = '2030-01-01 12:00:00+00';
+select plan(37);
+
+select pgqueue.create_queue('results', max_attempts => 2, max_payload_bytes => 100) is not null as made \gset
+select pgqueue.enqueue('results', '1') as number, gen_random_uuid() as uuid \gset
+select lives_ok(format($$ select pgqueue.create_result('results', %s, %L, '{"name": "f"}') $$, :number, :'uuid'), 'a message gets a result');
+create function pg_temp.result(id text) returns text language sql as $$
+    select format('%s %s %s %s %s', r.status, coalesce(r.reason, '-'), r.attempt_count, r.errors, coalesce(r.value, '"-"')) from pgqueue.get_result(id::uuid) r
+$$;
+select is(pg_temp.result(:'uuid'), 'ready - 0 [] "-"', 'a new result is ready');
+
+-- Attempts.
+select claim_token as token from pgqueue.claim('results', claimed_by => 'one') \gset
+select is((select r.workers from pgqueue.update_result('results', :number, 'running', worker => 'one') r), array['one'], 'an attempt names its worker');
+select is(pgqueue.nack('results', :number, :'token', '1 min'), true, 'the attempt fails');
+select is((select count(*) from pgqueue.update_result('results', :number, 'ready', error => '"oh"')), 1::bigint, 'a failed attempt leaves its error');
+select is(pg_temp.result(:'uuid'), 'ready - 1 ["oh"] "-"', 'a result whose message waits for a retry is ready');
+set local test.now = '2030-01-01 12:01:00+00';
+select claim_token as token from pgqueue.claim('results') \gset
+select results_eq(format($$ select r.workers, r.started_at, r.last_attempted_at from pgqueue.update_result('results', %s, 'running', worker => 'two') r $$, :number),
+    $$ values (array['one', 'two'], timestamptz '2030-01-01 12:00:00+00', timestamptz '2030-01-01 12:01:00+00') $$, 'a further attempt keeps the time of the first one');
+
+-- A message that dies.
+set local test.now = '2030-01-01 12:05:00+00';
+select pgqueue.sweep_queue('results') as swept \gset
+select is(pg_temp.result(:'uuid'), 'failed attempts_exhausted 2 ["oh"] "-"', 'the result of a dead letter has failed, for its reason, although no consumer has said so');
+select is((select r.finished_at from pgqueue.get_result(:'uuid') r), '2030-01-01 12:05:00+00', 'the result of a dead letter has ended when the message died');
+select is(pgqueue.purge_results('results'), 0::bigint, 'the result of a dead letter stays');
+select is(pgqueue.redrive('results'), 1, 'the dead letter is sent again');
+select is(pg_temp.result(:'uuid'), 'running - 2 ["oh"] "-"', 'the result of a dead letter that is sent again has not failed');
+
+-- The outcome.
+select claim_token as token from pgqueue.claim('results') \gset
+select is(pgqueue.ack('results', :number, :'token'), true, 'the message is acknowledged');
+select is(pg_temp.result(:'uuid'), 'failed removed 2 ["oh"] "-"', 'a result whose message is gone without an outcome has failed');
+select is((select r.expires_at from pgqueue.update_result('results', :number, 'successful', '42') r), '2030-01-15 12:05:00+00', 'a result expires 14 days after its end');
+select is(pg_temp.result(:'uuid'), 'successful - 2 ["oh"] 42', 'a successful result has its value');
+select is((select count(*) from pgqueue.update_result('results', :number + 1, 'running')), 0::bigint, 'a message without a result has none after an attempt');
+
+-- Limits.
+select throws_ok(format($$ select pgqueue.create_result('results', %s, gen_random_uuid()) $$, :number), '23505', null, 'a message has at most one result');
+select throws_ok(format($$ select pgqueue.create_result('results', 1, %L) $$, :'uuid'), '23505', null, 'a message_id has at most one result');
+select throws_ok($$ select pgqueue.create_result('results', null, gen_random_uuid()) $$, '22023', 'invalid id: null', 'a result needs an id');
+select throws_ok($$ select pgqueue.create_result('results', 1, null) $$, '22023', 'invalid message_id: null', 'a result needs a message_id');
+select throws_ok($$ select pgqueue.create_result('results', 1, gen_random_uuid(), to_jsonb(repeat('x', 100))) $$, 'PQ003', null, 'a task is as large as a payload may be');
+select throws_ok($$ select pgqueue.create_result('results', 1, gen_random_uuid(), expires_in => '-1 s') $$, '22023', null, 'a result expires after its end');
+select throws_ok($$ select pgqueue.update_result('results', null, 'ready') $$, '22023', 'invalid id: null', 'update_result needs an id');
+select throws_ok(format($$ select pgqueue.update_result('results', 1, %s) $$, v.arguments), '22023', null, format('update_result refuses %s', v.arguments))
+from (values ('null'), ('''done'''), ('''ready'', ''1'''), ('''running'', error => ''1'''), ('''ready'', worker => ''w''')) v (arguments);
+select throws_ok($$ select pgqueue.update_result('results', 1, 'successful', to_jsonb(repeat('x', 100))) $$, 'PQ003', null, 'a value is as large as a payload may be');
+select count(u) as updated from generate_series(1, 21) n cross join lateral pgqueue.update_result('results', :number, 'ready', error => to_jsonb(n)) u \gset
+select count(u) as updated from generate_series(1, 101) n cross join lateral pgqueue.update_result('results', :number, 'running', worker => n::text) u \gset
+select results_eq(format($$ select jsonb_array_length(r.errors), r.errors ->> -1, cardinality(r.workers), r.workers[100], r.attempt_count from pgqueue.get_result(%L) r $$, :'uuid'),
+    $$ values (20, '21', 100, '101', 103) $$, 'a result keeps the last 20 errors and the last 100 workers');
+
+-- Removal.
+select throws_ok($$ select pgqueue.purge_results('results', '-1 s') $$, '22023', null, 'purge_results refuses a negative age');
+create function pg_temp.send(delay interval, finish boolean) returns uuid language plpgsql as $$
+declare
+    message_id constant uuid := gen_random_uuid();
+    number constant bigint := pgqueue.enqueue('results', '1', delay => delay);
+begin
+    perform pgqueue.create_result('results', number, message_id, expires_in => '1 day');
+    if finish then
+        perform pgqueue.cancel('results', number), pgqueue.update_result('results', number, 'failed', error => '"oh"');
+    end if;
+    return message_id;
+end;
+$$;
+select count(*) as sent from pgqueue.update_result('results', :number, 'successful') \gset
+select pg_temp.send('30 days', false) as scheduled, pg_temp.send('0', true) as finished \gset
+select is(pgqueue.purge_results('results', '1 h'), 0::bigint, 'purge_results leaves results that are younger');
+set local test.now = '2030-01-02 12:05:00+00';
+select pgqueue._do_housekeeping(pgqueue._now()) is null as done \gset
+select is(array(select r.status from unnest(array[:'uuid', :'scheduled', :'finished']::uuid[]) u cross join lateral pgqueue.get_result(u) r), array['successful', 'ready'],
+    'claims delete results that have expired, and none of a message that is still there');
+select is(pgqueue.purge_results('results'), 1::bigint, 'purge_results deletes results that have ended');
+select is(pg_temp.result(:'scheduled'), 'ready - 0 [] "-"', 'purge_results leaves results of messages that are scheduled');
+select count(*) as dropped from pgqueue.drop_queue('results') \gset
+select is((select count(*) from pgqueue.results r where r.queue_name = 'results'), 0::bigint, 'a dropped queue leaves no results');
+
+select * from finish();
+rollback;
