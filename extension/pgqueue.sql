@@ -10726,7 +10726,7 @@ begin
             end),
         detail = format('The last acknowledged batch is %s, and %s.', s.acked_seq,
             case when s.claim_token is null then 'no batch is open' else format('batch %s is open', s.acked_seq + 1) end),
-        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or set fail_on_data_loss => false to continue with the messages that are left.';
+        hint = 'The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a new checkpoint, or continue after acked_seq and acked_token of the stream, which stream_open returns.';
 end;
 $$;
 comment on function pgqueue._raise_stream_out_of_step(pgqueue.streams, bigint) is
@@ -10753,7 +10753,7 @@ begin
         message = format('stream %L of queue %L has lost %s of %s of batch %s: %s',
             s.stream_name, s.queue_name, cardinality(lost), pgqueue._with_number(cardinality(s.ids), 'message'), s.acked_seq + 1, pgqueue._format_ids(lost)),
         detail = format('The batch was claimed at %s, and reserved until %s.', s.claimed_at, s.claimed_until),
-        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. To continue without them, set fail_on_data_loss => false, or call pgqueue.stream_skip. To avoid this error, reserve for longer, or extend more often.';
+        hint = 'The reservation ran out and other consumers claimed the messages, or the messages were purged. stream_claim after the last acknowledged batch returns the batch without them, and pgqueue.stream_skip leaves them out. To avoid this error, reserve for longer, or extend more often.';
 end;
 $$;
 comment on function pgqueue._raise_stream_data_lost(pgqueue.streams, bigint[]) is
@@ -10776,38 +10776,6 @@ end;
 $$;
 comment on function pgqueue._raise_stream_poisoned(pgqueue.streams) is
 'Raises PQ009 stream_poisoned.';
-
-create function pgqueue._check_stream_name(stream_name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if not pgqueue._is_name(stream_name) then
-        perform pgqueue._raise_invalid('stream_name', stream_name,
-            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
-    end if;
-end;
-$$;
-comment on function pgqueue._check_stream_name(text) is
-'Raises 22023 for an invalid stream name.';
-
-create function pgqueue._check_batch(seq bigint, claim_token uuid)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if seq is null or seq < 1 then
-        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
-    end if;
-    if claim_token is null then
-        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
-    end if;
-end;
-$$;
-comment on function pgqueue._check_batch(bigint, uuid) is
-'Raises 22023 for an invalid batch number or a missing token.';
 
 create function pgqueue._next_epoch(epoch bigint)
 returns bigint
@@ -10833,6 +10801,27 @@ end;
 $$;
 comment on function pgqueue._check_epoch(pgqueue.streams, bigint) is
 'Raises PQ006 unless epoch is that of the last stream_open, 22023 if it is null.';
+
+create function pgqueue._check_batch(s pgqueue.streams, epoch bigint, seq bigint, claim_token uuid)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_epoch(s, epoch);
+    if seq is null or seq < 1 then
+        perform pgqueue._raise_invalid('seq', seq::text, 'the number of a batch, 1 or higher');
+    end if;
+    if claim_token is null then
+        perform pgqueue._raise_invalid('claim_token', null, 'the claim_token that stream_claim returned');
+    end if;
+    if seq <> s.acked_seq + 1 or s.claim_token is distinct from _check_batch.claim_token then
+        perform pgqueue._raise_stream_out_of_step(s, seq);
+    end if;
+end;
+$$;
+comment on function pgqueue._check_batch(pgqueue.streams, bigint, bigint, uuid) is
+'Raises PQ007 unless the number and the token are those of the open batch, PQ006 for another epoch, and 22023.';
 
 create function pgqueue._lock_stream(queue_name text, stream_name text)
 returns pgqueue.streams
@@ -10933,26 +10922,17 @@ comment on function pgqueue._ack_open_batch(pgqueue.streams) is
 'Acknowledges the messages of the open batch and returns how many of them were still claimed by the stream. They go to
 the archive if on_ack of the stream, or else the queue, says so.';
 
-create function pgqueue._without_open_batch(s pgqueue.streams)
+create function pgqueue._after_batch(s pgqueue.streams, acked_seq bigint, acked_token uuid)
 returns pgqueue.streams
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
+language sql stable
 as $$
-begin
-    s.claim_token := null;
-    s.ids := null;
-    s.left_out := null;
-    s.partitions := null;
-    s.visibility_timeout := null;
-    s.claimed_at := null;
-    s.claimed_until := null;
-    s.replays := null;
-    s.begun_epoch := null;
-    return s;
-end;
+    select jsonb_populate_record(s, jsonb_build_object(
+        'acked_seq', acked_seq, 'acked_token', acked_token, 'claim_token', null, 'ids', null, 'left_out', null,
+        'partitions', null, 'visibility_timeout', null, 'claimed_at', null, 'claimed_until', null, 'replays', null,
+        'begun_epoch', null))
 $$;
-comment on function pgqueue._without_open_batch(pgqueue.streams) is
-'Returns the stream without an open batch.';
+comment on function pgqueue._after_batch(pgqueue.streams, bigint, uuid) is
+'Returns the stream without an open batch, and with this batch as the last acknowledged one.';
 
 create function pgqueue._save_batch(s pgqueue.streams)
 returns void
@@ -10961,7 +10941,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     update pgqueue.streams t
-    set acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
+    set epoch = s.epoch, acked_seq = s.acked_seq, acked_token = s.acked_token, claim_token = s.claim_token, ids = s.ids,
         left_out = s.left_out, partitions = s.partitions, visibility_timeout = s.visibility_timeout,
         claimed_at = s.claimed_at, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = s.begun_epoch
     where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
@@ -10982,7 +10962,10 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams;
 begin
-    perform pgqueue._check_stream_name(stream_name);
+    if not pgqueue._is_name(stream_name) then
+        perform pgqueue._raise_invalid('stream_name', stream_name,
+            '1 to 128 characters: lowercase letters, digits, hyphens and underscores');
+    end if;
     if on_ack not in ('archive', 'delete') then
         perform pgqueue._raise_invalid('on_ack', on_ack, 'archive or delete, or null for the default of the queue');
     end if;
@@ -11011,40 +10994,8 @@ stream, alter_queue gives it no max_in_flight and no rate_limit. opened_by is a 
 happens to messages that are acknowledged from now on: delete; archive, which requires that the queue has archive_for;
 or null, the default, for what the queue does at that time. Raises 22023, PQ001.';
 
-create function pgqueue._claim_candidates_up_to(
-    q pgqueue.queues, at timestamptz, up_to_id bigint, wanted int
-)
-returns bigint[]
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- A requeued message may have an id below the head, and any number of other requeued messages may precede it. So
-    -- all of them up to up_to_id are read.
-    requeued_ids constant bigint[] := array(
-        select distinct r.id from pgqueue.requeued_messages r
-        where r.queue_name = q.name and r.check_at >= pgqueue._first_check_at_of(q.name, at) and r.id <= up_to_id);
-    candidate_ids constant bigint[] := pgqueue._lock_ready(q, requeued_ids, '{}', at, wanted);
-begin
-    return candidate_ids || array(
-        select c.id
-        from pgqueue._possible_ranges(q.name, 1, least(up_to_id, 9223372036854775806) + 1) as r
-        cross join lateral (
-            select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= lower(r) and m.id < upper(r)
-                and m.id <> all (candidate_ids) and pgqueue._is_ready(m, at)
-            order by m.id limit wanted - cardinality(candidate_ids) for update skip locked
-        ) c
-        limit wanted - cardinality(candidate_ids)
-    );
-end;
-$$;
-comment on function pgqueue._claim_candidates_up_to(pgqueue.queues, timestamptz, bigint, int) is
-'Locks and returns the ids of up to wanted ready messages with ids up to up_to_id. Searches the whole range, so that it
-misses no message that no other session has locked.';
-
 create function pgqueue._claim_batch(
-    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, up_to_id bigint
+    q pgqueue.queues, s pgqueue.streams, max_messages int, visibility_timeout interval, max_bytes bigint
 )
 returns pgqueue.streams
 language plpgsql volatile
@@ -11053,50 +11004,41 @@ as $$
 declare
     token constant uuid := gen_random_uuid();
     span constant interval := coalesce(visibility_timeout, q.visibility_timeout);
+    -- Each search compares the ids that it finds with those of its portion.
+    portion int := case when max_bytes is null then 10000 else 10 end;
     wanted int;
-    candidate_ids bigint[];
+    found_ids bigint[];
     ids bigint[] := '{}'::bigint[];
     until timestamptz;
     first_until timestamptz;
-    found_fewer boolean;
-    searches_range boolean := false;
+    portion_bytes bigint;
+    bytes bigint := 0;
 begin
-    -- The batch is claimed in portions of at most 10,000 messages, because each search compares the ids that it finds
-    -- with those of its portion.
     loop
-        wanted := least(max_messages - cardinality(ids), 10000);
+        wanted := least(max_messages - cardinality(ids), portion);
         exit when wanted = 0;
-        if searches_range then
-            candidate_ids := pgqueue._claim_candidates_up_to(q, pgqueue._now(), up_to_id, wanted);
-            found_fewer := cardinality(candidate_ids) < wanted;
-        else
-            candidate_ids := (pgqueue._lock_candidates(q.name, wanted, visibility_timeout)).ids;
-            found_fewer := cardinality(candidate_ids) < wanted;
-            if up_to_id is not null and (found_fewer or up_to_id < any (candidate_ids)) then
-                -- Ids above up_to_id are left to other sessions: move fresh_from_id back to the lowest of them.
-                -- The fast path may also have passed over ids up to up_to_id, so the whole range is searched next.
-                perform setval(q.fresh_from_id, greatest(1, least(pg_sequence_last_value(q.fresh_from_id), min(p))))
-                from unnest(candidate_ids) as p
-                where p > up_to_id
-                having count(*) > 0;
-                candidate_ids := array(select p from unnest(candidate_ids) as p where p <= up_to_id);
-                -- A walk over the ids would not respect the limits of the groups.
-                searches_range := q.paused_at is null and q.group_limit is null;
-                found_fewer := not searches_range;
-            end if;
-        end if;
-        if candidate_ids <> '{}' then
+        found_ids := (pgqueue._lock_candidates(q.name, wanted, visibility_timeout)).ids;
+        if found_ids <> '{}' then
             -- claim has a similar update. Here it runs for several portions of ids, and all get the token of the batch.
             until := pgqueue._add_interval(pgqueue._now(), span);
-            update pgqueue.messages m
-            set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
-                claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
-            from pgqueue._lookup_keys(q.name, candidate_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-            ids := ids || candidate_ids;
+            with claimed as (
+                update pgqueue.messages m
+                set visible_at = until, attempt_count = m.attempt_count + 1, claimed_attempt = m.attempt_count + 1,
+                    claim_token = token, claimed_by = 'stream ' || s.stream_name, claimed_at = pgqueue._now()
+                from pgqueue._lookup_keys(q.name, found_ids) k
+                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+                returning case when max_bytes is not null then coalesce(pg_column_size(m.payload), pg_column_size(m.body)) end as size
+            )
+            select coalesce(sum(c.size), 0) into portion_bytes from claimed c;
+            ids := ids || found_ids;
+            bytes := bytes + portion_bytes;
             first_until := coalesce(first_until, until);
         end if;
-        exit when found_fewer;
+        exit when cardinality(found_ids) < wanted or bytes >= max_bytes;
+        if max_bytes is not null then
+            -- As many as fit, if they are as large as those before.
+            portion := greatest(least((max_bytes - bytes) * cardinality(ids) / greatest(bytes, 1), 10000), 1);
+        end if;
     end loop;
     if ids <> '{}' then
         s.claim_token := token;
@@ -11111,8 +11053,8 @@ begin
 end;
 $$;
 comment on function pgqueue._claim_batch(pgqueue.queues, pgqueue.streams, int, interval, bigint) is
-'Claims up to max_messages ready messages for a stream. Returns the stream with them as its open batch, or without an
-open batch if none were ready.';
+'Claims up to max_messages ready messages, or about max_bytes of them, for a stream. Returns the stream with them as its
+open batch, or without an open batch if none were ready.';
 
 create function pgqueue.stream_claim(
     queue_name pgqueue.queue_of_consumer,
@@ -11123,8 +11065,7 @@ create function pgqueue.stream_claim(
     max_messages int default 10000,
     partitions int default 1,
     visibility_timeout interval default null,
-    up_to_id bigint default null,
-    fail_on_data_loss boolean default true
+    max_bytes bigint default null
 )
 returns setof pgqueue.stream_batch
 language plpgsql volatile security definer
@@ -11142,7 +11083,7 @@ declare
     changed boolean := true;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    if after_seq is null or after_seq not between 0 and 9223372036854775805 then
+    if after_seq is null or after_seq < 0 then
         perform pgqueue._raise_invalid('after_seq', after_seq::text, 'the number of the last finished batch, or 0 before the first');
     end if;
     if max_messages is null or max_messages not between 1 and 100000 then
@@ -11152,8 +11093,8 @@ begin
         perform pgqueue._raise_invalid('partitions', partitions::text, 'an integer from 1 to 1000');
     end if;
     perform pgqueue._check_visibility_timeout(visibility_timeout);
-    if fail_on_data_loss is null then
-        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
+    if max_bytes < 1 then
+        perform pgqueue._raise_invalid('max_bytes', max_bytes::text, 'an integer from 1, or null for no limit');
     end if;
     if q.priorities then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without priorities: a batch has the messages by id');
@@ -11171,33 +11112,22 @@ begin
             lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
             s.left_out := s.left_out || lost;
             if cardinality(s.left_out) < cardinality(s.ids) then
-                update pgqueue.streams t
-                set left_out = s.left_out, claimed_until = s.claimed_until
-                where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+                perform pgqueue._save_batch(s);
                 return next pgqueue._public_batch(s, lost);
                 return;
             end if;
-            s := pgqueue._without_open_batch(s);
+            s := pgqueue._after_batch(s, s.acked_seq, s.acked_token);
         else
             changed := false;
         end if;
     elsif after_seq = s.acked_seq + 1 and after_token = s.claim_token then
         perform pgqueue._ack_open_batch(s);
-        s := pgqueue._without_open_batch(s);
-        s.acked_seq := after_seq;
-        s.acked_token := after_token;
-    elsif fail_on_data_loss then
-        perform pgqueue._raise_stream_out_of_step(s, after_seq);
+        s := pgqueue._after_batch(s, after_seq, after_token);
     else
-        if s.claim_token is not null then
-            perform pgqueue.release(queue_name, s.ids, s.claim_token);
-        end if;
-        s := pgqueue._without_open_batch(s);
-        s.acked_seq := after_seq;
-        s.acked_token := after_token;
+        perform pgqueue._raise_stream_out_of_step(s, after_seq);
     end if;
 
-    s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, up_to_id);
+    s := pgqueue._claim_batch(q, s, max_messages, visibility_timeout, max_bytes);
     if s.claim_token is not null then
         s.partitions := partitions;
         return next pgqueue._public_batch(s, '{}');
@@ -11209,16 +11139,15 @@ begin
 end;
 $$;
 comment on function pgqueue.stream_claim(
-    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint, boolean
+    pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, int, interval, bigint
 ) is
 'Acknowledges all batches up to after_seq with token after_token (0 and null before the first), whose results must be
 stored durably, and returns the next batch: the open one, with the same messages, or a new one. A new batch has up to
 max_messages (1 to 100000, default 10000) ready messages, claimed for visibility_timeout as by claim; no row is returned
-if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). Messages with ids
-above up_to_id, such as those sent later, are left for later batches. If after_seq and after_token do not match the
-stream, the checkpoint was rolled back, copied or taken from another stream: this raises PQ007, or with
-fail_on_data_loss false the stream continues from the checkpoint and releases an open batch. Raises 22023, PQ001, PQ005,
-PQ006, PQ007.';
+if none are ready or the queue is paused. The batch is read in partitions (1 to 1000, default 1). It ends earlier if its
+payloads and bodies have about max_bytes bytes, as stored; the default, null, is no limit, and up to 10 messages are
+taken of any size. If after_seq and after_token are not those of the stream, the checkpoint was rolled back, copied or
+taken from another stream: this raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007.';
 
 create function pgqueue.stream_begin(
     queue_name pgqueue.queue_of_consumer,
@@ -11226,8 +11155,7 @@ create function pgqueue.stream_begin(
     epoch bigint,
     seq bigint,
     claim_token uuid,
-    max_replays int default 5,
-    fail_on_data_loss boolean default true
+    max_replays int default 5
 )
 returns pgqueue.stream_batch
 language plpgsql volatile security definer
@@ -11241,35 +11169,18 @@ declare
     q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
     s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
     at constant timestamptz := pgqueue._now();
-    lost bigint[] := '{}'::bigint[];
+    lost bigint[];
 begin
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
     if max_replays < 0 then
         perform pgqueue._raise_invalid('max_replays', max_replays::text, 'an integer from 0, or null for no limit');
     end if;
-    if fail_on_data_loss is null then
-        perform pgqueue._raise_invalid('fail_on_data_loss', null, 'true or false');
-    end if;
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_begin.claim_token then
-        if fail_on_data_loss then
-            perform pgqueue._raise_stream_out_of_step(s, seq);
-        end if;
-        return row(
-            q.name, s.stream_name, seq, stream_begin.claim_token, 0, 0, 0, null::timestamptz, null::timestamptz,
-            '{}'::bigint[]
-        )::pgqueue.stream_batch;
-    end if;
-
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
     -- A batch that was claimed just now is not checked. If messages are missing nevertheless, stream_read notices.
     if s.begun_epoch is not null or s.claimed_until < pgqueue._add_interval(at, s.visibility_timeout / 2) then
         s.claimed_until := pgqueue._add_interval(at, s.visibility_timeout);
         lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
         if lost <> '{}' then
-            if fail_on_data_loss then
-                perform pgqueue._raise_stream_data_lost(s, lost);
-            end if;
-            s.left_out := s.left_out || lost;
+            perform pgqueue._raise_stream_data_lost(s, lost);
         end if;
     end if;
     -- Count one replay per epoch, however often the reader begins the batch in it. Replays of an empty batch do not
@@ -11280,45 +11191,45 @@ begin
         end if;
         s.replays := s.replays + 1;
     end if;
-    update pgqueue.streams t
-    set left_out = s.left_out, claimed_until = s.claimed_until, replays = s.replays, begun_epoch = stream_begin.epoch
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
-    return pgqueue._public_batch(s, lost);
+    s.begun_epoch := epoch;
+    perform pgqueue._save_batch(s);
+    return pgqueue._public_batch(s, '{}');
 end;
 $$;
-comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int, boolean) is
+comment on function pgqueue.stream_begin(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
 'Begins to read the open batch, for the first time or again after a crash, and returns it. Call this before reading its
 partitions. Reading a batch again renews its reservation. Messages that the stream has lost, because the reservation ran
-out and other sessions claimed them, raise PQ008, which names them; with fail_on_data_loss false they are left out of
-the batch and returned in lost. A batch that was begun in max_replays + 1 epochs (default 5; null for no limit) raises
-PQ009, which names the batch and its messages. A batch that is not the open one raises PQ007; with fail_on_data_loss
-false it is returned with no messages and no partitions. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
+out and other sessions claimed them, raise PQ008, which names them. A batch that was begun in max_replays + 1 epochs
+(default 5; null for no limit) raises PQ009, which names the batch and its messages. A batch that is not the open one
+raises PQ007. Raises 22023, PQ001, PQ005, PQ006, PQ007, PQ008, PQ009.';
 
-create function pgqueue._read_batch(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
+create function pgqueue.stream_read(
+    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
+    partition int default null
 )
 returns setof pgqueue.message
-language plpgsql stable
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
-    -- The function is stable: it sees the stream and its messages in one snapshot. If the batch is skipped or
-    -- acknowledged meanwhile, the read returns all of its messages or raises an error.
     q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     s pgqueue.streams;
     wanted bigint[];
     n bigint;
 begin
+    -- Without the locks, the tables look empty if a compaction ends between a snapshot and the read.
+    lock table pgqueue.streams, pgqueue.messages in access share mode;
+    perform pgqueue._require_untruncated('{pgqueue.streams,pgqueue.messages}');
     select t.* into s from pgqueue.streams t
-    where t.queue_name = q.name and t.stream_name = _read_batch.stream_name collate "C";
+    where t.queue_name = q.name and t.stream_name = stream_read.stream_name collate "C";
     if not found then
         perform pgqueue._raise_stream_not_found(queue_name, stream_name);
     end if;
-    perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from _read_batch.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
     wanted := s.ids;
     if partition is not null then
         if partition not between 0 and s.partitions - 1 then
@@ -11339,59 +11250,14 @@ begin
         and pgqueue._is_claimed_by(m, s.claim_token);
     get diagnostics n = row_count;
     if n < cardinality(wanted) then
+        -- The batch may have been acknowledged or skipped since.
+        perform pgqueue._check_batch(t, stream_read.epoch, seq, stream_read.claim_token) from pgqueue.streams t
+        where t.queue_name = q.name and t.stream_name = s.stream_name;
         perform pgqueue._raise_stream_data_lost(s, pgqueue._array_except(wanted, array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, wanted) k
             where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, s.claim_token))));
     end if;
-end;
-$$;
-comment on function pgqueue._read_batch(text, text, bigint, bigint, uuid, int) is
-'What stream_read returns, by one snapshot.';
-
-create function pgqueue._lock_and_read_batch(
-    queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid, partition int
-)
-returns setof pgqueue.message
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    lock table pgqueue.streams, pgqueue.messages in access share mode;
-    perform pgqueue._require_untruncated('{pgqueue.streams,pgqueue.messages}');
-    return query
-    select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
-end;
-$$;
-comment on function pgqueue._lock_and_read_batch(text, text, bigint, bigint, uuid, int) is
-'What stream_read returns, by a snapshot that is taken after the tables are locked. Raises 40001 if the transaction
-keeps an older one.';
-
-create function pgqueue.stream_read(
-    queue_name pgqueue.queue_of_consumer, stream_name text, epoch bigint, seq bigint, claim_token uuid,
-    partition int default null
-)
-returns setof pgqueue.message
-language plpgsql stable security definer
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-begin
-    begin
-        return query
-        select r.* from pgqueue._read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
-        return;
-    exception when sqlstate 'PQ005' or sqlstate 'PQ008' then
-        -- The tables look empty if a compaction ended between the snapshot of the caller and this read.
-        if pgqueue._table_truncated_after_snapshot('{pgqueue.streams,pgqueue.messages}') is null then
-            raise;
-        end if;
-    end;
-    return query
-    select r.* from pgqueue._lock_and_read_batch(queue_name, stream_name, epoch, seq, claim_token, partition) r;
 end;
 $$;
 comment on function pgqueue.stream_read(pgqueue.queue_of_consumer, text, bigint, bigint, uuid, int) is
@@ -11424,9 +11290,7 @@ begin
     end if;
     s.claimed_until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, s.visibility_timeout));
     lost := pgqueue._extend_open_batch(q, s, s.claimed_until);
-    update pgqueue.streams t
-    set claimed_until = s.claimed_until
-    where t.queue_name = q.name and t.stream_name = s.stream_name;
+    perform pgqueue._save_batch(s);
     return next pgqueue._public_batch(s, lost);
 end;
 $$;
@@ -11452,19 +11316,12 @@ declare
     acked int;
 begin
     perform pgqueue._check_epoch(s, epoch);
-    perform pgqueue._check_batch(seq, claim_token);
     if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
         return 0;
     end if;
-    if seq <> s.acked_seq + 1 or s.claim_token is distinct from stream_ack.claim_token then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
+    perform pgqueue._check_batch(s, epoch, seq, claim_token);
     acked := pgqueue._ack_open_batch(s);
-    s := pgqueue._without_open_batch(s);
-    s.queue_name := q.name;
-    s.acked_seq := seq;
-    s.acked_token := stream_ack.claim_token;
-    perform pgqueue._save_batch(s);
+    perform pgqueue._save_batch(pgqueue._after_batch(s, seq, claim_token));
     return acked;
 end;
 $$;
@@ -11497,13 +11354,7 @@ declare
     m pgqueue.messages;
     skipped int := 0;
 begin
-    if epoch is not null then
-        perform pgqueue._check_epoch(s, epoch);
-    end if;
-    perform pgqueue._check_batch(seq, coalesce(s.claim_token, gen_random_uuid()));
-    if seq <> s.acked_seq + 1 or s.claim_token is null then
-        perform pgqueue._raise_stream_out_of_step(s, seq);
-    end if;
+    perform pgqueue._check_batch(s, coalesce(epoch, s.epoch), seq, coalesce(s.claim_token, gen_random_uuid()));
     wanted := pgqueue._array_except(s.ids, s.left_out);
     if stream_skip.ids is not null then
         wanted := pgqueue._array_except(wanted, pgqueue._array_except(wanted, stream_skip.ids));
@@ -11523,10 +11374,12 @@ begin
     end loop;
     -- The remaining messages may be replayed max_replays times again. Without an epoch argument the caller is not the
     -- reader: a new epoch fences the reader, which does not know that the batch has changed.
-    update pgqueue.streams t
-    set left_out = s.left_out || wanted, replays = 0,
-        epoch = case when stream_skip.epoch is null then pgqueue._next_epoch(t.epoch) else t.epoch end
-    where t.queue_name = s.queue_name and t.stream_name = s.stream_name;
+    s.left_out := s.left_out || wanted;
+    s.replays := 0;
+    if epoch is null then
+        s.epoch := pgqueue._next_epoch(s.epoch);
+    end if;
+    perform pgqueue._save_batch(s);
     return skipped;
 end;
 $$;
@@ -11589,8 +11442,6 @@ returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    stream text;
 begin
     if coalesce(before.max_in_flight, before.rate_limit) is not null or coalesce(after.max_in_flight, after.rate_limit) is null
     then
@@ -11598,13 +11449,11 @@ begin
     end if;
     -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
     perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    select t.stream_name into stream from pgqueue.streams t where t.queue_name = after.name limit 1;
-    if found then
-        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-            coalesce(after.rate_limit, after.max_in_flight)::text,
-            format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
-                after.name, after.name, stream));
-    end if;
+    perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+        coalesce(after.rate_limit, after.max_in_flight)::text,
+        format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
+            after.name, after.name, t.stream_name))
+    from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
 comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
@@ -11801,28 +11650,19 @@ raises an error for messages that enqueue would refuse.';
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
-create function pgqueue._own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql stable
-as $$
-    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
-$$;
-comment on function pgqueue._own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the
-owner inside a security definer function.';
-
 create function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
-    -- Do not call _own_attempts here: "for update" does not lock rows that a function returns.
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
 comment on function pgqueue._lock_own_attempts(uuid) is
-'Returns the same rows and locks them: no other session sends or deletes them until the transaction ends.';
+'Returns the attempts that the session''s own role has staged in a run, and locks them: no other session sends or
+deletes them until the transaction ends. Uses session_user, because current_user is the owner inside a security definer
+function.';
 
 create function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
@@ -11860,66 +11700,6 @@ $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
 'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
 if it is so old that the ledger has forgotten it.';
-
-create function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-declare
-    published bigint;
-    delayed bigint;
-    due_at timestamptz;
-begin
-    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
-    )
-    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
-    from pgqueue.staged_messages s
-    cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in)
-    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
-        and coalesce(u.delay, '0') = interval '0'
-    order by s.token, s.row_number;
-    get diagnostics published = row_count;
-    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return pgqueue._count('enqueued', q.name, published::int);
-    end if;
-    with sent as (
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
-            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
-        -- have the same one.
-        from (
-            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
-            from pgqueue.staged_messages s
-            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
-        ) d
-        order by d.row_number, d.place
-        returning scheduled_messages.due_at
-    )
-    select count(*), min(t.due_at) into delayed, due_at from sent t;
-    if delayed > 0 then
-        perform pgqueue._announce_due(q, due_at);
-    end if;
-    return pgqueue._count('enqueued', q.name, (published + delayed)::int);
-end;
-$$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
-message over the limit of the queue.';
 
 create function pgqueue._take_staged_keys(
     q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
@@ -11969,7 +11749,7 @@ comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, ti
 for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
 null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
 
-create function pgqueue._send_deduplicated(
+create function pgqueue._send_staged(
     token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
 )
 returns bigint
@@ -11986,12 +11766,13 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
+    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
     with staged as not materialized (
-        select s.delays, u.*, ids[s.place + u.place] as id
+        select s.delays, s.row_number, u.*, ids[s.place + u.place] as id
         from (
-            select c.*, _send_deduplicated.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
+            select c.*, _send_staged.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
             from pgqueue.staged_messages c
-            where c.token = _send_deduplicated.token
+            where c.token = _send_staged.token
         ) s
         cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
             with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
@@ -12002,10 +11783,10 @@ begin
             id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            m.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
+            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
             m.body, m.headers
         from staged m
-        where m.id > 0 and coalesce(m.delay, '0') = interval '0'
+        where coalesce(m.delay, '0') = interval '0' and m.id is distinct from 0
         returning messages.id
     ),
     later as (
@@ -12013,32 +11794,37 @@ begin
             id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            d.id, q.name,
+            coalesce(d.id, nextval('pgqueue.message_id')), q.name,
             pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
             at, q.max_attempts, pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- Each message gets a due time of its own, as in _send_staged.
+        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
+        -- have the same one.
         from (
-            select m.*, row_number() over (partition by m.delay order by m.id) as n
+            select m.*, row_number() over (partition by m.delay order by m.row_number, m.place) as n
             from staged m
-            where m.delays is not null and m.id > 0 and m.delay > interval '0'
+            where m.delays is not null and m.delay > interval '0' and m.id is distinct from 0
         ) d
+        order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
-    select (select count(*) from due), count(*), min(l.due_at) into published, delayed, due_at from later l;
+    select
+        (select count(*) from due), count(*), min(l.due_at),
+        (
+            select coalesce(sum(c.messages), 0) from pgqueue.staged_messages c
+            where c.token = _send_staged.token and c.largest_bytes <= q.max_payload_bytes
+        )
+    into published, delayed, due_at, handled from later l;
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
     perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
-    return (
-        select coalesce(sum(s.messages), 0) from pgqueue.staged_messages s
-        where s.token = _send_deduplicated.token and s.largest_bytes <= q.max_payload_bytes
-    );
+    return handled;
 end;
 $$;
-comment on function pgqueue._send_deduplicated(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
-'Does what _send_staged does, for a queue of which a message has a key. ids is the result of _take_staged_keys, and
-handled the number of messages under earlier tokens. Messages whose id is 0 are not sent, but are in the number that it
-returns.';
+comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
+'Sends the messages staged under a token, in their order, and returns their number. Leaves out rows that have a message
+over the limit of the queue. ids is the result of _take_staged_keys, and handled the number of messages under earlier
+tokens. A message whose id is 0 is not sent, but counted.';
 
 create function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -12121,7 +11907,8 @@ begin
         else pgqueue._raise_queue_not_found(n.queue_name) is null
     end
     from (
-        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
+        select distinct a.queue_name from pgqueue.staged_attempts a
+        where a.run = sink_commit.run and a.staged_by = session_user and a.token = any (tokens)
         order by a.queue_name
     ) n;
     -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
@@ -12150,10 +11937,7 @@ begin
             where a.queue_name = q.name;
             handled := 0;
         end if;
-        published := case
-            when ids is null then pgqueue._send_staged((winner.attempt).token, q, at)
-            else pgqueue._send_deduplicated((winner.attempt).token, q, at, ids, handled)
-        end;
+        published := pgqueue._send_staged((winner.attempt).token, q, at, ids, handled);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes

@@ -162,28 +162,19 @@ raises an error for messages that enqueue would refuse.';
 create or replace trigger measure_messages
 before insert on pgqueue.staged_messages for each row execute function pgqueue._measure_messages();
 
-create or replace function pgqueue._own_attempts(run uuid)
-returns setof pgqueue.staged_attempts
-language sql stable
-as $$
-    select a.* from pgqueue.staged_attempts a where a.run = _own_attempts.run and a.staged_by = session_user
-$$;
-comment on function pgqueue._own_attempts(uuid) is
-'Returns the attempts that the session''s own role has staged in a run. Uses session_user, because current_user is the
-owner inside a security definer function.';
-
 create or replace function pgqueue._lock_own_attempts(run uuid)
 returns setof pgqueue.staged_attempts
 language sql volatile
 as $$
-    -- Do not call _own_attempts here: "for update" does not lock rows that a function returns.
     select a.* from pgqueue.staged_attempts a
     where a.run = _lock_own_attempts.run and a.staged_by = session_user
     order by a.token
     for update
 $$;
 comment on function pgqueue._lock_own_attempts(uuid) is
-'Returns the same rows and locks them: no other session sends or deletes them until the transaction ends.';
+'Returns the attempts that the session''s own role has staged in a run, and locks them: no other session sends or
+deletes them until the transaction ends. Uses session_user, because current_user is the owner inside a security definer
+function.';
 
 create or replace function pgqueue._record_sink_commit(run uuid, messages bigint, app_id text, version bigint)
 returns boolean
@@ -221,66 +212,6 @@ $$;
 comment on function pgqueue._record_sink_commit(uuid, bigint, text, bigint) is
 'Records a commit in the ledger; returns false if it is already recorded. Raises 22023 if another role recorded it, or
 if it is so old that the ledger has forgotten it.';
-
-create or replace function pgqueue._send_staged(token uuid, q pgqueue.queues, at timestamptz)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-declare
-    published bigint;
-    delayed bigint;
-    due_at timestamptz;
-begin
-    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
-    insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
-    )
-    select q.name, at, at, q.max_attempts, pgqueue._add_interval(at, u.expires_in), u.message_id, u.payload, u.body, u.headers
-    from pgqueue.staged_messages s
-    cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-        as u (payload, body, headers, message_id, delay, expires_in)
-    where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes
-        and coalesce(u.delay, '0') = interval '0'
-    order by s.token, s.row_number;
-    get diagnostics published = row_count;
-    if published = (select sum(s.messages) from pgqueue.staged_messages s where s.token = _send_staged.token) then
-        return pgqueue._count('enqueued', q.name, published::int);
-    end if;
-    with sent as (
-        insert into pgqueue.scheduled_messages (
-            queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-        )
-        select
-            q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'), at, q.max_attempts,
-            pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
-        -- have the same one.
-        from (
-            select u.*, s.row_number, row_number() over (partition by u.delay order by s.row_number, u.place) as n
-            from pgqueue.staged_messages s
-            cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
-                with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
-            where s.token = _send_staged.token and s.largest_bytes <= q.max_payload_bytes and u.delay > interval '0'
-        ) d
-        order by d.row_number, d.place
-        returning scheduled_messages.due_at
-    )
-    select count(*), min(t.due_at) into delayed, due_at from sent t;
-    if delayed > 0 then
-        perform pgqueue._announce_due(q, due_at);
-    end if;
-    return pgqueue._count('enqueued', q.name, (published + delayed)::int);
-end;
-$$;
-comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz) is
-'Sends the messages staged under a token, in their order, and returns how many it sent. Leaves out rows that have a
-message over the limit of the queue.';
 
 create or replace function pgqueue._take_staged_keys(
     q pgqueue.queues, tokens uuid[], expected bigint, at timestamptz
@@ -330,7 +261,7 @@ comment on function pgqueue._take_staged_keys(pgqueue.queues, uuid[], bigint, ti
 for each message, in the order of the tokens and of the messages under each; 0 for a message whose key is taken. Returns
 null, and takes nothing, if no message has a key or if the number of messages is not the expected one.';
 
-create or replace function pgqueue._send_deduplicated(
+create or replace function pgqueue._send_staged(
     token uuid, q pgqueue.queues, at timestamptz, ids bigint[], handled bigint
 )
 returns bigint
@@ -347,12 +278,13 @@ declare
     delayed bigint;
     due_at timestamptz;
 begin
+    -- Rows with a message over the queue's limit are left out. sink_commit notices, because the count is then too low.
     with staged as not materialized (
-        select s.delays, u.*, ids[s.place + u.place] as id
+        select s.delays, s.row_number, u.*, ids[s.place + u.place] as id
         from (
-            select c.*, _send_deduplicated.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
+            select c.*, _send_staged.handled + sum(c.messages) over (order by c.row_number) - c.messages as place
             from pgqueue.staged_messages c
-            where c.token = _send_deduplicated.token
+            where c.token = _send_staged.token
         ) s
         cross join unnest(s.payloads, s.bodies, s.headers, s.message_ids, s.delays, s.expires_in)
             with ordinality as u (payload, body, headers, message_id, delay, expires_in, place)
@@ -363,10 +295,10 @@ begin
             id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            m.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
+            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
             m.body, m.headers
         from staged m
-        where m.id > 0 and coalesce(m.delay, '0') = interval '0'
+        where coalesce(m.delay, '0') = interval '0' and m.id is distinct from 0
         returning messages.id
     ),
     later as (
@@ -374,32 +306,37 @@ begin
             id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
         )
         select
-            d.id, q.name,
+            coalesce(d.id, nextval('pgqueue.message_id')), q.name,
             pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
             at, q.max_attempts, pgqueue._add_interval(at, d.expires_in), d.message_id, d.payload, d.body, d.headers
-        -- Each message gets a due time of its own, as in _send_staged.
+        -- Give each message its own due_at: claims resume at the last due_at, and would read all removed entries that
+        -- have the same one.
         from (
-            select m.*, row_number() over (partition by m.delay order by m.id) as n
+            select m.*, row_number() over (partition by m.delay order by m.row_number, m.place) as n
             from staged m
-            where m.delays is not null and m.id > 0 and m.delay > interval '0'
+            where m.delays is not null and m.delay > interval '0' and m.id is distinct from 0
         ) d
+        order by d.row_number, d.place
         returning scheduled_messages.due_at
     )
-    select (select count(*) from due), count(*), min(l.due_at) into published, delayed, due_at from later l;
+    select
+        (select count(*) from due), count(*), min(l.due_at),
+        (
+            select coalesce(sum(c.messages), 0) from pgqueue.staged_messages c
+            where c.token = _send_staged.token and c.largest_bytes <= q.max_payload_bytes
+        )
+    into published, delayed, due_at, handled from later l;
     if delayed > 0 then
         perform pgqueue._announce_due(q, due_at);
     end if;
     perform pgqueue._count('enqueued', q.name, (published + delayed)::int);
-    return (
-        select coalesce(sum(s.messages), 0) from pgqueue.staged_messages s
-        where s.token = _send_deduplicated.token and s.largest_bytes <= q.max_payload_bytes
-    );
+    return handled;
 end;
 $$;
-comment on function pgqueue._send_deduplicated(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
-'Does what _send_staged does, for a queue of which a message has a key. ids is the result of _take_staged_keys, and
-handled the number of messages under earlier tokens. Messages whose id is 0 are not sent, but are in the number that it
-returns.';
+comment on function pgqueue._send_staged(uuid, pgqueue.queues, timestamptz, bigint[], bigint) is
+'Sends the messages staged under a token, in their order, and returns their number. Leaves out rows that have a message
+over the limit of the queue. ids is the result of _take_staged_keys, and handled the number of messages under earlier
+tokens. A message whose id is 0 is not sent, but counted.';
 
 create or replace function pgqueue._discard_staged(run uuid)
 returns bigint
@@ -482,7 +419,8 @@ begin
         else pgqueue._raise_queue_not_found(n.queue_name) is null
     end
     from (
-        select distinct a.queue_name from pgqueue._own_attempts(run) a where a.token = any (tokens)
+        select distinct a.queue_name from pgqueue.staged_attempts a
+        where a.run = sink_commit.run and a.staged_by = session_user and a.token = any (tokens)
         order by a.queue_name
     ) n;
     -- A run without app_id is recorded under its own id, so that a call whose answer was lost can be repeated.
@@ -511,10 +449,7 @@ begin
             where a.queue_name = q.name;
             handled := 0;
         end if;
-        published := case
-            when ids is null then pgqueue._send_staged((winner.attempt).token, q, at)
-            else pgqueue._send_deduplicated((winner.attempt).token, q, at, ids, handled)
-        end;
+        published := pgqueue._send_staged((winner.attempt).token, q, at, ids, handled);
         if published <> winner.expected then
             perform pgqueue._check_messages(s, winner.attempt) from pgqueue.staged_messages s
             where s.token = (winner.attempt).token and s.largest_bytes > q.max_payload_bytes

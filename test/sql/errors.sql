@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(359);
+select plan(358);
 
 -- Passes if the statement fails with this SQLSTATE, a hint, and a message that names the argument and its value.
 create function pg_temp.refuses(statement text, code text, argument text, given text) returns text language plpgsql as $$
@@ -141,10 +141,10 @@ from (values
     ('stream_claim', ', 0, null, 1, 0', '22023', 'partitions', '0'), ('stream_claim', ', 0, null, 1, null', '22023', 'partitions', 'null'),
     ('stream_claim', ', 0, null, 1, 1001', '22023', 'partitions', '1001'),
     ('stream_claim', ', 0, null, 1, 1, ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),
-    ('stream_claim', ', 0, null, fail_on_data_loss => null', '22023', 'fail_on_data_loss', 'null'),
+    ('stream_claim', ', 0, null, max_bytes => 0', '22023', 'max_bytes', '0'),
     ('stream_claim', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'), ('stream_claim', ', 0, gen_random_uuid()', 'PQ007', 'batch', '0'),
     ('stream_begin', ', null, gen_random_uuid()', '22023', 'seq', 'null'), ('stream_begin', ', 1, null', '22023', 'claim_token', 'null'),
-    ('stream_begin', ', 1, gen_random_uuid(), -7', '22023', 'max_replays', '-7'), ('stream_begin', ', 1, gen_random_uuid(), 1, null', '22023', 'fail_on_data_loss', 'null'),
+    ('stream_begin', ', 1, gen_random_uuid(), -7', '22023', 'max_replays', '-7'),
     ('stream_begin', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'),
     ('stream_read', ', 0, gen_random_uuid()', '22023', 'seq', '0'), ('stream_read', ', 1, null', '22023', 'claim_token', 'null'), ('stream_read', ', 7, gen_random_uuid()', 'PQ007', 'batch', '7'),
     ('stream_extend', ', ''12:00:01''', '22023', 'visibility_timeout', '12:00:01'),

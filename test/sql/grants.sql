@@ -65,7 +65,7 @@ insert into verbs values
 ('prepare_wait', 'select pgqueue.prepare_wait(''grants'')', false, true, false),
 ('stream_open', 'select pgqueue.stream_open(''grants'', ''anew'')', false, true, false),
 ('stream_claim', 'select pgqueue.stream_claim(''grants'', ''given'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
-('stream_begin', 'select pgqueue.stream_begin(''grants'', ''given'', 1, 3, gen_random_uuid(), fail_on_data_loss => false)', false, true, false),
+('stream_begin', 'select pgqueue.stream_begin(''grants'', ''read'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
 ('stream_read', 'select pgqueue.stream_read(''grants'', ''read'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),
 ('stream_extend', 'select pgqueue.stream_extend(''grants'', ''given'', 1)', false, true, false),
 ('stream_ack', 'select pgqueue.stream_ack(''grants'', ''given'', 1, 1, ''00000000-0000-0000-0000-000000000001'')', false, true, false),

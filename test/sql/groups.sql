@@ -245,8 +245,8 @@ select is(pg_temp.claim('late'), null, 'max_in_flight counts a message whose fai
 select throws_ok($$ select pgqueue.expose_transport('held') $$, '22023', 'invalid queue_name: ''held''', 'expose_transport refuses a queue with group_limit');
 select pgqueue.create_queue('streamed', group_limit => 1) \g /dev/null
 select pgqueue.enqueue_batch('streamed', '{1,2,3}', group_keys => '{a,a,b}') \g /dev/null
-select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null, up_to_id => 9223372036854775807) c $$,
-    array[2], 'a batch of a stream with up_to_id has one message of each group, as group_limit says');
+select results_eq($$ select c.messages::int from pgqueue.stream_open('streamed', 's') s, pgqueue.stream_claim('streamed', 's', s.epoch, 0, null) c $$,
+    array[2], 'a batch of a stream has one message of each group, as group_limit says');
 select lives_ok($$ select pgqueue.drop_queue(q) from unnest(array['streamed', 'fifo', 'pairs', 'held', 'held2', 'plain', 'crowd', 'crowd2', 'late']) as q $$, 'queues with groups are dropped like others');
 select is((select count(*) from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relname ~ '_group(_attempted)?$' and c.relname ~ '[0-9]'), 0::bigint, 'a dropped queue leaves no index');
 

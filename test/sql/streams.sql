@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(234);
+select plan(215);
 
 -- Returns the SQLSTATE and the message of the error that a statement raises.
 create function pg_temp.raised(statement text) returns text language plpgsql as $$
@@ -38,11 +38,6 @@ create function pg_temp.read(b pgqueue.stream_batch, epoch bigint, partition int
 as $$ select array(select m.id from pgqueue.stream_read(b.queue_name, b.stream_name, epoch, b.seq, b.claim_token, partition) m) $$;
 create function pg_temp.claimed_by_others(queue text) returns bigint[] language sql
 as $$ select coalesce(array_agg(c.id), '{}') from pgqueue.claim(queue, 100, '1 h') c $$;
-
-create function pg_temp.record_as_vacant(queue text, below_id bigint) returns void language plpgsql as $$ begin
-    update pgqueue.sweep_state w set vacant_ids = int8multirange(int8range(null, below_id)) where w.queue_name = queue;
-    perform setval(q.next_sweep_at, pgqueue._to_micros(pgqueue._now() + interval '10 s')) from pgqueue.queues q where q.name = queue;
-end $$;
 
 create function pg_temp.streams(queue text, has_table boolean) returns setof text language plpgsql as $$
 declare
@@ -141,19 +136,17 @@ begin
         ), array_fill('PQ007'::text, array[16]), queue || ': a wrong batch number or token raises PQ007');
     return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 2, %L)', queue, 's', t.epoch, b.claim_token)), format('PQ007 stream ''s'' of queue %L is out of step: batch 2 is older than the last acknowledged batch', queue), queue || ': the error for a checkpoint that was rolled back names the batch');
     return next is(pg_temp.read(c, t.epoch), more, queue || ': a refused call does not change the open batch');
-    b := pgqueue.stream_begin(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(b.seq, b.messages, b.partitions)::text, row(2, 0, 0)::text, queue || ': stream_begin with fail_on_data_loss false returns an empty batch for an old checkpoint');
-    select * into c from pgqueue.stream_claim(queue, 's', t.epoch, 2, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.seq, c.messages)::text, row(3, 2)::text, queue || ': stream_claim with fail_on_data_loss false follows the checkpoint and claims the messages of the open batch again');
-    return next is((select array_agg(m.attempt_count) from pgqueue.stream_read(queue, 's', t.epoch, 3, c.claim_token) m), array[1, 1], queue || ': claiming the messages of the open batch again does not count as an attempt');
-    perform pgqueue.stream_ack(queue, 's', t.epoch, 3, c.claim_token);
+    t := pgqueue.stream_open(queue, 's');
+    select * into c from pgqueue.stream_claim(queue, 's', t.epoch, t.acked_seq, t.acked_token);
+    return next is(row(c.seq, pg_temp.read(c, t.epoch))::text, row(4, more)::text, queue || ': a reader without its checkpoint goes on with the open batch, after what stream_open returned');
+    perform pgqueue.stream_ack(queue, 's', t.epoch, 4, c.claim_token);
 
     -- stream_extend.
     ids := pg_temp.sent(queue, 3);
-    select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 3, c.claim_token);
+    select * into b from pgqueue.stream_claim(queue, 's', t.epoch, 4, c.claim_token);
     perform pg_temp.pass('20 s');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch);
-    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(4, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': stream_extend renews the visibility timeout with which the batch was claimed');
+    return next is(row(c.seq, c.messages, c.claimed_until, c.lost)::text, row(5, 3, pgqueue._now() + interval '30 s', '{}'::bigint[])::text, queue || ': stream_extend renews the visibility timeout with which the batch was claimed');
     perform pg_temp.pass('20 s');
     return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of an extended batch');
     select * into c from pgqueue.stream_extend(queue, 's', t.epoch, '5 min');
@@ -162,146 +155,96 @@ begin
     -- The visibility timeout of a batch ends.
     perform pg_temp.pass('5 min 1 s');
     return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_read returns an expired batch whose messages were not claimed since');
-    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 4, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': stream_begin renews the visibility timeout of an expired batch');
+    return next is((pgqueue.stream_begin(queue, 's', t.epoch, 5, b.claim_token)).claimed_until, pgqueue._now() + interval '30 s', queue || ': stream_begin renews the visibility timeout of an expired batch');
     return next is(pg_temp.claimed_by_others(queue), '{}'::bigint[], queue || ': claim does not return messages of a renewed batch');
     perform pg_temp.pass('31 s');
     return next is((select array_agg(m.id) from pgqueue.claim(queue, 2, '1 h') m), ids[1:2], queue || ': claim returns messages of a batch whose visibility timeout has ended');
-    return next is(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 4, %L)', queue, 's', t.epoch, b.claim_token)),
-        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 4: %s, %s', queue, ids[1], ids[2]), queue || ': stream_read raises PQ008 and names the lost messages');
+    return next is(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 5, %L)', queue, 's', t.epoch, b.claim_token)),
+        format('PQ008 stream ''s'' of queue %L has lost 2 of 3 messages of batch 5: %s, %s', queue, ids[1], ids[2]), queue || ': stream_read raises PQ008 and names the lost messages');
     return next is((select e.lost from pgqueue.stream_extend(queue, 's', t.epoch) e), ids[1:2], queue || ': stream_extend returns the lost messages');
     s := pgqueue.stream_open(queue, 's');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 4, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': stream_begin of a batch with lost messages raises PQ008');
-    c := pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token, fail_on_data_loss => false);
-    return next is(row(c.messages, c.lost, c.replays)::text, row(1, ids[1:2], 1)::text, queue || ': stream_begin with fail_on_data_loss false returns the remaining batch and the lost messages');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 5, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ008', queue || ': stream_begin of a batch with lost messages raises PQ008');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, s.acked_seq, s.acked_token);
+    return next is(row(c.messages, c.lost, c.claim_token)::text, row(1, ids[1:2], b.claim_token)::text, queue || ': stream_claim after the last acknowledged batch then leaves out the lost messages');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 5, b.claim_token)).messages, 1, queue || ': stream_begin returns the remaining batch');
     return next is(pg_temp.read(b, s.epoch), ids[3:3], queue || ': stream_read then returns the remaining messages');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 4, b.claim_token)).lost, '{}'::bigint[], queue || ': a later stream_begin does not return the lost messages again');
-    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 4, b.claim_token), 1, queue || ': stream_ack acknowledges only the remaining messages');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 5, b.claim_token)).lost, '{}'::bigint[], queue || ': a later stream_begin does not return the lost messages again');
+    return next is(pgqueue.stream_ack(queue, 's', s.epoch, 5, b.claim_token), 1, queue || ': stream_ack acknowledges only the remaining messages');
     return next is((select array_agg(m.id) from pgqueue.browse(queue, 'inflight') m), ids[1:2], queue || ': lost messages stay in flight with the consumer that claimed them');
     perform pgqueue.purge_queue(queue);
 
     -- A batch without an owner, of which messages were lost.
     ids := pg_temp.sent(queue, 2);
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token, visibility_timeout => '10 s');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 5, b.claim_token, visibility_timeout => '10 s');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim(queue, 1, '1 h');
     s := pgqueue.stream_open(queue, 's');
     select * into t from pgqueue.list_streams(queue);
-    select d.seq, d.claim_token, d.messages, d.lost into c.seq, c.claim_token, c.messages, c.lost from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token) d;
-    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(5, t.claim_token, 1, ids[1:1])::text, queue || ': stream_claim adopts an open batch without the messages that others have claimed');
+    select d.seq, d.claim_token, d.messages, d.lost into c.seq, c.claim_token, c.messages, c.lost from pgqueue.stream_claim(queue, 's', s.epoch, 5, b.claim_token) d;
+    return next is(row(c.seq, c.claim_token, c.messages, c.lost)::text, row(6, t.claim_token, 1, ids[1:1])::text, queue || ': stream_claim adopts an open batch without the messages that others have claimed');
     perform pg_temp.pass('11 s');
     perform pgqueue.claim(queue, 1, '1 h');
     more := pg_temp.sent(queue, 1);
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 4, b.claim_token);
-    return next ok(c.seq = 5 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': stream_claim returns a new batch of the same number if no message of the open batch is left');
-    perform pgqueue.stream_ack(queue, 's', s.epoch, 5, c.claim_token);
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 5, b.claim_token);
+    return next ok(c.seq = 6 and c.claim_token <> t.claim_token and pg_temp.read(c, s.epoch) = more, queue || ': stream_claim returns a new batch of the same number if no message of the open batch is left');
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 6, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
     -- A batch that fails repeatedly.
     ids := pg_temp.sent(queue, 25);
-    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 5, c.claim_token);
-    perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 6, c.claim_token);
+    perform pgqueue.stream_begin(queue, 's', s.epoch, 7, b.claim_token, max_replays => 2);
     for n in 1..2 loop
         s := pgqueue.stream_open(queue, 's');
-        perform pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+        perform pgqueue.stream_begin(queue, 's', s.epoch, 7, b.claim_token, max_replays => 2);
     end loop;
     s := pgqueue.stream_open(queue, 's');
-    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
-        format('PQ009 stream ''s'' of queue %L gives up batch 6 after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': stream_begin raises PQ009 after max_replays and names the messages');
+    return next is(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 7, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)),
+        format('PQ009 stream ''s'' of queue %L gives up batch 7 after 2 replays: messages %s and 5 more', queue, array_to_string(ids[1:20], ', ')), queue || ': stream_begin raises PQ009 after max_replays and names the messages');
     s := pgqueue.stream_open(queue, 's');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 6, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': stream_begin raises PQ009 again for the next reader');
-    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => null)).replays, 3, queue || ': stream_begin with max_replays null returns the batch again');
-    return next is(pgqueue.stream_skip(queue, 's', 6, ids[2:3] || ids[3] || ids[1] - 1000000, 'poison'), 2, queue || ': stream_skip returns the number of skipped messages and ignores repeated and foreign ids');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_begin(%L, %L, %s, 7, %L, max_replays => 2)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ009', queue || ': stream_begin raises PQ009 again for the next reader');
+    return next is((pgqueue.stream_begin(queue, 's', s.epoch, 7, b.claim_token, max_replays => null)).replays, 3, queue || ': stream_begin with max_replays null returns the batch again');
+    return next is(pgqueue.stream_skip(queue, 's', 7, ids[2:3] || ids[3] || ids[1] - 1000000, 'poison'), 2, queue || ': stream_skip returns the number of skipped messages and ignores repeated and foreign ids');
     return next is((select array_agg((d.id, d.reason, d.last_error)::text) from pgqueue.browse_dead_messages(queue) d), array[(ids[2], 'rejected', 'poison')::text, (ids[3], 'rejected', 'poison')::text], queue || ': skipped messages are dead letters with reason rejected and the given error');
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 6, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ006', queue || ': stream_skip without an epoch ends the epoch of the current reader');
+    return next is(left(pg_temp.raised(format('select pgqueue.stream_read(%L, %L, %s, 7, %L)', queue, 's', s.epoch, b.claim_token)), 5), 'PQ006', queue || ': stream_skip without an epoch ends the epoch of the current reader');
     s := pgqueue.stream_open(queue, 's');
-    c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 2);
+    c := pgqueue.stream_begin(queue, 's', s.epoch, 7, b.claim_token, max_replays => 2);
     return next is(row(c.messages, c.replays, c.lost)::text, row(23, 1, '{}'::bigint[])::text, queue || ': the rest of the batch starts over after stream_skip');
     return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[4:25], queue || ': stream_read returns the rest of the batch after stream_skip');
-    return next is(pgqueue.stream_skip(queue, 's', 6, ids[4:4], epoch => s.epoch), 1, queue || ': stream_skip with the epoch of the reader skips a message');
+    return next is(pgqueue.stream_skip(queue, 's', 7, ids[4:4], epoch => s.epoch), 1, queue || ': stream_skip with the epoch of the reader skips a message');
     return next is(pg_temp.read(b, s.epoch), ids[1:1] || ids[5:25], queue || ': the reader with that epoch goes on reading the rest of the batch');
-    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 6 of stream s after 1 replay', queue || ': the default error of a skipped message names batch, stream and replays');
-    return next is(pgqueue.stream_skip(queue, 's', 6), 22, queue || ': stream_skip without ids skips the whole batch');
-    return next is(pgqueue.stream_skip(queue, 's', 6), 0, queue || ': stream_skip of an empty batch returns 0');
+    return next is((select d.last_error from pgqueue.browse_dead_messages(queue) d where d.id = ids[4]), 'skipped with batch 7 of stream s after 1 replay', queue || ': the default error of a skipped message names batch, stream and replays');
+    return next is(pgqueue.stream_skip(queue, 's', 7), 22, queue || ': stream_skip without ids skips the whole batch');
+    return next is(pgqueue.stream_skip(queue, 's', 7), 0, queue || ': stream_skip of an empty batch returns 0');
     s := pgqueue.stream_open(queue, 's');
-    c := pgqueue.stream_begin(queue, 's', s.epoch, 6, b.claim_token, max_replays => 0);
-    return next is(row(c.seq, c.messages, c.partitions, pg_temp.read(b, s.epoch))::text, row(6, 0, 1, '{}'::bigint[])::text, queue || ': stream_begin returns a batch whose messages were all skipped as an empty batch, whatever max_replays is');
+    c := pgqueue.stream_begin(queue, 's', s.epoch, 7, b.claim_token, max_replays => 0);
+    return next is(row(c.seq, c.messages, c.partitions, pg_temp.read(b, s.epoch))::text, row(7, 0, 1, '{}'::bigint[])::text, queue || ': stream_begin returns a batch whose messages were all skipped as an empty batch, whatever max_replays is');
     more := pg_temp.sent(queue, 1);
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 6, b.claim_token);
-    return next is(row(c.seq, pg_temp.read(c, s.epoch))::text, row(7, more)::text, queue || ': stream_claim returns the next batch behind the skipped one');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 7, b.claim_token);
+    return next is(row(c.seq, pg_temp.read(c, s.epoch))::text, row(8, more)::text, queue || ': stream_claim returns the next batch behind the skipped one');
     return next is(pgqueue.redrive(queue), 25, queue || ': redrive sends all skipped messages back');
-    perform pgqueue.stream_ack(queue, 's', s.epoch, 7, c.claim_token);
+    perform pgqueue.stream_ack(queue, 's', s.epoch, 8, c.claim_token);
     perform pgqueue.purge_queue(queue);
 
-    -- A run that takes only the messages that exist when it starts.
+    -- A batch that is limited by bytes.
+    perform pgqueue.enqueue_batch(queue, array_fill(to_jsonb(repeat('x', 1000)), array[100]));
     b := c;
-    perform pg_temp.sent(queue, 3);
-    s := pgqueue.stream_open(queue, 's');
-    more := pg_temp.sent(queue, 3);
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 7, b.claim_token, max_messages => 4, up_to_id => s.last_id);
-    return next is(c.messages, 3, queue || ': stream_claim with up_to_id leaves messages sent later');
-    return next is((select pg_sequence_last_value(q.fresh_from_id) from pgqueue.queues q where q.name = queue), more[1], queue || ': stream_claim with up_to_id sets fresh_from_id to the first message that it left');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, up_to_id => s.last_id)), 0::bigint, queue || ': stream_claim returns no batch if only messages above up_to_id are left');
-    return next is(pg_temp.claimed_by_others(queue), more, queue || ': claim returns the messages above up_to_id at once');
-    perform pgqueue.purge_queue(queue);
-    -- A requeued message has a lower id than new messages.
-    ids := pg_temp.sent(queue, 6);
-    s := pgqueue.stream_open(queue, 's');
-    perform pgqueue.claim(queue, 3, '1 s');
-    perform pg_temp.pass('2 s');
-    select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 8, c.claim_token, max_messages => 2, up_to_id => ids[5]);
-    return next is(b.messages, 2, queue || ': stream_claim with up_to_id returns messages whose claims have expired');
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 9, b.claim_token, max_messages => 10, up_to_id => ids[5]);
-    return next is(c.messages, 3, queue || ': the next stream_claim with up_to_id returns all remaining messages up to that id');
-    perform pgqueue.stream_ack(queue, 's', s.epoch, 10, c.claim_token);
-    perform pgqueue.purge_queue(queue);
-    -- A due message has a higher id than up_to_id and is found first.
-    ids := pg_temp.sent(queue, 2);
-    s := pgqueue.stream_open(queue, 's');
-    perform pgqueue.enqueue_batch(queue, '{1,2}', delay => '1 s');
-    perform pg_temp.pass('2 s');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 8, b.claim_token, max_bytes => 20000);
+    return next ok(c.messages between 18 and 20, queue || ': stream_claim with max_bytes ends the batch when its payloads have about that size');
     b := c;
-    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 2, up_to_id => s.last_id);
-    return next is(pg_temp.read(c, s.epoch), ids, queue || ': stream_claim with up_to_id returns older messages behind due messages with a higher id');
-    return next is(cardinality(pg_temp.claimed_by_others(queue)), 2, queue || ': due messages above up_to_id stay in the queue');
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 9, b.claim_token, max_bytes => 1);
+    return next is(c.messages, 10, queue || ': a batch with a low max_bytes has 10 messages');
+    return next is(pg_temp.read(c, s.epoch), array(select m.id from pgqueue.messages m where m.queue_name = queue order by m.id limit 10), queue || ': the next batch continues with the messages that the limit has left');
+    b := c;
+    select * into c from pgqueue.stream_claim(queue, 's', s.epoch, 10, b.claim_token, max_messages => 15, max_bytes => 1000000000);
+    return next is(c.messages, 15, queue || ': a batch with a high max_bytes has max_messages');
     perform pgqueue.stream_ack(queue, 's', s.epoch, 11, c.claim_token);
-    perform pgqueue.purge_queue(queue);
-
-    -- A requeued message lies in a range that sweeps have recorded as vacant since.
-    ids := pg_temp.sent(queue, 1);
-    perform pgqueue.nack(queue, m.id, m.claim_token, '1 s') from pgqueue.claim(queue) m;
-    perform pg_temp.pass('2 s');
-    perform pgqueue.claim(queue);
-    perform pg_temp.pass('31 s');
-    t := pgqueue.stream_open(queue, 'run');
-    more := pg_temp.sent(queue, 2);
-    perform pg_temp.record_as_vacant(queue, more[1]);
-    select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id returns a requeued message from a vacant range');
-    perform pgqueue.drop_stream(queue, 'run');
-    perform pgqueue.purge_queue(queue);
-
-    -- More than a thousand requeued messages above up_to_id come before the one below it.
-    ids := pg_temp.sent(queue, 1);
-    t := pgqueue.stream_open(queue, 'run');
-    more := pg_temp.sent(queue, 1001);
-    perform pgqueue.nack(queue, m.id, m.claim_token, case when m.id = ids[1] then interval '2 s' else '1 s' end)
-    from pgqueue.claim(queue, 2000) m;
-    for n in 1..2 loop
-        perform pg_temp.pass('1 s');
-        perform pgqueue.claim(queue, 2000, '1 s');
-    end loop;
-    perform pg_temp.pass('1 s');
-    perform pg_temp.record_as_vacant(queue, more[1001]);
-    select * into b from pgqueue.stream_claim(queue, 'run', t.epoch, 0, null, max_messages => 2, up_to_id => t.last_id);
-    return next is(pg_temp.read(b, t.epoch), ids, queue || ': stream_claim with up_to_id finds a requeued message behind 1,000 requeued messages above that id');
-    perform pgqueue.drop_stream(queue, 'run');
     perform pgqueue.purge_queue(queue);
 
     -- Other verbs of the queue.
     ids := pg_temp.sent(queue, 3);
     perform pgqueue.pause_queue(queue);
     return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token)), 0::bigint, queue || ': stream_claim returns no batch while the queue is paused');
-    return next is((select count(*) from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token, up_to_id => 1)), 0::bigint, queue || ': stream_claim with up_to_id returns no batch while the queue is paused');
     perform pgqueue.resume_queue(queue);
     select * into b from pgqueue.stream_claim(queue, 's', s.epoch, 11, c.claim_token);
     perform pgqueue.pause_queue(queue);
@@ -376,13 +319,6 @@ begin
         from (select m.id, count(*) over (partition by p) as n from generate_series(0, 6) p cross join lateral pgqueue.stream_read('streams', 's', s.epoch, 2, b.claim_token, p) m) m),
         row(10500, 10500, 10500, 1500, 1500)::text, 'a batch of 10,500 messages is read in 7 equal partitions, each message once');
     return next is((select d.messages from pgqueue.stream_claim('streams', 's', s.epoch, 2, b.claim_token, max_messages => 100000) d), 500, 'the next batch contains the remaining 500 messages');
-
-    -- The highest batch number.
-    return next is(left(pg_temp.raised(format('select pgqueue.stream_claim(%L, %L, %s, 9223372036854775806, null, fail_on_data_loss => false)', 'streams', 's', s.epoch)), 23), '22023 invalid after_seq', 'stream_claim refuses a checkpoint that would leave no number for the batch after the next');
-    select d.* into b from pgqueue.stream_claim('streams', 's', s.epoch, 9223372036854775805, null, fail_on_data_loss => false) d;
-    return next is(pgqueue.stream_ack('streams', 's', s.epoch, b.seq, b.claim_token), 500, 'stream_ack acknowledges the batch with the highest number');
-    perform pg_temp.sent('streams', 1);
-    return next is((select d.seq from pgqueue.stream_claim('streams', 's', s.epoch, 0, null, fail_on_data_loss => false) d), 1::bigint, 'stream_claim with fail_on_data_loss false returns to batch 1 from the highest number');
 end;
 $$;
 select pg_temp.attempts();

@@ -330,13 +330,13 @@ stream_claim = Call(
     StreamBatch,
     "stream_claim",
     "queue_name text, stream_name text, epoch bigint, after_seq bigint, after_token uuid",
-    "max_messages int, partitions int, visibility_timeout interval, up_to_id bigint, fail_on_data_loss boolean",
+    "max_messages int, partitions int, visibility_timeout interval, max_bytes bigint",
 )
 stream_begin = Call(
     StreamBatch,
     "stream_begin",
     "queue_name text, stream_name text, epoch bigint, seq bigint, claim_token uuid",
-    "max_replays int, fail_on_data_loss boolean",
+    "max_replays int",
 )
 stream_read = Call(
     Message,

@@ -924,20 +924,18 @@ class AsyncQueue(_Calls):
         max_messages: int | None = None,
         partitions: int | None = None,
         visibility_timeout: timedelta | None = None,
-        up_to_id: int | None = None,
-        fail_on_data_loss: bool | None = None,
+        max_bytes: int | None = None,
     ) -> list[StreamBatch]:
         """Acknowledge all batches up to `after_seq` with `after_token`, and return the next batch.
 
         The next batch is the open one, with the same messages, or a new one of up to `max_messages` (10000, at most
         100000) ready messages. They are reserved for `visibility_timeout` (the queue's), and are read in `partitions`
         (1). No batch is returned if no message is ready. Before the first batch `after_seq` is 0 and `after_token`
-        None. Messages with an id above `up_to_id` are left to a later run.
+        None. The batch ends earlier if its payloads have about `max_bytes` bytes as stored; 10 messages of any size are
+        taken.
 
         Raises `StreamOutOfStep` if `after_seq` and `after_token` are not those of the stream: the checkpoint was rolled
-        back, was copied, or belongs to another stream. If `fail_on_data_loss` (true) is false, the stream follows the
-        checkpoint instead, and the messages of an open batch return to the queue. Raises `StreamFenced`,
-        `StreamNotFound`, `InvalidArgument`.
+        back, was copied, or belongs to another stream. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
         """
         return await self._all(
             _calls.stream_claim(
@@ -949,8 +947,7 @@ class AsyncQueue(_Calls):
                 max_messages,
                 partitions,
                 visibility_timeout,
-                up_to_id,
-                fail_on_data_loss,
+                max_bytes,
             )
         )
 
@@ -961,19 +958,15 @@ class AsyncQueue(_Calls):
         seq: int,
         claim_token: UUID,
         max_replays: int | None = None,
-        fail_on_data_loss: bool | None = None,
     ) -> StreamBatch:
         """Begin to read the open batch, for the first time or again. Call it before its partitions are read.
 
         If the batch is read again, its reservation is renewed. Raises `StreamDataLost` if messages do not belong to the
-        stream any more; if `fail_on_data_loss` (true) is false, they are left out from then on and are in `lost`.
-        Raises `StreamPoisoned` after `max_replays` (5) replays; each epoch that begins the batch again counts as one.
-        Raises `StreamOutOfStep` if the batch is not the open one; if `fail_on_data_loss` is false, it is returned with
-        no messages and no partitions. Raises `StreamFenced`, `StreamNotFound`, `InvalidArgument`.
+        stream any more, `StreamPoisoned` after `max_replays` (5) replays, of which each epoch that begins the batch
+        again counts as one, and `StreamOutOfStep` if the batch is not the open one. Raises `StreamFenced`,
+        `StreamNotFound`, `InvalidArgument`.
         """
-        return await self._one(
-            _calls.stream_begin(self.name, stream_name, epoch, seq, claim_token, max_replays, fail_on_data_loss)
-        )
+        return await self._one(_calls.stream_begin(self.name, stream_name, epoch, seq, claim_token, max_replays))
 
     async def stream_read(
         self, stream_name: str, epoch: int, seq: int, claim_token: UUID, partition: int | None = None

@@ -260,8 +260,7 @@ class Stream:
 class StreamBatch:
     """A batch that is reserved for a stream, identified by `seq` and `claim_token`.
 
-    `lost` holds the ids of messages that do not belong to the stream any more. `claimed_at` and `claimed_until` are
-    None if there is no such batch and `stream_begin` was called without `fail_on_data_loss`.
+    `lost` holds the ids of messages that do not belong to the stream any more.
     """
 
     queue_name: str

@@ -51,7 +51,7 @@ MAY_BE_NULL = {
     "revoke_access": "queue_name",
     "stats": "queue_name",
     "stream_begin": "max_replays",
-    "stream_claim": "after_token visibility_timeout up_to_id",
+    "stream_claim": "after_token visibility_timeout max_bytes",
     "stream_extend": "visibility_timeout",
     "stream_open": "opened_by on_ack",
     "stream_read": "partition",
@@ -128,7 +128,6 @@ def good(verb: str, argument: str, kind: str) -> str:
         "status": "'successful'",
         "tokens": "array[gen_random_uuid(), gen_random_uuid()]",
         "counts": "'{0,0}'",
-        "fail_on_data_loss": "false",
         "flavor": "'postgresql'",
         "access": "'producer'",
         "role_name": "'pgqueue_test_arguments'",
@@ -148,7 +147,7 @@ def good(verb: str, argument: str, kind: str) -> str:
     }
     if argument == "claim_token" and "stream" in verb:
         return of_stream.format("t.claim_token")
-    if argument in ("body", "bodies", "after_token", "before_id", "up_to_id", "archive_for", "worker") or (
+    if argument in ("body", "bodies", "after_token", "before_id", "archive_for", "worker") or (
         verb,
         argument,
     ) in (("stream_read", "partition"), ("update_result", "error")):

@@ -46,7 +46,6 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "record_failure": (40, 42),  # 20 21
     "receive 1": (36, 40),  # 18 18
     "stream_claim 100": (1240, 1300),  # 618 636
-    "stream_claim 100 up to": (1240, 1300),  # 619 636
     "stream_begin 100": (1220, 1320),  # 607 660
     "stream_read 100": (124, 126),  # 62 63
     "stream_extend 100": (1220, 1320),  # 608 660
@@ -294,11 +293,6 @@ CALLS: dict[str, Callable[[Session, Callable[..., int]], int]] = {
     "receive 1": lambda _, run: run("select * from pgqueue.receive(:q)"),
     "stream_claim 100": lambda s, run: run(
         "select * from pgqueue.stream_claim(:q, %s, %s, %s, %s, 100)", *s.reserved()
-    ),
-    "stream_claim 100 up to": lambda s, run: run(
-        "select * from pgqueue.stream_claim(:q, %s, %s, %s, %s, 100,"
-        " up_to_id => (select last_value from pgqueue.message_id))",
-        *s.reserved(),
     ),
     "stream_begin 100": lambda s, run: run("select pgqueue.stream_begin(:q, %s, %s, %s, %s)", *s.begun()),
     "stream_read 100": lambda s, run: run("select * from pgqueue.stream_read(:q, %s, %s, %s, %s)", *s.reserved()),

@@ -132,6 +132,8 @@ def test_options_that_spark_adds_to_a_sink_are_ignored() -> None:
         (READ, "minId", "-1", "an integer from 0"),
         (READ, "maxId", "9223372036854775808", "an integer from 0"),
         (READ, "since", "yesterday", "a timestamp in ISO 8601"),
+        (STREAM, "maxBytesPerTrigger", "0", "a number of bytes from 1 on"),
+        (STREAM, "maxBytesPerTrigger", "1.5m", "a number of bytes from 1 on"),
         (READ, "pushdown", "yes", "true or false"),
         (STREAM, "maxMessagesPerTrigger", "100001", "an integer from 1 to 100000"),
         (STREAM, "leaseDuration", "0s", "a duration from 1 s to 12 h"),
@@ -173,6 +175,12 @@ def test_malformed_values_are_refused_with_name_value_and_allowed_values(
 )
 def test_durations_are_parsed_with_and_without_units(written: str, meant: timedelta) -> None:
     assert parse(NEEDED[STREAM] | {"leaseDuration": written}, STREAM).lease_duration == meant
+
+
+@pytest.mark.parametrize(("written", "meant"), [("1", 1), ("64m", 64 * 2**20), (" 2KB ", 2048), ("1g", 2**30)])
+def test_sizes_are_parsed_with_and_without_units(written: str, meant: int) -> None:
+    options = parse({"queue": "q", "streamId": "s", "maxBytesPerTrigger": written}, STREAM)
+    assert options.max_bytes_per_trigger == meant
 
 
 @pytest.mark.parametrize(

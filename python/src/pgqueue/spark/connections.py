@@ -38,11 +38,16 @@ __all__ = [
 _log = logging.getLogger("pgqueue.spark")
 
 # The Spark option for each SQL argument that hints of the database name.
-_OPTIONS = {"fail_on_data_loss => false": "option failOnDataLoss=false", "on_ack": "onAck", "app_id": "txnAppId"}
+_OPTIONS = {"on_ack": "onAck", "app_id": "txnAppId"}
 _HINTS = {
     "PQ005": "The queue, or its stream, was dropped while the query ran. Start the query with a new checkpoint.",
     "PQ006": "Another query has the same streamId, or this one loads it twice, as in a join with itself, or one of its"
     " batches was skipped. Each load needs a streamId of its own.",
+    "PQ007": "The checkpoint was rolled back, copied or taken from another stream, or the database was restored. Use a"
+    " new checkpoint, or set option failOnDataLoss=false to continue with the messages that are left.",
+    "PQ008": "The reservation ran out and other consumers claimed the messages, or the messages were purged. To"
+    " continue without them, set option failOnDataLoss=false, or call pgqueue.stream_skip. To avoid this error, set a"
+    " longer leaseDuration.",
 }
 # For connections that are idle between two micro-batches, or wait for the result of a statement.
 _KEEPALIVE = {

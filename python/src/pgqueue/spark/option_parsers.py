@@ -18,6 +18,7 @@ __all__ = [
     "name",
     "names",
     "pattern",
+    "size",
     "text",
     "timestamp",
 ]
@@ -31,6 +32,7 @@ _DURATION = re.compile(
     r"([0-9]+(?:\.[0-9]+)?) ?"
     r"(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)?"
 )
+_SIZE = re.compile(r"([0-9]{1,19})([kmg])?b?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -114,6 +116,15 @@ def integer(least: int, most: int) -> Callable[[str], int]:
         return int(value)
 
     return parse
+
+
+def size(value: str) -> int:
+    """Parse a number of bytes, such as `1000000` or `64m`."""
+    found = _SIZE.fullmatch(value.strip().lower())
+    number = int(found[1]) * {None: 1, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]] if found else 0
+    if not 1 <= number < 2**63:
+        raise ValueError
+    return number
 
 
 def boolean(value: str) -> bool:

@@ -22,6 +22,7 @@ from .option_parsers import (
     name,
     names,
     pattern,
+    size,
     text,
     timestamp,
 )
@@ -252,6 +253,14 @@ SOURCE_OPTIONS = (
         "The maximum number of messages in a micro-batch. The database keeps the ids of a batch in one row, hence the"
         " limit.",
         default=10000,
+    ),
+    Option(
+        "maxBytesPerTrigger",
+        "a number of bytes from 1 on, also with a unit: k, m or g, such as 64m",
+        size,
+        (STREAM,),
+        "About how many bytes of payloads, as the database stores them, a micro-batch has at most; several queues have"
+        " even shares of it. It is a soft limit: 10 messages of a queue are read whatever their size.",
     ),
     Option(
         "minMessagesPerTrigger",

@@ -45,10 +45,10 @@ class PgQueueDataSource(Shipped, DataSource):
     the original: it discards each batch whose number the original query has written. Without its checkpoint, a query
     continues after the last acknowledged batch, and may read the last batch twice. A batch that always fails ends the
     query after `maxReplays`; `pgqueue.stream_skip` moves it, or some of its messages, to the dead letters.
-    `Trigger.AvailableNow` processes the messages sent before it started. The deprecated `Trigger.Once` leaves its batch
-    to be acknowledged by its next run, within `leaseDuration`. `foreachBatch` may read its batch several times. A
-    stream that is joined with itself must be loaded twice, each time with a `streamId` of its own, and each message is
-    in one of the two. Asynchronous progress tracking and continuous processing are not supported.
+    `Trigger.AvailableNow` processes as many messages as were ready when it started. The deprecated `Trigger.Once`
+    leaves its batch to be acknowledged by its next run, within `leaseDuration`. `foreachBatch` may read its batch
+    several times. A stream that is joined with itself must be loaded twice, each time with a `streamId` of its own, and
+    each message is in one of the two. Asynchronous progress tracking and continuous processing are not supported.
 
     Reads and streams accept several queues, in `queue` or by `queuePattern`. A stream then keeps a stream of the same
     name in each queue. A batch read accepts several databases, as a JSON array in `dsn`.

@@ -21,6 +21,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from ..client import Queue
+from ..errors import StreamDataLost, StreamOutOfStep
+from ..message import StreamBatch
 from .columns import check_schema
 from .connections import Backoff, connect, resolve_conninfo
 from .copy_to_arrow import read_batches
@@ -69,11 +71,12 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         self._schema = messages_schema(schema, sharded=False) if kafka else schema
         self._conninfo = resolve_conninfo(options.dsn, options.user, options.password)
         self._driver: StreamDriver | None = None
-        self._up_to_id: int | None = None
+        self._available: dict[str, int] | None = None  # how many messages Trigger.AvailableNow has left to read
         # The last batch of each queue: how many messages it had, and how often it was begun again.
         self._claimed: dict[str, int] = {}
         self._replays: dict[str, int] = {}
-        self._acked: dict[str, int] = {}
+        # The last batch of Spark's offsets that is acknowledged.
+        self._acked: dict[str, tuple[int, UUID | None]] = {}
         # When the driver last looked for messages, whether it found none, and when it last found some.
         self._looked_at = self._batch_at = -math.inf
         self._found_nothing = False
@@ -90,47 +93,36 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         return ReadMaxRows(self._options.max_messages_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Limit the run to the messages sent so far."""
-        self._up_to_id = self._stream.last_id()
+        """Limit the run to as many messages of each queue as are ready now, or in its open batch."""
+        self._available = self._stream.available()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Acknowledge all batches up to `start`, which Spark has committed, and claim the next batch of each queue.
 
         If an earlier driver claimed that batch and died before it logged the offset, this driver takes the batch over.
         """
-        options = self._options
         positions = self._positions(start)
         driver = self._stream
-        up_to_id = self._wait_for_messages(limit)
+        is_due = self._wait_for_messages(limit)
         # Busy queues come last, and get what the others leave. Each queue gets at least its even share.
         queues = sorted(driver.queues(), key=lambda queue: self._claimed.get(queue, 0))
         left = self._max_messages(limit)
         if len(queues) > left:
-            raise _too_many(len(queues), options)
+            raise _too_many(len(queues), self._options)
         batches = {queue: kept for queue, kept in start["queues"].items() if queue in queues}
         for place, queue in enumerate(queues):
             opened = driver.open(queue)
-            seq, token = positions.get(queue) or (opened.acked_seq, opened.acked_token)
             share = left if isinstance(limit, ReadAllAvailable) else max(1, -(-left // (len(queues) - place)))
-            claimed = driver.call(
-                queue,
-                Queue.stream_claim,
-                options.stream_id,
-                opened.epoch,
-                seq,
-                token,
-                share,
-                options.num_partitions,
-                options.lease_duration,
-                up_to_id,
-                options.fail_on_data_loss,
-            )
-            self._acked[queue] = seq
+            most = share if self._available is None else min(share, self._available.get(queue, 0))
+            position = positions.get(queue) or (opened.acked_seq, opened.acked_token)
+            claimed = self._next_batch(queue, position, most if is_due else 0, len(queues), limit)
             self._replays.pop(queue, None)
             self._claimed[queue] = sum(batch.messages for batch in claimed)
             driver.set_batch(queue, bool(claimed))
             for batch in claimed:
                 batches[queue] = {"seq": batch.seq, "token": str(batch.claim_token), "messages": batch.messages}
+                if self._available is not None:
+                    self._available[queue] -= min(batch.messages, self._available[queue])
                 if not isinstance(limit, ReadAllAvailable):
                     left -= batch.messages
         self._looked_at = time.monotonic()
@@ -139,30 +131,63 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
             self._batch_at = self._looked_at
         return self._offset(batches)
 
-    def _wait_for_messages(self, limit: ReadLimit) -> int | None:
-        """Return the highest id to claim: 0 while there are fewer messages than minMessagesPerTrigger.
+    def _next_batch(
+        self, queue: str, position: tuple[int, UUID | None], most: int, queues: int, limit: ReadLimit
+    ) -> list[StreamBatch]:
+        """Acknowledge the batch at `position`, and claim the next one of up to `most` messages; none if that is 0."""
+        options, driver = self._options, self._stream
+        bytes_ = None if isinstance(limit, ReadAllAvailable) else options.max_bytes_per_trigger
+        try:
+            if most == 0:
+                self._acknowledge(queue, *position)
+                return []
+            claimed = driver.call(
+                queue,
+                Queue.stream_claim,
+                options.stream_id,
+                driver.open(queue).epoch,
+                *position,
+                most,
+                options.num_partitions,
+                options.lease_duration,
+                bytes_ and -(-bytes_ // queues),
+            )
+        except StreamOutOfStep:
+            if options.fail_on_data_loss:
+                raise
+            # Go on where the stream is, with its open batch if there is one.
+            opened = driver.open(queue, again=True)
+            claimed = self._next_batch(queue, (opened.acked_seq, opened.acked_token), most, queues, limit)
+        self._acked[queue] = position
+        return claimed
+
+    def _acknowledge(self, queue: str, seq: int, token: UUID | None) -> None:
+        """Acknowledge a batch, unless a claim has done so."""
+        driver = self._stream
+        if token is not None and (seq, token) != self._acked.get(queue):
+            driver.call(queue, Queue.stream_ack, self._options.stream_id, driver.open(queue).epoch, seq, token)
+            driver.set_batch(queue, False)
+            self._acked[queue] = seq, token
+
+    def _wait_for_messages(self, limit: ReadLimit) -> bool:
+        """Whether there are as many messages as minMessagesPerTrigger, or the last micro-batch is long ago.
 
         Spark asks again at once if there was nothing. After the first such answer, a look takes place once a second, or
         when the queue notifies.
         """
-        if self._up_to_id is not None or isinstance(limit, ReadAllAvailable):
-            return self._up_to_id
+        if self._available is not None or isinstance(limit, ReadAllAvailable):
+            return True
         options, driver = self._options, self._stream
         if self._found_nothing:
             driver.wait(self._looked_at + _LOOK_INTERVAL - time.monotonic(), options.min_messages_per_trigger == 1)
         due_at = self._batch_at + options.max_trigger_delay.total_seconds()
-        if options.min_messages_per_trigger == 1 or time.monotonic() >= due_at:
-            return None
         lacking = options.min_messages_per_trigger
-        for queue in driver.queues():
-            lacking -= driver.call(queue, Queue.peek, lacking)
-            if lacking <= 0:
-                return None
-        return 0
+        if lacking == 1 or time.monotonic() >= due_at:
+            return True
+        return any((lacking := lacking - driver.call(queue, Queue.peek, lacking)) <= 0 for queue in driver.queues())
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Begin the batches of offset `end`, for the first time or again. Raises psycopg.Error and OptionError."""
-        options = self._options
         before = self._positions(start)
         driver = self._stream
         present = driver.queues()
@@ -170,38 +195,42 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
         for queue, (seq, token) in self._positions(end).items():
             if (seq, token) == before.get(queue):
                 continue
-            if queue not in present and not options.fail_on_data_loss:
+            if queue not in present and not self._options.fail_on_data_loss:
                 continue
-            epoch = driver.open(queue).epoch
-            batch = driver.call(
-                queue,
-                Queue.stream_begin,
-                options.stream_id,
-                epoch,
-                seq,
-                token,
-                options.max_replays,
-                options.fail_on_data_loss,
-            )
-            driver.set_batch(queue, batch.partitions > 0)
+            batch = self._begin(queue, seq, token)
+            if batch is None:
+                continue
+            driver.set_batch(queue, True)
             self._replays[queue] = batch.replays
             # A task reads one part of each batch, so all tasks read as much.
             tasks += [[] for _ in range(batch.partitions - len(tasks))]
             for partition in range(batch.partitions):
-                tasks[partition].append(BatchPart(queue, epoch, seq, str(token), partition))
+                tasks[partition].append(BatchPart(queue, driver.open(queue).epoch, seq, str(token), partition))
         return [StreamPart(parts) for parts in tasks]
+
+    def _begin(self, queue: str, seq: int, token: UUID) -> StreamBatch | None:
+        """Begin a batch. With failOnDataLoss=false, leave out its lost messages; None if it is not the open one."""
+        options, driver = self._options, self._stream
+        while True:
+            try:
+                epoch = driver.open(queue).epoch
+                return driver.call(queue, Queue.stream_begin, options.stream_id, epoch, seq, token, options.max_replays)
+            except StreamDataLost:
+                if options.fail_on_data_loss:
+                    raise
+                opened = driver.open(queue, again=True)
+                self._next_batch(queue, (opened.acked_seq, opened.acked_token), 1, 1, ReadAllAvailable())
+            except StreamOutOfStep:
+                if options.fail_on_data_loss:
+                    raise
+                return None
 
     def commit(self, end: dict[str, Any]) -> None:
         """Acknowledge batches, unless `latestOffset` has done so."""
-        options = self._options
-        for queue, (seq, token) in self._positions(end).items():
-            driver = self._stream
+        for queue, position in self._positions(end).items():
             # With a dropped queue, its stream is gone.
-            if seq <= self._acked.get(queue, 0) or not driver.is_open(queue):
-                continue
-            epoch = driver.open(queue).epoch
-            driver.call(queue, Queue.stream_ack, options.stream_id, epoch, seq, token)
-            self._acked[queue] = seq
+            if self._stream.is_open(queue):
+                self._acknowledge(queue, *position)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802 - Spark's name
         """Return figures for the query's progress, over all queues.

@@ -85,9 +85,9 @@ class StreamDriver:
                 self._refused.add(name)
         return [name for name in names if name not in self._refused]
 
-    def open(self, queue: str) -> Stream:
-        """Return the stream of a queue as it was when this process opened it. Raises QueueNotFound."""
-        if queue not in self._streams:
+    def open(self, queue: str, again: bool = False) -> Stream:
+        """Return the stream of a queue as it was when this process opened it, `again` if so. Raises QueueNotFound."""
+        if again or queue not in self._streams:
             options = self._options
             opened_by = f"spark on {socket.gethostname()}, process {os.getpid()}"
             opened = self.call(queue, Queue.stream_open, options.stream_id, opened_by, options.on_ack)
@@ -148,10 +148,12 @@ class StreamDriver:
         else:
             self._has_batch.discard(queue)
 
-    def last_id(self) -> int:
-        """Return the highest id of the database so far; 0 if there is no queue to read."""
-        queues = self.queues()
-        return self.call(queues[0], Queue.list_streams)[0].last_id if queues else 0
+    def available(self) -> dict[str, int]:
+        """Return for each queue how many messages are ready, or in the open batch of the stream."""
+        return {
+            queue: self.call(queue, Queue.stats).ready_messages + (self.open(queue).messages or 0)
+            for queue in self.queues()
+        }
 
     def stats(self) -> list[QueueStats]:
         """Return the stats of the queues, without retries; none while the database is unavailable."""
