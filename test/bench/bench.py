@@ -28,7 +28,7 @@ def measure(names: list[str], options: argparse.Namespace, console: Console) -> 
     from calls import run_calls
     from cost import run_cost
     from latency import run_latency
-    from plan import parts  # the peers behind these need the extra `bench`
+    from plan import parts  # the peers behind these need the group `bench`
     from pressure import run_pressure
     from runner import Testbed, run_part
 

@@ -80,7 +80,7 @@ class Program:
     def missing(self) -> str | None:
         """What the system needs and this machine lacks."""
         if not self.file.endswith(".mjs"):
-            return None if importlib.util.find_spec(self.package) else f"{self.package} (pip install 'python[bench]')"
+            return None if importlib.util.find_spec(self.package) else f"{self.package} (make bench)"
         if not (NODE / "node_modules" / self.package).exists():
             return f"npm's {self.package} (test/bench/fetch.py node)"
         for file in HARNESS.glob("*.mjs"):  # Node looks for packages beside the program

