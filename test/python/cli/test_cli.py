@@ -22,7 +22,6 @@ import pgqueue
 import pgqueue.cli
 from pgqueue.cli import session
 
-HOSTILE = "\x1b[31m\u202e[red]x[/]\x07"
 pytestmark = pytest.mark.usefixtures("no_other_database")
 
 

@@ -447,22 +447,7 @@ def test_the_process_ends_with_an_error_if_more_handlers_hang_than_may_run(
 
 @pytest.mark.parametrize(
     ("handler", "options"),
-    [
-        ("never", []),
-        ("never_async", ["--mode", "receive"]),
-        ("gate_async", ["--transactional"]),
-        *(
-            pytest.param(handler, options, marks=pytest.mark.long(part="consumer"))
-            for handler, options in (
-                ("never", ["--transactional"]),
-                ("never", ["--mode", "receive"]),
-                ("never_async", []),
-                ("never_async", ["--transactional"]),
-                ("gate_async", []),
-                ("gate_async", ["--mode", "receive"]),
-            )
-        ),
-    ],
+    [("never", []), ("never_async", ["--mode", "receive"]), ("gate_async", ["--transactional"])],
 )
 def test_a_second_signal_aborts_handlers_and_costs_no_attempt(
     orders: pgqueue.Queue, shop: Path, handler: str, options: list[str]
@@ -544,17 +529,6 @@ def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Pa
         done = command.end()
     assert done.status == 128 + signal.SIGTERM
     assert "stopped by force" not in done.err
-
-
-@pytest.mark.parametrize("handler", ["never", "never_async"])
-def test_the_grace_period_bounds_a_graceful_stop(orders: pgqueue.Queue, shop: Path, handler: str) -> None:
-    orders.enqueue(1)
-    options = ("--grace-period", "200ms", "--visibility-timeout", "1h")
-    with working(orders, handler, *options, shop=shop) as command:
-        command.signal(signal.SIGTERM)
-        assert command.end().status == 0
-    (message,) = wait_for(orders.claim)
-    assert message.attempt_count == 1
 
 
 def test_a_signal_before_the_first_message_stops_work(orders: pgqueue.Queue, shop: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -100,17 +99,4 @@ def test_a_signal_ends_the_demo_and_cleans_up(dsn: str, how: signal.Signals, mon
             demo.main(["--messages", "2000"])
     else:
         assert demo.main(["--messages", "2000"]) == 130
-    assert_gone(dsn)
-
-
-@pytest.mark.long(part="soak")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_processes_of_the_demo(dsn: str, how: signal.Signals, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with out.open("w") as output:
-        words = [*COMMAND, "30000"]
-        running = subprocess.Popen(words, env=environment(PGQUEUE_DSN=dsn), stdout=output, stderr=subprocess.STDOUT)
-        wait_for(lambda: "SIGKILL" in out.read_text() or running.poll() is not None)
-        running.send_signal(how)
-        assert running.wait(PATIENCE) == 128 + how, out.read_text()
     assert_gone(dsn)

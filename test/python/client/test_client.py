@@ -208,14 +208,6 @@ def test_json_is_read_and_written_by_functions_of_the_user(client: Client, order
 # Messages
 
 
-def test_bodies_are_returned_unchanged(queue: Any) -> None:
-    bodies = [b"", b"\0\xff\\x", bytes(range(256)) * 1000]
-    for body in bodies:
-        queue.enqueue(body=body)
-    queue.enqueue_batch(bodies=bodies)
-    assert [(message.payload, message.body) for message in queue.claim(6)] == [(None, body) for body in bodies * 2]
-
-
 def test_a_message_has_every_field(queue: Any) -> None:
     message_id = uuid4()
     sent = queue.enqueue({"a": 1}, headers={"b": 2}, expires_in=timedelta(hours=1), message_id=message_id)
@@ -415,14 +407,6 @@ def test_install_is_part_of_the_callers_transaction(empty_database: NewDatabase)
         assert connection.execute("select to_regnamespace('pgqueue') as found").fetchone() == {"found": None}
 
 
-def test_install_in_autocommit_mode_is_all_or_nothing(empty_database: NewDatabase) -> None:
-    with psycopg.connect(empty_database(), autocommit=True) as connection:
-        pgqueue.install(connection)
-        with pytest.raises(psycopg.errors.DuplicateSchema):
-            pgqueue.install(connection)
-        assert pgqueue.Queues(connection).list_queues() == []
-
-
 @pytest.mark.parametrize("door", ["plain", "extension"])
 def test_default_privileges_grant_no_access(empty_database: NewDatabase, door: str, role: str) -> None:
     with psycopg.connect(empty_database(), autocommit=True) as connection:
@@ -576,11 +560,3 @@ def test_an_error_names_its_argument(client: Client, queue: Any) -> None:
         with pytest.raises(error) as refused:
             call()
         assert str(refused.value).startswith(text)
-
-
-def test_the_text_of_an_error_is_message_and_hint(client: Client) -> None:
-    with pytest.raises(pgqueue.QueueNotFound) as raised:
-        client.queue("nowhere").claim()
-    message, hint = str(raised.value).split("\n")
-    assert message == "queue 'nowhere' does not exist"
-    assert hint.startswith("HINT:  Create it")
