@@ -11,6 +11,7 @@ import pytest
 from clients import QUIET
 
 from pgqueue.embedded import EmbeddedServer
+from pgqueue.sql import _VERBS
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache"
 
@@ -61,8 +62,8 @@ MAY_BE_NULL = {
 
 # Unusual values by type. Unknown names are not tested here.
 HOSTILE = {
-    "integer": ["-2147483648", "-1", "0", "2147483647"],
-    "integer[]": ["'{}'", "'{null}'", "'{-1}'", "'{10}'", "'{{1},{2}}'"],
+    "int": ["-2147483648", "-1", "0", "2147483647"],
+    "int[]": ["'{}'", "'{null}'", "'{-1}'", "'{10}'", "'{{1},{2}}'"],
     "bigint": ["-9223372036854775808", "-1", "0", "9223372036854775807"],
     "double precision": ["'NaN'", "'Infinity'", "'-Infinity'", "-1", "1e308"],
     "interval": [
@@ -75,7 +76,7 @@ HOSTILE = {
     "text": ["''", "repeat('x', 100000)", "e'\\n'", "'%s %I $1'"],
     "name": ["''", "repeat('x', 100)", "'public'"],
     "boolean": [],
-    "timestamp with time zone": ["'infinity'", "'-infinity'", "'4713-01-01 00:00+00 BC'", "'294276-12-31 23:59+00'"],
+    "timestamptz": ["'infinity'", "'-infinity'", "'4713-01-01 00:00+00 BC'", "'294276-12-31 23:59+00'"],
     "uuid": ["'00000000-0000-0000-0000-000000000000'"],
     "jsonb": ["'null'", "'[]'", "'\"\"'", "'1e131071'"],
     "bytea": ["''"],
@@ -90,7 +91,7 @@ REFUSALS = {"22023", "42704", "42P07", "42710", "42501"}
 
 
 class Verb(NamedTuple):
-    """A public function, from the catalog."""
+    """A public function, of which test_reflection.py shows that it has these arguments."""
 
     name: str
     arguments: dict[str, str]
@@ -99,9 +100,9 @@ class Verb(NamedTuple):
         given = {name: self.value(name) for name in self.arguments} | changed
         return f"select pgqueue.{self.name}({', '.join(f'{name} => {value}' for name, value in given.items())})"
 
-    def value(self, argument: str, collation: str = "") -> str:
+    def value(self, argument: str) -> str:
         kind = self.arguments[argument]
-        return f"cast({good(self.name, argument, kind)} as {kind}){collation}"
+        return f"cast({good(self.name, argument, kind)} as {kind})"
 
 
 def good(verb: str, argument: str, kind: str) -> str:
@@ -156,7 +157,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "jsonb": "'{}'",
         "jsonb[]": "array['{}']::jsonb[]",
         "interval": "'1 day'" if "timeout" not in argument else "'1 min'",
-        "timestamp with time zone": "'2030-01-01 00:00+00'",
+        "timestamptz": "'2030-01-01 00:00+00'",
         "uuid": "gen_random_uuid()",
         "uuid[]": "array[gen_random_uuid()]",
         "bigint[]": "'{1}'",
@@ -188,27 +189,6 @@ def arguments(database: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-@pytest.fixture(scope="module")
-def verbs(arguments: psycopg.Connection[Any]) -> list[Verb]:
-    return public_functions(arguments)
-
-
-def public_functions(connection: psycopg.Connection[Any]) -> list[Verb]:
-    rows = connection.execute(
-        """
-        select p.proname, coalesce(array_remove(p.proargnames, 'caller'), '{}'), array(
-            select format_type(coalesce(nullif(t.typbasetype, 0), t.oid), null)
-            from unnest(p.proargtypes) with ordinality as a (oid, n) join pg_type t using (oid)
-            where t.typname <> 'caller' order by a.n
-        )
-        from pg_proc p
-        where p.pronamespace = 'pgqueue'::regnamespace and p.proname !~ '^_'
-        order by p.proname
-        """
-    ).fetchall()
-    return [Verb(name, dict(zip(names, kinds, strict=False))) for name, names, kinds in rows]
-
-
 def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) -> str:
     """Call a function and roll back; returns `taken`, `refused`, or the error if it is not a proper refusal."""
     try:
@@ -226,19 +206,25 @@ def outcome(connection: psycopg.Connection[Any], statement: str, argument: str) 
     return "taken"
 
 
+VERBS = [Verb(name, call.arguments) for name, call in _VERBS.items()]
 # These verbs refuse a transaction, and the calls here share one. Their own tests call them with valid arguments.
 ALONE = {"compact_queue", "compact_queues"}
 
 
-def test_valid_arguments_are_accepted(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
-    seen = {verb.name: outcome(arguments, verb.call(), "") for verb in verbs if verb.name not in ALONE}
+def test_valid_arguments_and_names_in_any_collation_are_accepted(arguments: psycopg.Connection[Any]) -> None:
+    seen = {}
+    for verb in VERBS:
+        if verb.name not in ALONE:
+            texts = [name for name, kind in verb.arguments.items() if kind in ("text", "text[]")]
+            call = verb.call(**{name: f'{verb.value(name)} collate "POSIX"' for name in texts})
+            seen[verb.name] = outcome(arguments, call, "")
     assert {name: what for name, what in seen.items() if what != "taken"} == {}
 
 
-def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any]) -> None:
     seen = {
         (verb.name, argument): outcome(arguments, verb.call(**{argument: f"cast(null as {kind})"}), argument)
-        for verb in verbs
+        for verb in VERBS
         for argument, kind in verb.arguments.items()
     }
     assert {call: what for call, what in seen.items() if what not in ("taken", "refused")} == {}
@@ -246,28 +232,14 @@ def test_null_is_documented_or_refused(arguments: psycopg.Connection[Any], verbs
     assert taken == {(verb, argument) for verb, names in MAY_BE_NULL.items() for argument in names.split()}
 
 
-def test_no_argument_breaks_out_of_its_value(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
+def test_no_argument_breaks_out_of_its_value(arguments: psycopg.Connection[Any]) -> None:
     bad = {
         statement: what
-        for verb in verbs
+        for verb in VERBS
         for argument, kind in verb.arguments.items()
         for value in HOSTILE[kind]
         if (what := outcome(arguments, (statement := verb.call(**{argument: f"cast({value} as {kind})"})), argument))
         not in ("taken", "refused")
-    }
-    assert bad == {}
-
-
-def test_names_are_accepted_in_any_collation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
-    bad = {
-        verb.name: what
-        for verb in verbs
-        if verb.name not in ALONE
-        and (texts := [name for name, kind in verb.arguments.items() if kind in ("text", "text[]")])
-        and (
-            what := outcome(arguments, verb.call(**{name: verb.value(name, ' collate "POSIX"') for name in texts}), "")
-        )
-        != "taken"
     }
     assert bad == {}
 
@@ -312,39 +284,6 @@ select pgqueue.drop_queue('jit')
 """
 
 
-def call_all(connection: psycopg.Connection[Any], verbs: list[Verb]) -> set[str]:
-    """Call every verb and live that life, where PostgreSQL compiles each plan that it may; returns the outcomes."""
-    # The plans of the tests before are forgotten.
-    connection.execute("discard plans")
-    connection.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
-    # channel is one expression, which the statement of the caller evaluates.
-    called = [verb for verb in verbs if verb.name not in {*ALONE, "channel"}]
-    seen = {outcome(connection, verb.call(), "") for verb in called}
-    for statement in LIFE.strip().splitlines():
-        connection.execute(statement.encode())
-    return seen
-
-
-def test_no_statement_of_a_verb_asks_for_compilation(arguments: psycopg.Connection[Any], verbs: list[Verb]) -> None:
-    # PostgreSQL decides while it plans, whether its build has LLVM or not. A notice with a context comes from inside a
-    # function; the statement of the caller is the caller's.
-    plans: list[tuple[str, bool]] = []
-
-    def keep(notice: psycopg.errors.Diagnostic) -> None:
-        if notice.message_primary == "plan:" and notice.context and notice.context.startswith(("SQL", "PL/pgSQL")):
-            plans.append((notice.context.splitlines()[0], ":jitFlags 0" in str(notice.message_detail)))
-
-    with arguments.transaction(force_rollback=True):
-        arguments.execute("set local client_min_messages = log; set local debug_print_plan = on")
-        arguments.execute("set local debug_pretty_print = off")
-        arguments.add_notice_handler(keep)
-        seen = call_all(arguments, verbs)
-        arguments.remove_notice_handler(keep)
-    assert seen == {"taken"}
-    assert len(plans) > 1000
-    assert sorted({where for where, is_interpreted in plans if not is_interpreted}) == []
-
-
 @pytest.fixture
 def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A PostgreSQL 15 that compiles plans: the one of npm, with the library of Debian that uses LLVM."""
@@ -370,11 +309,17 @@ def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.long(part="postgres")
 def test_no_statement_of_a_verb_is_compiled(compiling: str) -> None:
+    """house.sql shows that every verb switches it off. Here PostgreSQL would compile each plan that it may."""
     with psycopg.connect(compiling, autocommit=True) as owner:
         owner.execute("create extension pgqueue; create extension pg_stat_statements")
     with queues(compiling) as connection:
         connection.execute("select pg_stat_statements_reset()")
-        assert call_all(connection, public_functions(connection)) == {"taken"}
+        connection.execute("set local jit = on; set local jit_above_cost = 0; set local lock_timeout = '1 s'")
+        # channel is one expression, which the statement of the caller evaluates.
+        called = [verb for verb in VERBS if verb.name not in {*ALONE, "channel"}]
+        assert {outcome(connection, verb.call(), "") for verb in called} == {"taken"}
+        for statement in LIFE.strip().splitlines():
+            connection.execute(statement.encode())
         compiled = "select query from pg_stat_statements where jit_functions > 0 and"
         assert connection.execute(f"{compiled} toplevel limit 1").fetchall() != []
         assert connection.execute(f"{compiled} not toplevel").fetchall() == []

@@ -1,8 +1,7 @@
-"""Message groups by concurrent sessions and on a standby, what claims of them cost, and plain SQL on them."""
+"""Message groups by concurrent sessions and on a standby, and plain SQL on them."""
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from clients import QUIET, buffers_of_claims, connect, is_empty, synchronous_standby, wait_for
+from clients import QUIET, connect, is_empty, synchronous_standby, wait_for
 from test_chaos import History
 
 import pgqueue
@@ -137,75 +136,6 @@ def test_many_consumers_process_each_group_in_order(
     assert violations == []
     assert not any(waiting.values())
     assert is_empty(connection, name)
-
-
-@pytest.mark.parametrize("is_analyzed", [True, pytest.param(False, marks=pytest.mark.long(part="engine"))])
-def test_claims_read_few_buffers_beside_a_backlog_of_one_group(
-    connection: psycopg.Connection[Any], name: str, is_analyzed: bool
-) -> None:
-    queue = pgqueue.Queue(connection, name)
-    queue.create_queue(group_limit=1)
-    send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]), group_keys => {})"
-    connection.execute(send.format("array_fill('hot'::text, array[%s])").encode(), [name, 10_000, 10_000])
-    connection.execute(
-        send.format("array(select 'group ' || i %% 50 from generate_series(1, %s) as i)").encode(), [name, 1000, 1000]
-    )
-    if is_analyzed:
-        connection.execute("analyze pgqueue.messages")
-    assert buffers_of_claims(connection, name) < 66  # 33
-
-
-def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Callable[[], str], name: str) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
-        queue = pgqueue.Queue(connection, name)
-        queue.create_queue(group_limit=1)
-        pin.execute("select pg_current_xact_id()")
-        keys = [f"group {number}" for number in range(50)]
-        for _ in range(30):
-            queue.enqueue_batch(keys, group_keys=keys)
-            left = 50
-            while left:  # A claim that runs out of time returns fewer.
-                claimed = list(wait_for(lambda: queue.claim(50)))
-                queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
-                left -= len(claimed)
-
-        def is_recorded() -> bool:
-            assert not queue.claim()
-            state = connection.execute("select first_id from pgqueue.sweep_state where queue_name = %s", [name])
-            (first_id,) = state.fetchone() or (0,)
-            return bool(first_id > claimed[-1].id)
-
-        wait_for(is_recorded)
-        queue.enqueue_batch(keys, group_keys=keys)
-        assert buffers_of_claims(connection, name) < 200  # 100
-
-
-def test_claims_read_few_buffers_of_a_group_with_many_removed_messages(
-    empty_database: Callable[[], str], name: str
-) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
-        connection.execute("set pgqueue.compaction = off")  # it leaves tables with a large backlog alone
-        queue = pgqueue.Queue(connection, name)
-        queue.create_queue(group_limit=1)
-        pin.execute("select pg_current_xact_id()")
-        ids = queue.enqueue_batch([0] * 5100, group_keys=["hot"] * 5100)
-        connection.execute("delete from pgqueue.messages where queue_name = %s and id < %s", [name, ids[5000]])
-
-        def is_recorded() -> bool:
-            connection.execute(
-                "select pgqueue._record_vacant_ids(q, pgqueue._now(), %s) from pgqueue.queues q where q.name = %s",
-                [ids[-1], name],
-            )
-            state = connection.execute("select first_id from pgqueue.sweep_state where queue_name = %s", [name])
-            (first_id,) = state.fetchone() or (0,)
-            return bool(first_id == ids[5000])
-
-        wait_for(is_recorded)
-        assert buffers_of_claims(connection, name) < 84  # 42
 
 
 def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(

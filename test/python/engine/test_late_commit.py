@@ -64,11 +64,6 @@ def by_enqueue_batch(connection: psycopg.Connection[Any], queue: str) -> list[in
     return numbers(connection, "select pgqueue.enqueue_batch(%s, array_fill(%s::jsonb, array[1000]))", queue, LATE)
 
 
-def by_insert(connection: psycopg.Connection[Any], queue: str) -> list[int]:
-    statement = "insert into pgqueue.messages (queue_name, payload) values (%s, %s) returning id"
-    return numbers(connection, statement, queue, LATE)
-
-
 def by_insert_into_the_leaf(connection: psycopg.Connection[Any], queue: str) -> list[int]:
     statement = (
         "insert into pgqueue.messages_shared (queue_name, payload, max_attempts) values (%s, %s, 9) returning id"
@@ -123,7 +118,8 @@ def head(connection: psycopg.Connection[Any], queue: str) -> int:
     return numbers(connection, statement, queue)[0]
 
 
-SENDS = [by_enqueue, by_enqueue_batch, by_insert, by_insert_into_the_leaf, by_copy, by_a_savepoint]
+# late_commit.spec has the other ways.
+SENDS = [by_enqueue_batch, by_copy, by_a_savepoint]
 
 
 @pytest.mark.parametrize(("send", "prepared"), [*((send, False) for send in SENDS), (by_enqueue_batch, True)])
@@ -165,17 +161,6 @@ def test_a_prepared_message_is_delivered_after_a_crash_of_the_server(embedded: E
         wait_for(lambda: ids[0] in consume_all(consumer, late_queue))
 
 
-def test_the_head_advances_when_no_transaction_writes_for_long(dsn: str, late_queue: str) -> None:
-    with connect(dsn) as connection:
-        connection.execute(
-            "select count(*) from pgqueue.enqueue_batch(%s, array_fill('0'::jsonb, array[1000]))", (late_queue,)
-        )
-        ids = consume_all(connection, late_queue)
-        assert len(ids) == 1000
-        # Claims alone advance the head, at their normal rate.
-        wait_for(lambda: claim(connection, late_queue, 1) == [] and head(connection, late_queue) > max(ids))
-
-
 def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str) -> None:
     other = next(names)
     with connect(dsn) as connection, psycopg.connect(dsn) as writer, pinned_horizon(dsn):
@@ -186,52 +171,6 @@ def test_the_head_waits_only_for_writing_transactions(dsn: str, late_queue: str)
         assert head(connection, late_queue) <= late
         writer.rollback()
         wait_for(lambda: record_vacant_ids(connection, late_queue) == [] and head(connection, late_queue) > last)
-
-
-def test_messages_that_return_below_the_head_are_delivered(dsn: str, late_queue: str) -> None:
-    with connect(dsn) as connection:
-        first = by_enqueue(connection, late_queue)[0]
-        for _ in range(2):
-            # The claim after an expensive sweep leaves the message to the next sweep.
-            number, token, _ = wait_for(lambda: claim(connection, late_queue, 1))[0]
-            assert number == first
-            connection.execute("select pgqueue.nack(%s, %s, %s, '1 h')", (late_queue, number, token))
-            # On a busy machine a sweep can end before it has recorded the ids.
-            wait_for(lambda: pass_by(connection, late_queue) and head(connection, late_queue) > first)
-            connection.execute(
-                "update pgqueue.scheduled_messages set due_at = clock_timestamp() where queue_name = %s", (late_queue,)
-            )
-            returned = wait_for(lambda: record_vacant_ids(connection, late_queue))
-            assert [row[0] for row in returned] == [first]
-            assert record_vacant_ids(connection, late_queue) == []
-            connection.execute(
-                "update pgqueue.messages set visible_at = clock_timestamp() where queue_name = %s", (late_queue,)
-            )
-
-
-@pytest.mark.parametrize("send", ["nack", "delay"])
-def test_a_due_message_that_is_committed_late_is_found_without_a_sweep(dsn: str, late_queue: str, send: str) -> None:
-    with connect(dsn) as connection, psycopg.connect(dsn) as writer:
-        number = by_enqueue(connection, late_queue)[0]
-        token = claim(connection, late_queue, 1)[0][1]
-        if send == "nack":
-            writer.execute("select pgqueue.nack(%s, %s, %s, '0')", (late_queue, number, token))
-        else:
-            (number,) = numbers(writer, "select pgqueue.enqueue(%s, '1', delay => '1 us')", late_queue)
-
-        def claimed() -> int:
-            """The id of a message, claimed while enough messages are ready and no sweep is due."""
-            connection.execute("select pgqueue.enqueue(%s, '0')", (late_queue,))
-            connection.execute(
-                "select setval(q.next_sweep_at, pgqueue._to_micros(clock_timestamp() + '14 s'))"
-                " from pgqueue.queues q where q.name = %s",
-                (late_queue,),
-            )
-            return int(claim(connection, late_queue, 1)[0][0])
-
-        assert number != claimed()
-        writer.commit()
-        wait_for(lambda: claimed() == number)
 
 
 STEPS = [

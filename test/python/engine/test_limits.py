@@ -1,11 +1,10 @@
-"""Limits of a queue: what claims cost, how long they wait for each other, and messages that return."""
+"""Limits of a queue: how long claims wait for each other, and messages that return."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import psycopg
-from clients import PATIENCE, buffers_of_claims, connect, wait_for
+from clients import PATIENCE, wait_for
 
 import pgqueue
 
@@ -21,33 +20,6 @@ def test_a_claim_that_is_not_committed_keeps_others_waiting_for_a_short_time_onl
         assert [message.payload for message in pgqueue.Queue(own, name).claim()] == [1]
         assert list(queue.claim(3)) == []
     assert len(list(queue.claim(3))) == 2
-
-
-def test_claims_read_few_buffers_beside_a_backlog(connection: psycopg.Connection[Any], name: str) -> None:
-    pgqueue.Queue(connection, name).create_queue(max_in_flight=100, rate_limit=1_000_000)
-    send = "select count(*) from pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[10000]))"
-    connection.execute(send, [name])
-    connection.execute(  # a claim by plain SQL
-        "update pgqueue.messages set visible_at = now() + interval '1 h', attempt_count = 1 where queue_name = %s"
-        " and id in (select id from pgqueue.messages where queue_name = %s order by id limit 90)",
-        [name, name],
-    )
-    assert buffers_of_claims(connection, name) < 82  # 41
-
-
-def test_claims_read_few_buffers_while_the_horizon_is_pinned(empty_database: Callable[[], str], name: str) -> None:
-    dsn = empty_database()
-    with connect(dsn) as connection, psycopg.connect(dsn) as pin:
-        connection.execute("create extension pgqueue")
-        queue = pgqueue.Queue(connection, name)
-        queue.create_queue(max_in_flight=100)
-        pin.execute("select pg_current_xact_id()")
-        for _ in range(60):
-            queue.enqueue_batch([1] * 50)
-            claimed = list(wait_for(lambda: queue.claim(50)))
-            queue.ack_batch([each.id for each in claimed], claimed[0].claim_token)
-        queue.enqueue_batch([1] * 50)
-        assert buffers_of_claims(connection, name) < 502  # 251
 
 
 def test_a_message_that_has_returned_to_an_old_id_is_counted_above_a_dead_letter(
