@@ -25,7 +25,6 @@ from clients import PATIENCE, connect, is_empty, wait_for
 from psycopg.conninfo import make_conninfo
 
 import pgqueue
-from pgqueue.consumer.claims import Claims
 from pgqueue.consumer.timings import timings
 
 # A busy machine can need longer than the usual time to connect, and would keep the claims.
@@ -520,15 +519,8 @@ def steal(connection: psycopg.Connection[Any], name: str) -> list[Any]:
 
 def extend_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let consumers extend their claims again and again, however long these last."""
-
-    async def heartbeats(claims: Claims) -> None:
-        while True:
-            for message in claims._held:
-                message.renew_at = 0.0
-            await claims._heartbeat()
-            await asyncio.sleep(0.05)
-
-    monkeypatch.setattr(Claims, "heartbeats", heartbeats)
+    monkeypatch.setattr(timings, "extend_after", 0.0)
+    monkeypatch.setattr(timings, "extension_check", 0.05)
 
 
 def are_idle(connection: psycopg.Connection[Any], name: str) -> bool:
@@ -548,7 +540,7 @@ def cut(connection: psycopg.Connection[Any], name: str) -> int:
     found = rows(
         connection,
         "select pid from pg_stat_activity where application_name = %s and datname = current_database()"
-        " order by query ilike 'unlisten%%'",
+        " order by query ilike '%%listen%%'",
         name[:63],
     )
     for (pid,) in found:

@@ -450,44 +450,9 @@ def prepare_wait_and_look(queue_names: list[str], max_records: int, timeout: tim
     return Bound(_PREPARE_WAIT, [max_records, queue_names, timeout], tuple_row)
 
 
-# Statements of the consumer. Each of them may concern several claims: ids and tokens are parallel lists.
-
-_CLAIMS = (
-    b"(select u.token, array_agg(u.id order by u.id) as ids"
-    b" from unnest(%s::bigint[], %s::uuid[]) as u(id, token) group by u.token) as c"
-)
-_ACK_CLAIMS = (
-    b"select c.token, pgqueue.ack_batch(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
-)
-_EXTEND_CLAIMS = (
-    b"select e.id from " + _CLAIMS + b", lateral pgqueue.extend_batch(queue_name => %s::text, ids => c.ids,"
-    b" claim_token => c.token, visibility_timeout => %s::interval) as e(id)"
-)
-_RELEASE_CLAIMS = (
-    b"select pgqueue.release(queue_name => %s::text, ids => c.ids, claim_token => c.token) from " + _CLAIMS
-)
 _LOCK_TIMEOUT = b" where (select pg_catalog.set_config('lock_timeout', %s::text, true)) is not null"
-_FIND_MESSAGES = (
-    b"select case count(*) when %s then max(b.id) end, array_agg(b.id) filter (where b.id = any(%s::bigint[]))"
-    b" from pgqueue.browse(queue_name => %s::text, state => %s::text, max_messages => %s::int,"
-    b" after_id => %s::bigint) as b"
-)
-# The claim depends on a row that exists only if the peek has seen a message. Otherwise nothing is claimed.
-_PEEK_AND_CLAIM = (
-    b"with look as materialized (select {peek} as seen)"
-    b" select l.seen, " + ", ".join([f"c.{field.name}" for field in fields(Message)]).encode() + b" from look as l"
-    b" left join lateral (select c.* from pg_catalog.generate_series(1, least(l.seen, 1)) as g(one),"
-    b" pgqueue.{claim}, max_messages => least(l.seen, %s::int) * g.one,"
-    b" visibility_timeout => %s::interval, claimed_by => %s::text) as c) as c on true"
-)
-_PEEK_AND_CLAIM_ONE = _PEEK_AND_CLAIM.replace(
-    b"{peek}", b"pgqueue.peek(queue_name => %s::text, max_records => %s::int)"
-).replace(b"{claim}", b"claim(queue_name => %s::text")
-_PEEK_AND_CLAIM_ANY = _PEEK_AND_CLAIM.replace(
-    b"{peek}",
-    b"(select sum(pgqueue.peek(queue_name => u.name, max_records => u.most))::int"
-    b" from (select unnest(%s::text[]), %s::int) as u(name, most))",
-).replace(b"{claim}", b"claim_any(queue_names => %s::text[]")
+
+# Statements of the consumer.
 
 COMMIT = b"commit"
 SET_CONSTRAINTS_IMMEDIATE = b"set constraints all immediate; "
@@ -553,71 +518,6 @@ def with_lock_timeout(call: Bound[T], milliseconds: int) -> Bound[T]:
     the condition before it executes the rest of the statement.
     """
     return Bound(call.text + _LOCK_TIMEOUT, [*call.values, str(milliseconds)], call.row)
-
-
-def ack_by_token(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[tuple[UUID | None, int]]:
-    """Acknowledge messages of several claims: a row for each claim, with the number acknowledged."""
-    return Bound(_ACK_CLAIMS, [queue_name, ids, tokens], tuple_row)
-
-
-def extend_by_token(
-    queue_name: str, ids: list[int], tokens: list[UUID | None], visibility_timeout: timedelta | None
-) -> Bound[int]:
-    """Extend several claims: the ids of the messages that are still claimed under these tokens."""
-    return Bound(_EXTEND_CLAIMS, [ids, tokens, queue_name, visibility_timeout], scalar_row)
-
-
-def release_by_token(queue_name: str, ids: list[int], tokens: list[UUID | None]) -> Bound[int]:
-    """Release messages of several claims: for each claim the number released."""
-    return Bound(_RELEASE_CLAIMS, [queue_name, ids, tokens], scalar_row)
-
-
-def find_messages(
-    queue_name: str, ids: list[int], state: str, after_id: int, page: int
-) -> Bound[tuple[int | None, list[int] | None]]:
-    """Look for messages in a page of `browse`: the last id of a full page, and the ids that were found."""
-    return Bound(_FIND_MESSAGES, [page, ids, queue_name, state, page, after_id], tuple_row)
-
-
-def peek_and_claim(
-    queue_names: list[str], max_records: int, max_messages: int, visibility_timeout: timedelta, claimed_by: str
-) -> Bound[tuple[int, Message | None]]:
-    """Count the ready messages, and claim some: each row has the count, and a message or None."""
-    one_or_all: Any = queue_names if len(queue_names) > 1 else queue_names[0]
-    text = _PEEK_AND_CLAIM_ANY if len(queue_names) > 1 else _PEEK_AND_CLAIM_ONE
-    values = [one_or_all, max_records, one_or_all, max_messages, visibility_timeout, claimed_by]
-    return Bound(text, values, _counted_message)
-
-
-def _counted_message(_cursor: Any) -> Callable[[Any], tuple[int, Message | None]]:
-    return lambda values: (values[0], None if values[1] is None else Message(*values[1:]))
-
-
-class LostAck(NamedTuple):
-    """A row of `exchange_messages`: an acknowledgement that came too late."""
-
-    id: int
-
-
-def exchange_messages(
-    queue_name: str,
-    ids: list[int],
-    token: UUID | None,
-    max_messages: int,
-    visibility_timeout: timedelta,
-    claimed_by: str,
-) -> Bound[Message | LostAck]:
-    """Acknowledge messages of a claim and claim others: the claimed messages, and the acknowledgements lost."""
-    call = exchange(queue_name, ids, token, max_messages, visibility_timeout, claimed_by)
-    return Bound(call.text, call.values, _message_or_lost_ack)
-
-
-def _message_or_lost_ack(_cursor: Any) -> Callable[[Any], Message | LostAck]:
-    # `lost` is the last column of `exchange`, after those of a message.
-    return lambda values: LostAck(values[0]) if values[-1] else Message(*values[:_MESSAGE_COLUMNS])
-
-
-_MESSAGE_COLUMNS = len(fields(Message))
 
 
 @lru_cache(maxsize=256)

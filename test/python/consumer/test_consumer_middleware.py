@@ -15,7 +15,7 @@ from consumers import CROSSED, MIXED, PLAIN, SECOND, TRANSACTIONAL, Case, Form, 
 import pgqueue
 from pgqueue._tasks import in_thread
 from pgqueue.consumer import current_delivery
-from pgqueue.consumer.claims import Claims
+from pgqueue.consumer.claims import Extension
 
 
 def acknowledge(dsn: str, delivery: pgqueue.Delivery) -> bool:
@@ -31,20 +31,20 @@ def test_a_message_that_its_handler_has_acknowledged_is_a_success_without_a_warn
     case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     extend_often(monkeypatch)
-    heartbeat, beats = Claims._heartbeat, []
+    extend, extensions = Extension._extend, []
 
-    async def count(claims: Claims) -> None:
-        await heartbeat(claims)
-        beats.append(1)
+    async def count(extension: Extension, due: Any) -> None:
+        await extend(extension, due)
+        extensions.append(1)
 
-    monkeypatch.setattr(Claims, "_heartbeat", count)
+    monkeypatch.setattr(Extension, "_extend", count)
     case.prepare().enqueue(1)
 
     async def work(step: Step) -> None:
         acknowledging = partial(acknowledge, case.database, step.delivery)
         assert await in_thread(acknowledging) if step.form.is_async else acknowledging()
-        seen = len(beats)
-        await step.until(lambda: len(beats) > seen + 1)
+        seen = len(extensions)
+        await step.until(lambda: len(extensions) > seen + 1)
 
     with caplog.at_level(logging.WARNING), case.consuming(work) as run:
         wait_for(lambda: run.consumer.stats.succeeded)

@@ -1,9 +1,8 @@
-"""What the consumer decides without a database: retries, evidence, circuit breaker, when to look again."""
+"""What the consumer decides without a database: retries, evidence, circuit breaker, arguments."""
 
 import json
 import re
 import traceback
-from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from pgqueue import AsyncConsumer, Consumer, Handled, Message, Reject, Retries, Retry, testing
 from pgqueue.consumer.policy import FAILURES, checked, decide, describe, failure_headers, failures_of, without_record
-from pgqueue.consumer.polling import PollSchedule
 from pgqueue.consumer.runtime import CircuitBreaker
 from pgqueue.errors import is_conflict, is_trouble
 
@@ -317,123 +315,6 @@ def test_conflicts_and_trouble_are_distinguished_from_mistakes() -> None:
         assert is_trouble(error)
     assert not is_trouble(mistake)
     assert not is_trouble(ValueError())
-
-
-# 51: when to look again
-
-
-def pace(delay: float = 10.0) -> tuple[PollSchedule, Clock]:
-    clock = Clock()
-    return PollSchedule(delay, clock), clock
-
-
-def test_an_empty_look_is_followed_by_another_after_the_delay() -> None:
-    looks, clock = pace()
-    looks.empty()
-    assert looks.next_look_at == clock.now + 10
-
-
-def test_an_earlier_due_time_wins() -> None:
-    looks, clock = pace()
-    looks.empty()
-    looks.notifications_on(3, is_empty=True)
-    assert looks.next_look_at == clock.now + 3
-    looks.due(clock.now + 2)
-    looks.due(clock.now + 5)
-    assert looks.next_look_at == clock.now + 2
-
-
-def test_looks_for_a_due_message_that_is_missing_become_rarer() -> None:
-    looks, clock = pace(1)
-    for seconds, expected in ((0.5, [0.5, 0.1, 0.2, 0.4, 0.8, 1, 1]), (0.1, [0.1, 1, 1]), (0.3, [0.3, 0.1, 0.2])):
-        looks.notifications_off()
-        looks.notifications_on(seconds, is_empty=True)
-        waits = []
-        for _ in expected:
-            waits.append(looks.next_look_at - clock.now)
-            clock.now = looks.next_look_at
-            looks.empty()
-        assert waits == pytest.approx(expected)
-    assert looks.are_notifications_on
-
-
-@pytest.mark.parametrize("note", [PollSchedule.found, PollSchedule.changed])
-def test_the_next_due_time_is_queried_again_after_a_message(note: Callable[[PollSchedule], None]) -> None:
-    looks, clock = pace(1)
-    looks.notifications_on(0.5, is_empty=True)
-    assert looks.can_wait
-    note(looks)
-    assert (looks.are_notifications_on, looks.can_wait) == (True, False)
-    assert looks.next_look_at == clock.now + 1
-    looks.notifications_on(0.5, is_empty=True)
-    assert looks.can_wait
-
-
-def test_the_next_due_time_is_queried_after_a_time_without_notifications() -> None:
-    looks, clock = pace()
-    assert looks.quiet_at == clock.now  # No sender notifies yet, so there is nothing to wait for.
-    looks.notifications_on(20, is_empty=True)
-    looks.found()
-    assert looks.quiet_at == pytest.approx(clock.now + 0.02)
-    clock.now += 19.1
-    assert looks.quiet_at == clock.now
-
-
-def test_a_short_result_proves_an_empty_queue_only_shortly_after_an_empty_look() -> None:
-    looks, clock = pace()
-
-    def trusts() -> bool:
-        return looks.trusts_notifications
-
-    looks.empty()
-    looks.found()
-    assert not trusts()  # Nobody notifies.
-    looks.notifications_on(20, is_empty=True)
-    assert not trusts()  # It may sleep for as long as it knows, and what comes due then has to be looked for.
-    for _ in range(9):
-        looks.found()
-        assert trusts()
-        clock.now += 0.0112
-    looks.notifications_on(20, is_empty=False)
-    looks.found()
-    assert not trusts()
-    looks.empty()
-    assert trusts()
-    clock.now += 0.1
-    assert not trusts()
-
-
-def test_looks_after_a_count_that_led_to_no_message_become_rarer() -> None:
-    looks, clock = pace(1)
-    waits = []
-    for _ in range(5):
-        looks.claim_found_nothing()
-        waits.append(looks.next_look_at - clock.now)
-        clock.now = looks.next_look_at
-    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1])
-
-
-def test_the_waiting_register_is_renewed_before_it_ends() -> None:
-    looks, clock = pace()
-    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, False)
-    looks.notifications_on(20, is_empty=True)
-    clock.now += 18.9
-    looks.empty()
-    assert (looks.are_notifications_on, looks.registration_expires_soon) == (True, False)
-    clock.now += 0.2
-    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, True)
-    looks.notifications_on(20, is_empty=True)
-    looks.notifications_off()
-    assert (looks.are_notifications_on, looks.registration_expires_soon) == (False, False)
-
-
-def test_every_tenth_look_is_a_claim() -> None:
-    looks, _ = pace()
-    kinds = []
-    for _ in range(30):
-        kinds.append(looks.claims)
-        looks.empty()
-    assert [place for place, claims in enumerate(kinds, 1) if claims] == [10, 20, 30]
 
 
 # Arguments

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,16 +10,17 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
-from clients import PATIENCE, wait_for
-from consumers import LONG, SECOND, prepare
+from clients import PATIENCE
+from consumers import LONG, prepare
 from psycopg.rows import scalar_row
 
-from pgqueue import Consumer, testing
-from pgqueue._calls import Bound, LostAck
-from pgqueue.consumer import claims, handlers
-from pgqueue.consumer.claims import Claims
+from pgqueue import Consumer, SettledClaim, testing
+from pgqueue._calls import Bound
+from pgqueue.consumer import handlers
+from pgqueue.consumer.claims import Claims, Extension
 from pgqueue.consumer.connections import ConnectionFactory, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
+from pgqueue.consumer.polling import Poller
 from pgqueue.consumer.runtime import Runtime
 from pgqueue.consumer.timings import timings
 from pgqueue.consumer.transactions import Transactions
@@ -177,7 +177,8 @@ class Desk:
         self.criticals: list[str] = []
         parts = runtime(on_critical=lambda _, text: self.criticals.append(text), observe=self._observe)
 
-        async def run(call: Bound[Any], _: str) -> Any:
+        async def run(call: Bound[Any], kind: str) -> Any:
+            assert kind == "settle"
             kind = next(kind for kind in answers if kind.encode() in call.text)
             self.asked.append(kind)
             answer = answers[kind][: self.asked.count(kind)][-1]
@@ -185,7 +186,7 @@ class Desk:
                 raise answer
             return answer
 
-        parts.run = run  # type: ignore[assignment, method-assign]
+        parts.run = run  # type: ignore[method-assign]
         self.claims = Claims(parts)
 
     def _observe(self, event: Event) -> None:
@@ -222,12 +223,8 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
     called.start_next = lambda: freed.append(called.free)  # type: ignore[method-assign]
     assert called.free == parts.limit - 1
 
-    async def nothing_kept(*_: Any) -> list[int]:
-        return []
-
-    parts.run = nothing_kept  # type: ignore[assignment, method-assign]
-    # The answer to a heartbeat comes in the same turn of the loop, as when the process was stopped for a while.
-    await called.claims._extend(held, False)
+    # The answer to an extension comes in the same turn of the loop, as when the process was stopped for a while.
+    called.claims.extended(held, set())
     await parts.wait_until(lambda: not called.running, time.monotonic() + PATIENCE)
     assert freed == [parts.limit]
     assert (parts.stats.running, parts.stats.lost) == (0, 1)
@@ -253,7 +250,6 @@ async def test_a_forced_stop_leaves_a_settlement_that_is_on_its_way() -> None:
 REFUSED = psycopg.errors.InvalidParameterValue("refused")
 LOST = psycopg.OperationalError("the connection is lost")
 LOCKED = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
-NONE = [(None, None)]  # what a look for messages finds
 
 
 async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
@@ -272,7 +268,7 @@ async def test_a_refused_settlement_is_repeated_in_its_second_form() -> None:
 
 
 async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
-    desk = Desk(first=[LOST, [False]], second=[[True]])
+    desk = Desk(first=[LOST, [False]], second=[[False]])
     held = desk.hold(1, 2)
     desk.claims.send(asked(b"first"), Result(held[0], State.DEAD))
     desk.claims.send(asked(b"second"), Result(held[1], State.DEAD))
@@ -280,7 +276,7 @@ async def test_settlements_that_met_trouble_are_repeated_in_order() -> None:
     assert not desk.claims.is_settled
     await desk.claims.flush()
     assert desk.asked == ["first", "first", "second"]
-    assert desk.settled == [(1, "lost"), (2, "dead")]
+    assert desk.settled == [(1, "dead"), (2, "lost")]  # The first try has settled the first.
 
 
 async def test_a_failure_in_receive_mode_is_recorded_once_and_occupies_its_call_until_then() -> None:
@@ -328,62 +324,35 @@ async def test_of_several_calls_one_goes_on_while_failures_cannot_be_recorded(li
     assert called.free == (0 if limit == 1 else 1)
 
 
-PART, WHOLE, NOTHING = [[(TOKEN, number)] for number in (2, 3, 0)]  # how many of three messages were acknowledged
-SEEN = [(None, [2])]
-CHECKS: dict[str, tuple[dict[str, list[Any]], float, list[str]]] = {
+def answers(*settled: bool) -> list[SettledClaim]:
+    return [SettledClaim(number, one) for number, one in enumerate(settled, 1)]
+
+
+ALL, SECOND_LOST, NONE_LEFT = answers(True, True, True), answers(True, False, True), answers(False, False, False)
+CHECKS: dict[str, tuple[list[Any], float, list[str]]] = {
     # The answers, the seconds for which claims last, and what becomes of three messages.
-    "one is scheduled": ({"ack_batch": [PART], "browse": [NONE, NONE, SEEN]}, 30, ["succeeded", "lost", "succeeded"]),
-    "the check fails": ({"ack_batch": [PART, NOTHING], "browse": [LOST, NONE]}, 30, ["succeeded"] * 3),
-    "one part fails": ({"ack_batch": [LOCKED, LOST, WHOLE]}, 30, ["succeeded"] * 3),
-    "the answer is lost": ({"ack_batch": [LOST, NOTHING], "browse": [NONE]}, 30, ["succeeded"] * 3),
-    "the answer is lost for long": ({"ack_batch": [LOST, NOTHING], "browse": [NONE]}, -1, ["lost"] * 3),
+    "one is lost": ([SECOND_LOST], 30, ["succeeded", "lost", "succeeded"]),
+    "one is lost while the messages are acknowledged one by one": (
+        [LOCKED, answers(True), answers(False), answers(True)],
+        30,
+        ["succeeded", "lost", "succeeded"],
+    ),
+    "one part fails": ([LOCKED, answers(True), LOST, ALL[:2]], 30, ["succeeded"] * 3),
+    "the answer is lost": ([LOST, NONE_LEFT], 30, ["succeeded"] * 3),
+    "the answer is lost for long": ([LOST, NONE_LEFT], -1, ["lost"] * 3),
 }
 
 
 @pytest.mark.parametrize("case", CHECKS)
-async def test_a_batch_that_was_not_acknowledged_as_a_whole_is_checked(case: str) -> None:
-    answers, seconds, ends = CHECKS[case]
-    desk = Desk(**answers)
+async def test_each_acknowledgement_of_a_batch_has_its_own_answer(case: str) -> None:
+    given, seconds, ends = CHECKS[case]
+    desk = Desk(ack_claims=given)
     desk.acknowledge(*desk.hold(1, 2, 3, seconds=seconds))
-    if any(LOST in given for given in answers.values()):
-        await desk.fails()
+    if LOST in given:
+        with pytest.raises(psycopg.OperationalError):
+            await desk.claims.flush()
     await desk.claims.flush()
     assert sorted(desk.settled) == list(enumerate(ends, 1))
-
-
-async def test_an_exchange_acknowledges_and_reports_lost_messages() -> None:
-    desk = Desk(exchange=[[LostAck(2)]])
-    desk.acknowledge(*desk.hold(1, 2))
-    assert await desk.claims.claim(5, True) == []
-    assert desk.settled == [(1, "succeeded"), (2, "lost")]
-    assert desk.claims.is_settled
-
-
-async def test_messages_that_a_broken_exchange_may_have_acknowledged_are_checked() -> None:
-    desk = Desk(exchange=[LOST], ack_batch=[NOTHING], browse=[SEEN, NONE], claim=[[]])
-    desk.acknowledge(*desk.hold(1, 2))
-    with pytest.raises(psycopg.OperationalError):
-        await desk.claims.claim(5, True)
-    assert desk.settled == []
-    assert await desk.claims.claim(5, True) == []  # It does not wait for that.
-    assert desk.settled == []
-    await desk.claims.flush()
-    assert desk.settled == [(1, "succeeded"), (2, "lost")]
-    assert desk.asked == ["exchange", "claim", "ack_batch", "browse", "browse", "browse"]
-    desk.acknowledge(*desk.hold(3))
-    with pytest.raises(psycopg.OperationalError):
-        await desk.claims.claim(5, True)
-    assert desk.asked[-1] == "exchange"
-
-
-async def test_an_exchange_that_meets_a_lock_is_replaced_by_a_claim() -> None:
-    desk = Desk(exchange=[LOCKED], ack_batch=[PART], claim=[[]])
-    desk.acknowledge(*desk.hold(1, 2))
-    assert await desk.claims.claim(5, True) == []
-    assert desk.settled == []
-    await desk.claims.flush()
-    assert desk.settled == [(1, "succeeded"), (2, "succeeded")]
-    assert desk.asked == ["exchange", "claim", "ack_batch"]
 
 
 @pytest.mark.parametrize("proxied", [False, True])
@@ -400,12 +369,12 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
     parts.connections.proxied = proxied
     mine = Claims(parts)
     mine.add(held, time.monotonic())
+    extension = Extension(mine, parts)
     try:
         with connection.transaction():
             connection.execute("select from pgqueue.messages where id = %s for update", (ids[1],))
-            held[0].renew_at = held[1].renew_at = held[2].renew_at = 0.0
-            await mine._heartbeat()
-            assert parts.stats.extended == 2
+            await extension._extend(held)
+            await turn_until(lambda: parts.stats.extended == 2)
             for one in held:
                 one.become(State.WORKING)
                 mine.acknowledge(Result(one, State.ACKED))
@@ -418,101 +387,115 @@ async def test_the_lock_timeout_is_not_left_on_the_connection(
         assert parts.stats.released == 1
         assert parts.stats.circuit == "closed"
     finally:
+        await extension.link.close()
         await parts.close()
 
 
-async def test_an_acknowledgement_refused_after_a_broken_connection_is_no_longer_in_doubt() -> None:
-    desk = Desk(exchange=[[]], ack_batch=[LOST, REFUSED])
+async def test_a_refused_acknowledgement_is_reported_and_keeps_no_other_waiting() -> None:
+    desk = Desk(ack_claims=[REFUSED, answers(True)])
     desk.acknowledge(*desk.hold(1))
-    await desk.fails()
-    await desk.fails()
-    assert len(desk.criticals) == 1
-    desk.acknowledge(*desk.hold(2))
-    assert await desk.claims.claim(5, True) == []
-    assert desk.asked == ["ack_batch", "ack_batch", "exchange"]
-
-
-async def test_a_message_that_is_claimed_again_was_not_acknowledged() -> None:
-    other = uuid4()
-    desk = Desk(ack_batch=[LOST, LOST, [(TOKEN, 0), (other, 1)]], browse=[NONE])
-    [first] = desk.hold(1)
-    desk.acknowledge(first)
-    await desk.fails()
-    second = ClaimedMessage(replace(first.message, claim_token=other))
-    second.become(State.WORKING)
-    desk.claims.add([second], time.monotonic())
-    await desk.fails()
-    desk.acknowledge(second)
     await desk.claims.flush()
-    assert desk.settled == [(1, "lost"), (1, "succeeded")]
+    desk.acknowledge(*desk.hold(2))
+    await desk.claims.flush()
+    assert desk.criticals == ["1 message could not be acknowledged: it will be delivered again"]
+    assert desk.settled == [(2, "succeeded")]
+    assert desk.claims.is_settled
 
 
-FATES = {"acknowledged": "succeeded", "ready": "lost", "inflight": "lost", "scheduled": "lost"}
-
-
-@pytest.mark.parametrize("fate", FATES)
-async def test_an_acknowledgement_in_doubt_is_not_a_success_while_the_message_exists(
-    fate: str, database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "_PAGE", 2)  # It takes some pages to come from the first to the last.
-    queue = prepare(connection, name)
-    ids = queue.enqueue_batch(list(range(9)))
-    others = queue.enqueue_batch(list(range(9)), delay=SECOND * 60)
-    messages = queue.claim(9)
-    held = [ClaimedMessage(messages[place]) for place in (0, 8)]
-    assert (held[0].id, held[1].id) == (ids[0], ids[8])
-    assert len(others) == 9
-    if fate == "acknowledged":
-        queue.ack_batch([ids[0], ids[8]], messages[0].claim_token)
-    else:
-        # As a crash leaves it: the claim never was.
-        connection.execute(
-            "update pgqueue.messages set attempt_count = 0, claimed_attempt = null, claim_token = null,"
-            " claimed_by = null, claimed_at = null, visible_at = enqueued_at where queue_name = %s",
-            (name,),
-        )
-    if fate in ("inflight", "scheduled"):
-        for message in wait_for(lambda: queue.claim(9, SECOND * 3600)):
-            if fate == "scheduled":
-                queue.nack(message.id, message.claim_token, SECOND * 3600)
-    events: list[Event] = []
-    consumer = Consumer(database, name, lambda _: None, observe=events.append)
-    parts = Runtime(consumer, consumer._stats)
-    mine = Claims(parts)
-    mine.add(held, time.monotonic())
-    for one in held:
-        one.become(State.WORKING)
-        mine.acknowledge(Result(one, State.ACKED))
-    with monkeypatch.context() as broken:
-        broken.setattr(parts.settling, "run", _break)
-        with pytest.raises(psycopg.OperationalError):
-            await mine.flush()
-    await mine.flush()
-    await parts.close()
-    assert [event.kind for event in events if event.message_id] == [FATES[fate]] * 2
-
-
-async def _break(*_: Any) -> None:
-    raise LOST
-
-
-async def test_claims_of_released_messages_are_not_extended() -> None:
-    desk = Desk(release=[[1]], extend_batch=[[2]])
-    held = desk.hold(1, 2, seconds=-1)
-    assert await desk.claims.release(held[:1]) == []
-    await desk.claims._heartbeat()
-    assert desk.asked == ["release", "extend_batch"]
-    assert [one.is_lost for one in held] == [False, False]
-
-
-async def test_a_claim_is_extended_again_long_before_it_ends() -> None:
-    desk = Desk(extend_batch=[[1]])
+async def test_a_claim_is_extended_again_long_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
     [held] = desk.hold(1, seconds=30)
     assert held.renew_at <= held.claimed_until - 15
+    extension = Extension(desk.claims, desk.claims._runtime)
+
+    async def extended(_: Any) -> list[SettledClaim]:
+        return answers(True)
+
+    monkeypatch.setattr(extension, "_run", extended)
     held.renew_at = 0.0
-    await desk.claims._heartbeat()
-    assert desk.asked == ["extend_batch"]
+    await extension._extend([held])
     assert 0 < held.renew_at <= held.claimed_until - 15
+
+
+async def test_an_extension_that_comes_too_late_concerns_no_settled_or_released_message() -> None:
+    desk = Desk(release_claims=[answers(True)])
+    held = desk.hold(1, 2, 3)
+    desk.acknowledge(held[0])
+    assert await desk.claims.release(held[1:2]) == []
+    desk.claims.extended(held, set())
+    assert [one.state for one in held] == [State.SETTLING, State.RELEASED, State.LOST]
+
+
+# Looking and waiting
+
+
+class Watch:
+    """A poller whose statements are answered by the test."""
+
+    def __init__(self) -> None:
+        self.parts = runtime()
+        self.parts.stats.listening = True
+        self.poller = Poller(self.parts, Workers(self.parts.settings, self.parts.connections))
+        self.poller._delay = 0.0  # A wait ends at once.
+        self.answer: tuple[float, int] = (3600.0, 0)  # of `prepare_wait`
+
+        async def run(*_: Any) -> list[Any]:
+            return [self.answer]
+
+        self.parts.run = run  # type: ignore[assignment, method-assign]
+
+    async def waits(self) -> int:
+        """Wait; returns how many waits were prepared."""
+        before = self.parts.stats.waits
+        await self.poller._wait(1)
+        self.poller._note(0)
+        return self.parts.stats.waits - before
+
+
+def test_looks_for_a_message_that_cannot_be_taken_become_rarer() -> None:
+    poller = Watch().poller
+    poller._delay = 1.0
+    pauses = []
+    for _ in range(6):
+        poller._ready = 1
+        poller._note(0)
+        assert poller._due_at is not None
+        pauses.append(poller._due_at - poller._looked_at)
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1, 1])
+    poller._note(1)
+    assert (poller._due_at, poller._misses) == (None, 0)
+
+
+async def test_a_wait_is_prepared_again_before_senders_stop_to_notify() -> None:
+    watch = Watch()
+    assert [await watch.waits() for _ in range(3)] == [1, 0, 0]
+    assert 0.9 * timings.registration < watch.poller._prepared_until - time.monotonic() < timings.registration
+    watch.poller._prepared_until = time.monotonic()
+    assert await watch.waits() == 1
+
+
+async def test_the_next_due_time_is_asked_for_after_a_moment_without_a_notification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch()
+    await watch.waits()
+    watch.poller._note(1)  # A message was taken.
+    monkeypatch.setattr(timings, "quiet", 3600.0)
+    waiting = asyncio.create_task(watch.waits())
+    await turn_until(lambda: watch.parts._waiters)
+    watch.parts.look_again()
+    assert await waiting == 0
+    watch.parts.has_news = False
+    monkeypatch.setattr(timings, "quiet", 0.0)
+    assert await watch.waits() == 1
+
+
+async def test_a_wait_that_finds_messages_ready_ends_at_once() -> None:
+    watch = Watch()
+    watch.poller._delay = 3600.0
+    watch.answer = (3600.0, 7)
+    async with asyncio.timeout(PATIENCE):
+        assert await watch.waits() == 1
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "of-two-claims"])

@@ -84,7 +84,7 @@ def test_a_message_committed_late_without_a_notification_is_found(case: Case) ->
     queue.enqueue(1)  # Nobody waits yet: it will not notify.
     with case.consuming(peek_delay=LONG) as run:
         # One look before the wait, one with it, one when the second is over that it is told, and then ever later ones.
-        wait_for(lambda: run.consumer.stats.peeks >= 6)
+        wait_for(lambda: run.consumer.stats.peeks + run.consumer.stats.receives >= 6)
         case.execute("commit")
         wait_for(lambda: run.returned == [1])
 

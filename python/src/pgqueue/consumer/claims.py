@@ -1,4 +1,4 @@
-"""The claims of a consumer: extended by heartbeats, acknowledged in batches, released when they are not used.
+"""The claims of a consumer: extended on a thread, settled in batches, released when they are not used.
 
 A message can be locked by another transaction: by a handler that works on its row, or by `select … for update`. It can
 be neither extended nor settled before that transaction ends, and no other consumer can claim it. The other messages do
@@ -7,31 +7,33 @@ not wait for it.
 
 import asyncio
 import logging
-import math
+import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
-from uuid import UUID
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.errors import LockNotAvailable
 
 from .. import _calls
-from .._calls import Bound, LostAck
+from .._calls import Bound
+from .._tasks import in_thread
 from .._wording import counted
 from ..errors import QueueNotFound, is_trouble
+from ..message import SettledClaim
+from .connections import SharedConnection
 from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue, claims_of
 from .runtime import Runtime
 from .settings import MOST_MESSAGES
 from .timings import timings
 
+T = TypeVar("T")
+
 _MOST_ACKS = 5_000
-_PAGE = 10_000
 
 
 class _Settlement(NamedTuple):
@@ -50,197 +52,105 @@ class Claims:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._settings = settings = runtime.settings
-        self._held: set[ClaimedMessage] = set()
+        self.held: set[ClaimedMessage] = set()  # those that are to be extended; the thread reads it
         self._acks: list[Result] = []
         self._settlements: deque[_Settlement] = deque()
         self._postponed = 0  # settlements of locked messages
         self._unrecorded: dict[tuple[int, int], HandlerCall] = {}  # failures that the database does not know yet
-        # The connection broke during their acknowledgement, which may have been committed.
-        self._in_doubt: dict[int, ClaimedMessage] = {}
         self._flushing = asyncio.Lock()
-        self._heartbeat_at = math.inf
         self._portion = MOST_MESSAGES
         self.queue_names = settings.queue_names  # those that exist, in the order of preference
         self.visibility_timeout = settings.visibility_timeout or timedelta(seconds=30)
         self.has_limit = False  # whether messages of a queue can wait for one that is settled
-        self.has_freed_place = False
 
     # Claiming
 
-    async def peek_and_claim(self, most: int, wanted: int) -> tuple[int, list[Any]]:
-        """Peek for up to `most` messages, and claim up to `wanted` of them, in one statement.
+    async def claim(self, wanted: int) -> tuple[list[Any], bool]:
+        """Claim up to `wanted` messages; fewer after a claim that failed, as its result may be too large.
 
-        Returns how many were seen, and the rows. Raises `psycopg.Error`.
+        Returns the rows, and whether there may be more. Raises `psycopg.Error`.
         """
-        with self._portion_of(wanted) as wanted:
-            terms = (wanted, self.visibility_timeout, self._settings.claimed_by or "")
-            call = _calls.peek_and_claim(self.queue_names, most, *terms)
-            found = await self._runtime.run(call, "peek")
-        rows = [message for _, message in found if message is not None]
-        if rows:
-            self._runtime.succeeded("claim")
-        return found[0][0], rows
-
-    async def claim(self, wanted: int, more: bool) -> list[Any]:
-        """Claim up to `wanted` messages; if there are still `more`, acknowledge others in the same statement.
-
-        Returns the rows. Raises `psycopg.Error`: what was not acknowledged is kept then.
-        """
-        with self._portion_of(wanted) as wanted:
-            terms = (wanted, self.visibility_timeout, self._settings.claimed_by or "")
-            # Acknowledgements in doubt may need a search afterwards. A claim must not wait for it.
-            if more and self._acks and not (self._in_doubt or self._flushing.locked() or self._settings.also):
-                async with self._flushing:
-                    rows = await self._exchange(terms) if self._acks else None
-                if rows is not None:
-                    return rows
-            names = self.queue_names
-            call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
-            return await self._runtime.run(call, "claim")
-
-    @contextmanager
-    def _portion_of(self, wanted: int) -> Iterator[int]:
-        """How many to claim at once: fewer after a claim that failed, because its result may be too large."""
-        portion = min(wanted, self._portion)
+        names, wanted = self.queue_names, min(wanted, self._portion)
+        terms = wanted, self.visibility_timeout, self._settings.claimed_by
+        call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
         try:
-            yield portion
+            rows = await self._runtime.run(call, "claim")
         except (psycopg.Error, OSError):
-            self._portion = max(1, portion // 4)
+            self._portion = max(1, wanted // 4)
             raise
         self._portion = min(2 * self._portion, MOST_MESSAGES)
-
-    async def _exchange(self, terms: tuple[int, timedelta, str]) -> list[Any] | None:
-        """Acknowledge the messages of one claim, and claim others; None, and nothing was done, if one is locked."""
-        claims: dict[UUID | None, list[Result]] = {}
-        for result in self._acks:
-            claims.setdefault(result.message.token, []).append(result)
-        token = max(claims, key=lambda token: len(claims[token]))
-        done = claims.pop(token)
-        self._acks = list(chain.from_iterable(claims.values()))
-        ids = sorted(result.message.id for result in done)
-        call = _calls.exchange_messages(self._settings.queue_name, ids, token, *terms)
-        try:
-            rows = await self._run(call, any(result.message.is_locked for result in done))
-        except BaseException:
-            self._retry_acknowledgement(done)
-            raise
-        if rows is None:
-            self._queue_acks(done)
-            return None
-        lost = {row.id for row in rows if isinstance(row, LostAck)}
-        self._acknowledged(done, {result.message for result in done if result.message.id in lost})
-        return [row for row in rows if not isinstance(row, LostAck)] if lost else rows
+        return rows, len(rows) == wanted
 
     def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
         """Keep claims that were made not before `claimed_at` of the monotonic clock."""
         seconds = self.visibility_timeout.total_seconds()
         for message in messages:
-            if message.id in self._in_doubt:
-                self._in_doubt[message.id].claimed_until = 0.0  # It was claimed again: the earlier claim was lost.
             message.claimed_until = claimed_at + seconds
-            message.renew_at = claimed_at + seconds / 3
-        self._held.update(messages)
-        if messages and messages[0].renew_at < self._heartbeat_at:
-            self._heartbeat_at = messages[0].renew_at
-            self._runtime.signal()
+            message.renew_at = claimed_at + seconds * timings.extend_after
+        self.held.update(messages)
 
-    # Heartbeats
-
-    async def heartbeats(self) -> None:
-        """Extend each claim when a third of its time has passed, endlessly."""
-        while True:
-            at = self._heartbeat_at = min((message.renew_at for message in self._held), default=math.inf)
-            if at <= time.monotonic():
-                await self._heartbeat()
-            else:
-                await self._runtime.wait_until(lambda at=at: self._heartbeat_at < at, at)  # type: ignore[misc]
-                self._warn_of_blocked_loop(time.monotonic() - at)
-
-    def _warn_of_blocked_loop(self, seconds: float) -> None:
-        if seconds >= self.visibility_timeout.total_seconds() * 2 / 3:
-            self._runtime.log(
-                logging.WARNING,
-                f"the event loop was blocked for {seconds:.1f} s, and claims have ended, so that their messages can be"
-                " delivered twice: run what blocks by asyncio.to_thread",
-            )
-
-    async def _heartbeat(self) -> None:
-        seconds = self.visibility_timeout.total_seconds()
-        now = time.monotonic()
-        due = [message for message in self._held if message.renew_at <= now + seconds / 12]
-        locked = await self._run_in_portions(sorted(due, key=lambda message: message.id), self._extend)
-        for message in due:
-            message.renew_at = now + seconds / 3
-        for message in locked:
-            message.renew_at = now + seconds / 6
-
-    async def _extend(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
-        messages = [message for message in messages if message.state is not State.COMMITTING]
-        if not messages:
-            return True
-        now = time.monotonic()
-        call = _calls.extend_by_token(*claims_of(messages), self.visibility_timeout)
+    async def keep_extended(self) -> None:
+        """Extend claims on a thread, endlessly."""
+        extension = Extension(self, self._runtime)
         try:
-            rows = await self._run(call, is_locked)
-        except QueueNotFound:  # It was dropped with its messages.
-            rows = []
-        if rows is None:
-            return False
-        self._runtime.event("extended", len(rows), queue_name=messages[0].queue_name)
-        kept = set(rows)
+            await in_thread(extension.run)
+        finally:
+            extension.stopped.set()
+
+    def extended(self, messages: list[ClaimedMessage], kept: set[int]) -> None:
+        """Note the answers to an extension. A settlement that is on its way has an answer of its own."""
+        self._runtime.event("extended", len(kept), queue_name=messages[0].queue_name)
         for message in messages:
-            if message.id in kept:
-                message.claimed_until = now + self.visibility_timeout.total_seconds()
-            # Otherwise it was lost, unless it was settled while the statement ran.
-            elif message.state is not State.COMMITTING and message in self._held and not message.is_settled_by_handler:
+            if (
+                message.id not in kept
+                and message in self.held
+                and message.state in (State.CLAIMED, State.WORKING)
+                and not message.is_settled_by_handler
+            ):
                 self.lose(message)
                 if message.call is not None and message.call.is_lost:
                     message.call.cancel_task()
-        return True
 
     def lose(self, message: ClaimedMessage) -> None:
         """Note that the claim of a message was lost."""
-        self._held.discard(message)
+        self.held.discard(message)
         if message.try_become(State.LOST):
             self._runtime.report_loss(message)
 
     # Locked messages
 
-    async def _run(self, call: Bound[Any], is_locked: bool) -> list[Any] | None:
+    async def answers_to(
+        self, run: Callable[[Bound[T]], Awaitable[list[T]]], call: Bound[T], is_locked: bool
+    ) -> list[T] | None:
         """Execute a statement that locks messages; None, and nothing was done, if one is locked for too long."""
         timeout = min(timings.longest_lock_timeout, self.visibility_timeout.total_seconds() / 12)
         milliseconds = round((timings.shortest_lock_timeout if is_locked else timeout) * 1000)
         try:
-            return await self._runtime.run(_calls.with_lock_timeout(call, milliseconds), "settle")
+            return await run(_calls.with_lock_timeout(call, milliseconds))
         except LockNotAvailable:
             return None
 
-    async def _run_in_portions(
-        self, messages: list[ClaimedMessage], work: Callable[[list[ClaimedMessage], bool], Awaitable[bool]]
+    async def in_parts(
+        self, messages: Iterable[ClaimedMessage], work: Callable[[list[ClaimedMessage], bool], Awaitable[bool]]
     ) -> list[ClaimedMessage]:
-        """Do work for all messages except the locked ones, which are returned. Halving the portions finds them.
+        """Do work for the messages of each queue together, or one by one where one is locked; returns the locked ones.
 
         `work` gets messages of one queue, and whether to use the short lock timeout; it returns False if one is locked.
         """
-        portions = [
-            (portion, is_locked)
-            for is_locked in (True, False)
-            for portion in by_queue(message for message in messages if message.is_locked is is_locked)
-        ]
+        alone = [message for message in messages if message.is_locked]
+        for part in by_queue(message for message in messages if not message.is_locked):
+            if not await work(part, False):
+                alone += part
         deadline = time.monotonic() + min(timings.lock_search, self.visibility_timeout.total_seconds() / 6)
         left: list[ClaimedMessage] = []
-        while portions:
-            portion, is_locked = portions.pop()
-            if await work(portion, is_locked):
-                for message in portion:
-                    message.is_locked = False
-            elif len(portion) > 1 and time.monotonic() < deadline:
-                middle = len(portion) // 2
-                portions += ((portion[middle:], True), (portion[:middle], True))
+        for message in alone:
+            if time.monotonic() > deadline:
+                left.append(message)
+            elif await work([message], True):
+                message.is_locked = False
             else:
-                left += portion
-                if len(portion) == 1:
-                    self._note_lock(portion[0])
+                left.append(message)
+                self._note_lock(message)
         return left
 
     def _note_lock(self, message: ClaimedMessage) -> None:
@@ -310,20 +220,24 @@ class Claims:
         if result.state is State.LOST:
             self.lose(result.message)
             return
-        self._held.discard(result.message)
-        if not result.message.is_lost:  # A heartbeat can find a claim lost while its transaction commits.
+        self.held.discard(result.message)
+        if not result.message.is_lost:  # An extension can find a claim lost while its transaction commits.
             result.message.become(result.state)
         self._runtime.report_result(result)
         if self.has_limit:
-            self.has_freed_place = True
-            self._runtime.signal()
+            self._runtime.look_again()
 
     def _answered(self, result: Result, is_kept: bool) -> None:
-        """Note the answer to a settlement, which tells whether the claim was kept."""
-        if is_kept and not result.message.is_lost:
+        """Note the answer to a settlement: whether the claim was valid.
+
+        If the connection broke during an earlier try, that has settled the message, unless another consumer can have
+        claimed it.
+        """
+        message = result.message
+        if is_kept or (message.is_in_doubt and time.monotonic() < message.claimed_until):
             self.settled(result)
         else:
-            self.lose(result.message)
+            self.lose(message)
 
     def renew(self, message: ClaimedMessage) -> ClaimedMessage:
         """Move the claim of an abandoned call to a new ClaimedMessage, so that the call cannot change its state."""
@@ -331,12 +245,12 @@ class Claims:
         renewed.claimed_until, renewed.renew_at = message.claimed_until, message.renew_at
         renewed.is_locked = message.is_locked
         self.forget(message)
-        self._held.add(renewed)
+        self.held.add(renewed)
         return renewed
 
     def forget(self, message: ClaimedMessage) -> None:
         """Stop extending the claim of an unsettled message; it is delivered again when the claim expires."""
-        self._held.discard(message)
+        self.held.discard(message)
         message.try_become(State.RELEASED)
 
     @property
@@ -366,91 +280,48 @@ class Claims:
                 await self._acknowledge(acks)
             await self._send()
 
+    async def _settle(self, call: Bound[T], is_locked: bool) -> list[T] | None:
+        return await self.answers_to(partial(self._runtime.run, kind="settle"), call, is_locked)
+
     async def _acknowledge(self, done: list[Result]) -> None:
         left = {result.message: result for result in done}
 
         async def acknowledge(messages: list[ClaimedMessage], is_locked: bool) -> bool:
-            part = [left.pop(message) for message in messages]
-            is_done = await self._acknowledge_part(part, is_locked)
-            if not is_done:
-                left.update(zip(messages, part, strict=True))
-            return is_done
+            try:
+                answers = await self._settle(_calls.ack_claims(*claims_of(messages)), is_locked)
+            except psycopg.Error as error:
+                if is_trouble(error):
+                    for message in messages:
+                        message.is_in_doubt = True
+                    raise
+                for message in messages:
+                    self.forget(left.pop(message).message)
+                told = ("message could not be acknowledged: it", "messages could not be acknowledged: they")
+                self._runtime.critical(error, f"{counted(len(messages), *told)} will be delivered again")
+                return True
+            if answers is None:
+                return False
+            for message, answer in zip(messages, answers, strict=True):
+                self._answered(left.pop(message), answer.settled)
+            return True
 
         try:
-            await self._run_in_portions(list(left), acknowledge)
+            await self.in_parts(list(left), acknowledge)
         except BaseException:
             self._queue_acks(left.values())
             raise
         if left:
             self._postpone(partial(self._queue_acks, left.values()))
 
-    async def _acknowledge_part(self, done: list[Result], is_locked: bool) -> bool:
-        """Acknowledge all of these messages; False, and none was acknowledged, if one is locked."""
-        counts: list[Any] | None = None
-        try:
-            counts = await self._run(_calls.ack_by_token(*claims_of([result.message for result in done])), is_locked)
-            lost = await self._lost_of(done, dict(counts or ()))
-        except BaseException as error:
-            if counts is None and isinstance(error, psycopg.Error) and not is_trouble(error):
-                for result in done:
-                    self.forget(result.message)
-                    self._in_doubt.pop(result.message.id, None)
-                told = ("message could not be acknowledged: it", "messages could not be acknowledged: they")
-                self._runtime.critical(error, f"{counted(len(done), *told)} will be delivered again")
-            else:
-                self._retry_acknowledgement(done)
-            raise
-        if counts is not None:
-            self._acknowledged(done, lost)
-        return counts is not None
-
-    async def _lost_of(self, done: list[Result], counts: dict[UUID | None, int]) -> set[ClaimedMessage]:
-        """The messages whose claims were lost, by how many of each claim were acknowledged."""
-        now = time.monotonic()
-        lost: set[ClaimedMessage] = set()
-        doubtful: set[ClaimedMessage] = set()
-        for token, count in counts.items():
-            messages = [result.message for result in done if result.message.token == token]
-            if count == len(messages):
-                continue
-            for message in messages:
-                # An earlier try has acknowledged it, if no other consumer can have claimed it; else the claim was lost.
-                was_tried = self._in_doubt.get(message.id) is message and now < message.claimed_until
-                (doubtful if count or was_tried else lost).add(message)
-        # A crash of the server may have undone the claim, because claims do not wait for the disk.
-        queue_name = done[0].message.queue_name
-        present = await self._still_present(queue_name, {message.id for message in doubtful}) if doubtful else ()
-        return lost | {message for message in doubtful if message.id in present}
-
-    async def _still_present(self, queue_name: str, ids: set[int]) -> set[int]:
-        """The messages that are in the queue, so that they were not acknowledged."""
-        found: set[int] = set()
-        for state in ("ready", "inflight", "scheduled"):  # in the order in which a message passes through them
-            after: int | None = min(ids) - 1
-            while after is not None and after < max(ids):
-                call = _calls.find_messages(queue_name, list(ids), state, after, _PAGE)
-                ((after, seen),) = await self._runtime.run(call, "settle")
-                found.update(seen or ())
-        return found
-
-    def _acknowledged(self, done: list[Result], lost: set[ClaimedMessage]) -> None:
-        for result in done:
-            message = result.message
-            self._in_doubt.pop(message.id, None)
-            self._answered(result, message not in lost)
-
-    def _retry_acknowledgement(self, done: list[Result]) -> None:
-        """Acknowledge these messages once more: it is unknown whether the acknowledgement was committed."""
-        self._in_doubt.update((result.message.id, result.message) for result in done)
-        self._queue_acks(done)
-
     async def _send(self) -> None:
         while self._settlements:
             statement, result, fallback, failure, met_lock = settlement = self._settlements[0]
             try:
-                rows = await self._run(statement, met_lock)
+                rows = await self._settle(statement, met_lock)
             except psycopg.Error as error:
                 if is_trouble(error):
+                    if result is not None:
+                        result.message.is_in_doubt = True
                     raise
                 self._settlements.popleft()
                 if fallback is not None:
@@ -461,16 +332,14 @@ class Claims:
                     self.forget(result.message)
             else:
                 self._settlements.popleft()
-                if rows is None:
+                if rows is None or (failure is not None and not rows[0] and not met_lock):
                     self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
                     if result is not None:
                         self._note_lock(result.message)
+                    if rows is not None:
+                        continue  # In receive mode, the server may end the transaction of an aborted connection late.
                 elif result is not None:
                     self._answered(result, rows[0])
-                elif failure is not None and not rows[0] and not met_lock:
-                    # The message may still be locked: the server may end the transaction of an aborted connection late.
-                    self._postpone(partial(self._settlements.append, settlement._replace(met_lock=True)))
-                    continue
             if failure is not None:
                 self._unrecorded.pop(failure, None)
                 self._runtime.signal()  # A call may start.
@@ -478,18 +347,80 @@ class Claims:
     async def release(self, messages: list[ClaimedMessage]) -> list[ClaimedMessage]:
         """Give messages back as they were before the claim; returns the locked ones."""
         for message in messages:
-            self._held.discard(message)
+            self.held.discard(message)
             if message.state is not State.COMMITTING:  # A commit that succeeds decides its state.
                 message.try_become(State.RELEASED)
 
         async def release(part: list[ClaimedMessage], is_locked: bool) -> bool:
             try:
-                rows = await self._run(_calls.release_by_token(*claims_of(part)), is_locked)
+                answers = await self._settle(_calls.release_claims(*claims_of(part)), is_locked)
             except QueueNotFound:  # It was dropped with its messages.
-                rows = []
-            if rows and sum(rows):
-                self._runtime.event("released", sum(rows), queue_name=part[0].queue_name)
-            return rows is not None
+                answers = []
+            if released := sum(answer.settled for answer in answers or ()):
+                self._runtime.event("released", released, queue_name=part[0].queue_name)
+            return answers is not None
 
-        left = [message for message in messages if not message.is_lost]
-        return await self._run_in_portions(sorted(left, key=lambda message: message.id), release)
+        return await self.in_parts([message for message in messages if not message.is_lost], release)
+
+
+class Extension:
+    """Extends claims on a thread, with a connection of its own, also while a handler blocks the event loop."""
+
+    def __init__(self, claims: Claims, runtime: Runtime) -> None:
+        self._claims = claims
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()  # of the consumer
+        self.link = SharedConnection(runtime.connections)
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Extend each claim when a third of its time has passed, until `stopped` is set."""
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            while not self.stopped.wait(min(self._seconds / 12, timings.extension_check)):
+                now = time.monotonic()
+                if due := [message for message in list(self._claims.held) if message.renew_at <= now]:
+                    try:
+                        runner.run(self._extend(due))
+                    except (psycopg.Error, OSError) as error:
+                        self._post(self._runtime.failed, "extend", error)
+            runner.run(self.link.close())
+
+    @property
+    def _seconds(self) -> float:
+        return self._claims.visibility_timeout.total_seconds()
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # The loop is closed: nobody waits for an answer any more.
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def _extend(self, due: list[ClaimedMessage]) -> None:
+        now = time.monotonic()
+        self.link.deadline = self._runtime.settling.deadline
+        locked = await self._claims.in_parts(due, self._extend_part)
+        for message in due:
+            message.renew_at = now + self._seconds * timings.extend_after
+        for message in locked:
+            message.renew_at = now + self._seconds * timings.extend_after / 2
+        for kind in ("extend", "connection"):
+            self._post(self._runtime.succeeded, kind)
+
+    async def _extend_part(self, messages: list[ClaimedMessage], is_locked: bool) -> bool:
+        messages = [message for message in messages if message.state is not State.COMMITTING]
+        if not messages:
+            return True
+        now = time.monotonic()
+        call = _calls.extend_claims(*claims_of(messages), self._claims.visibility_timeout)
+        answers: list[SettledClaim] | None = []
+        with suppress(QueueNotFound):  # It was dropped with its messages.
+            answers = await self._claims.answers_to(self._run, call, is_locked)
+        if answers is None:
+            return False
+        kept = {answer.id for answer in answers if answer.settled}
+        for message in messages:
+            if message.id in kept:
+                message.claimed_until = now + self._seconds
+        self._post(self._claims.extended, messages, kept)
+        return True
+
+    async def _run(self, call: Bound[T]) -> list[T]:
+        return await self.link.run(await self.link.take() or await self.link.open(), call)

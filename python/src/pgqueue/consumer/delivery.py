@@ -61,6 +61,7 @@ class ClaimedMessage:
         "call",
         "claimed_until",
         "id",
+        "is_in_doubt",
         "is_locked",
         "is_settled_by_handler",
         "message",
@@ -77,6 +78,7 @@ class ClaimedMessage:
         self.token = message.claim_token  # None for a received message
         self.call: HandlerCall | None = None  # the call of the handler that has it
         self.is_locked = False  # another transaction has locked the row
+        self.is_in_doubt = False  # the connection broke during its settlement, which may have been committed
         self.is_settled_by_handler = False  # by `Delivery.settled`, in any thread
         # On the monotonic clock. Before `claimed_until` no other consumer can claim the message.
         self.claimed_until = self.renew_at = 0.0

@@ -84,7 +84,6 @@ class HandlerCalls:
             self._runtime.report_unreadable(row, error)
             fallback = _calls.reject(row.queue_name, row.id, row.claim_token, None, None, None)
             self.claims.send(rejection(row, error), None, fallback)
-        self._runtime.stats.received += len(rows)
         if messages:
             self.claims.add(messages, claimed_at)
             self.waiting.extend(messages)
@@ -410,7 +409,6 @@ class HandlerCalls:
         if messages is None:
             current.failed = True
         else:
-            self._runtime.stats.received += messages
             self._runtime.report_receive(messages, current.expected_by_peek)
             current.received += messages
         if not messages:

@@ -2,19 +2,19 @@
 
 import asyncio
 import logging
+import math
 import random
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import psycopg
-from psycopg import AsyncConnection
 
 from .. import _calls
+from .._listener import NotificationListener
 from .._tasks import end_tasks, within
 from .._wording import counted
 from ..errors import InvalidArgument, QueueNotFound, is_trouble
@@ -25,203 +25,7 @@ from .settings import MOST_MESSAGES
 from .timings import timings
 from .workers import Workers
 
-_CLAIM_EVERY = {"lease": 10, "receive": 30}  # empty looks; a receive is three statements
-
-
-class PollSchedule:
-    """Tells when the next look is due. It neither looks nor waits.
-
-    After an empty look the next look is due after `delay` seconds, or at the earliest known due time of a message. A
-    message that is not there then can be held by another consumer, or not committed yet. For it, and for a message that
-    a look has found and no claim could take, the next looks are due after 0.1, 0.2, 0.4 … s, up to the delay. One of
-    `claim_every` empty looks is a claim.
-
-    While messages arrive one after another, each is notified. A query for the next due time after each message would
-    cost more than the claim: see `trusts_notifications` and `can_wait`.
-    """
-
-    def __init__(self, delay: float, clock: Callable[[], float] = time.monotonic, claim_every: int = 10) -> None:
-        self._delay = delay
-        self._clock = clock
-        self._claim_every = claim_every
-        self._looked_at = clock()
-        self._emptied_at = float("-inf")
-        self._due_at: float | None = None
-        self._notified_until: float | None = None
-        self._knows_due = False
-        self._misses = 0
-        self._empty = 0
-        self.is_notified = False  # since the last look
-
-    def found(self) -> None:
-        """Note that a look found messages."""
-        self._misses = self._empty = 0
-        self.changed()
-
-    def changed(self) -> None:
-        """Note that the queue has changed: the next due time is unknown."""
-        self._due_at = None
-        self._knows_due = False
-
-    def notified(self) -> None:
-        """Note a notification."""
-        self.is_notified = True
-        self.changed()
-
-    def empty(self) -> None:
-        """Note that a look found nothing."""
-        self._looked_at = self._emptied_at = now = self._clock()
-        self._empty += 1
-        if self._due_at is not None and self._due_at <= now:
-            self._retry()
-
-    def claim_found_nothing(self) -> None:
-        """Note that a claim returned none of the messages that a look had found."""
-        self._looked_at = self._clock()
-        self._retry()
-
-    def _retry(self) -> None:
-        self._due_at = self._looked_at + min(timings.shortest_wait * 2.0 ** min(self._misses, 20), self._delay)
-        self._misses += 1
-
-    def due(self, at: float) -> None:
-        """Note a moment of the clock at which a message is due. The earliest counts."""
-        if self._due_at is None or at < self._due_at:
-            self._due_at = at
-
-    def notifications_on(self, seconds: float, is_empty: bool) -> None:
-        """Note that senders notify, that a message is due in `seconds`, and whether none is ready."""
-        now = self._clock()
-        if seconds > timings.shortest_wait:
-            self._misses = 0  # The missed message is not due any more.
-        if is_empty:
-            self._emptied_at = now
-        # Before senders stop to notify, and before that moment is due.
-        self._notified_until = now + 0.95 * timings.registration
-        self._knows_due = True
-        self.due(now + max(seconds, 0.0))
-
-    def notifications_off(self) -> None:
-        """Note that senders may not notify."""
-        self._notified_until = None
-        self.changed()
-
-    @property
-    def are_notifications_on(self) -> bool:
-        """Whether senders notify."""
-        return self._notified_until is not None and self._clock() < self._notified_until
-
-    @property
-    def registration_expires_soon(self) -> bool:
-        """Whether senders soon stop to notify."""
-        return self._notified_until is not None and not self.are_notifications_on
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether senders notify and the next due time is known, so that the consumer can wait without asking."""
-        return self.are_notifications_on and self._knows_due
-
-    @property
-    def trusts_notifications(self) -> bool:
-        """Whether an empty look is so recent that all messages sent since are notified."""
-        return self.are_notifications_on and not self._knows_due and self._clock() < self._emptied_at + timings.trust
-
-    @property
-    def quiet_at(self) -> float:
-        """The moment of the clock at which to ask for the next due time, without a notification until then."""
-        return self._clock() + (timings.quiet if self.are_notifications_on else 0.0)
-
-    @property
-    def claims(self) -> bool:
-        """Whether the next look is a claim. A claim also removes spent messages, and finds what a peek overlooks."""
-        return self._empty % self._claim_every == self._claim_every - 1
-
-    @property
-    def next_look_at(self) -> float:
-        """The moment of the clock at which to look again."""
-        at = self._looked_at + self._delay
-        return at if self._due_at is None else min(at, self._due_at)
-
-
-class NotificationListener:
-    """Listens for notifications on its own connection. If that fails the consumer polls, and logs a warning once."""
-
-    def __init__(self, runtime: Runtime, schedule: PollSchedule) -> None:
-        self._runtime = runtime
-        self._schedule = schedule
-        self._has_warned = False
-
-    async def listen(self) -> None:
-        """Listen endlessly, on one connection after another."""
-        failures = 0
-        while True:
-            failed = "cannot listen"
-            try:
-                connection = await self._runtime.settling.open()
-                try:
-                    failed = "stopped listening"
-                    if await self._prepare(connection):
-                        failures = 0
-                        self._runtime.stats.listening = True
-                        self._notified()  # Earlier messages were not notified here.
-                        await self._wait(connection)
-                    else:
-                        failures += 6
-                        self._warn("LISTEN brings no notifications, as through a pooler by transaction")
-                finally:
-                    self._runtime.stats.listening = False
-                    await connection.close()
-            except (psycopg.Error, OSError) as error:
-                self._warn(f"{failed}: {str(error).strip()}")
-            self._notified()
-            pause = min(timings.shortest_wait * 2.0 ** min(failures, 20), timings.longest_listen_pause)
-            failures += 1
-            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
-
-    async def _prepare(self, connection: AsyncConnection[Any]) -> bool:
-        """Listen to the channels of the queues; returns whether a notification arrives."""
-        probe = f"pgqueue_probe_{uuid.uuid4().hex}"
-        for channel in [probe, *await self._runtime.run(_calls.channels(self._runtime.settings.queue_names), "peek")]:
-            await connection.execute(_calls.listen(channel))
-        await self._runtime.run(_calls.notify(probe), "peek")
-        has_arrived = False
-        async with aclosing(connection.notifies(timeout=timings.probe, stop_after=1)) as notifications:
-            async for notification in notifications:
-                has_arrived = has_arrived or notification.channel == probe
-        await connection.execute(_calls.unlisten(probe))
-        return has_arrived
-
-    async def _wait(self, connection: AsyncConnection[Any]) -> NoReturn:
-        """Wait for notifications until the connection breaks; raises `psycopg.Error` then.
-
-        Notifications that arrive together count as one. `connection.notifies` would cost more time for each.
-        """
-        loop = asyncio.get_running_loop()
-        number = connection.fileno()
-        broken: asyncio.Future[psycopg.Error] = loop.create_future()
-
-        def read() -> None:
-            try:
-                connection.pgconn.consume_input()
-                if [*iter(connection.pgconn.notifies, None)]:
-                    self._notified()
-            except psycopg.Error as error:
-                loop.remove_reader(number)
-                broken.set_result(error)
-
-        loop.add_reader(number, read)
-        try:
-            raise await broken
-        finally:
-            loop.remove_reader(number)
-
-    def _notified(self) -> None:
-        self._schedule.notified()
-        self._runtime.signal()
-
-    def _warn(self, text: str) -> None:
-        self._runtime.log(logging.DEBUG if self._has_warned else logging.WARNING, f"{text}; polling instead")
-        self._has_warned = True
+_RECEIVE_EVERY = 30  # empty looks of receive mode, in which a receive is three statements
 
 
 class Poller:
@@ -234,8 +38,14 @@ class Poller:
         self._workers = workers
         self._calls = HandlerCalls(runtime, workers)
         self._claims = self._calls.claims
-        self._schedule = PollSchedule(settings.peek_delay.total_seconds(), claim_every=_CLAIM_EVERY[settings.mode])
-        self._saw_all = False  # whether the last look saw all messages, and all of them were claimed
+        self._delay = settings.peek_delay.total_seconds()
+        # Moments of the monotonic clock.
+        self._looked_at = time.monotonic()
+        self._due_at: float | None = None  # when a message is due; None: not known
+        self._prepared_until = 0.0  # until when senders notify
+        self._ready = 0  # how many messages a look has counted that were not taken yet
+        self._misses = 0  # looks that could not take what was ready or due
+        self._empty_looks = 0
         self._info_due_at = 0.0  # when to read the settings of the queues again
         self._misses_queue = False  # whether a queue did not exist then
 
@@ -257,12 +67,11 @@ class Poller:
                 # A session of the pooler would go on listening, for other clients.
                 runtime.log(logging.WARNING, "cannot listen through a pooler; polling instead")
             elif self._settings.listen:
-                listener = NotificationListener(runtime, self._schedule)
-                tasks.append(runtime.keep_running("listening", listener.listen))
+                tasks.append(runtime.keep_running("listening", self._listen))
             tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
             tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
-                tasks.append(runtime.keep_running("extending", self._claims.heartbeats))
+                tasks.append(runtime.keep_running("extending", self._claims.keep_extended))
             tasks.append(runtime.keep_running("watching", self._calls.watch))
             tasks.append(runtime.keep_running("polling", self._poll))
             found.set_result(None)
@@ -299,8 +108,46 @@ class Poller:
         runtime.stats.prefetched = 0
         runtime.stats.listening = False
 
-    # Looking. A look returns how many messages to take and whether a peek has found them, or (0, False) after a wait.
-    # In lease mode a look claims at once; then it returns how many more messages there are.
+    async def _listen(self) -> None:
+        """Listen endlessly, on one connection after another. Where that fails the consumer polls, and says so once."""
+        runtime, failures, level = self._runtime, 0, logging.WARNING
+        while True:
+            listener = NotificationListener(runtime.settling.open)
+            try:
+                if await self._hears(listener):
+                    runtime.stats.listening, failures = True, 0
+                    runtime.look_again()  # Earlier messages were not notified here.
+                    await runtime.wait_until(lambda: not listener.is_listening)  # noqa: B023 - it ends in this turn
+                    text = "stopped listening"
+                else:
+                    failures += 6
+                    text = "LISTEN brings no notifications, as through a pooler by transaction"
+            except (psycopg.Error, OSError) as error:
+                text = f"cannot listen: {str(error).strip()}"
+            finally:
+                runtime.stats.listening = False
+                await listener.close()
+            runtime.log(level, f"{text}; polling instead")
+            level = logging.DEBUG
+            runtime.look_again()
+            pause = min(timings.shortest_wait * 2.0 ** min(failures, 20), timings.longest_listen_pause)
+            failures += 1
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311
+
+    async def _hears(self, listener: NotificationListener) -> bool:
+        """Listen to the channels of the queues; returns whether a notification arrives."""
+        probe, heard = f"pgqueue_probe_{uuid.uuid4().hex}", asyncio.Event()
+        channels = await self._runtime.run(_calls.channels(self._settings.queue_names), "peek")
+        await listener.add(channels, self._runtime.look_again)
+        await listener.add([probe], heard.set)
+        await self._runtime.run(_calls.notify(probe), "peek")
+        try:
+            await within(timings.probe, heard.wait())
+        except TimeoutError:
+            return False
+        finally:
+            listener.remove(heard.set)
+        return True
 
     async def _find_queues(self) -> None:
         """Read the settings of the queues for the first time. A stop ends this: a server can be slow to answer."""
@@ -331,16 +178,21 @@ class Poller:
     async def _poll(self) -> None:
         runtime = self._runtime
         take = self._claim if self._settings.mode == "lease" else self._receive
-        credit, expected_by_peek = 0, False  # how many messages to take before the next look
         try:
             while not runtime.is_stopping:
-                free_slots = self._claimable_count()
-                if free_slots <= 0:
+                if (free_slots := self._claimable_count()) <= 0:
                     await runtime.wait_until(lambda: runtime.is_stopping or self._claimable_count() > 0)
-                elif credit <= 0:
-                    credit, expected_by_peek = await self._look(free_slots)
-                else:
-                    credit, expected_by_peek = await take(free_slots, credit, expected_by_peek)
+                    continue
+                if time.monotonic() > self._info_due_at:
+                    await self._look_at_queues()
+                if runtime.has_news:
+                    runtime.has_news, self._due_at = False, None
+                taken, has_more = await take(free_slots)
+                self._note(taken)
+                if not has_more:
+                    await self._wait(free_slots)
+                else:  # More handlers may end in a moment, for which one claim is enough.
+                    await runtime.wait_until(self._has_room, time.monotonic() + timings.gather)
         except QueueNotFound:
             self._info_due_at = 0.0  # to find the queues that exist
             raise
@@ -370,8 +222,7 @@ class Poller:
                 text = "is there again" if name in names else "does not exist any more: the consumer serves the others"
                 runtime.log(logging.INFO if name in names else logging.WARNING, f"the queue {text}", queue=name)
             claims.queue_names = names
-            self._schedule.notifications_off()
-            self._saw_all = False
+            self._due_at, self._prepared_until = None, 0.0
         if is_first and settings.mode == "receive" and found[0].max_in_flight is not None:
             # A claim would keep all others waiting until its handler has finished.
             raise InvalidArgument(
@@ -396,105 +247,90 @@ class Poller:
                 text = f"retries allow {counted(total, 'attempt')}, but messages of this queue get {info.max_attempts}"
                 runtime.log(logging.WARNING, text, queue=info.name)
 
-    async def _look(self, free_slots: int) -> tuple[int, bool]:
-        if time.monotonic() > self._info_due_at:
-            await self._look_at_queues()
-        schedule, is_listening = self._schedule, self._runtime.stats.listening
-        if self._claims.has_freed_place:
-            self._claims.has_freed_place = False
-            schedule.notified()
-        if is_listening and schedule.trusts_notifications and self._saw_all and not schedule.is_notified:
-            return await self._wait(free_slots)
-        schedule.is_notified = self._saw_all = False
-        if schedule.claims:
-            schedule.empty()
-            return free_slots, False
-        if is_listening and schedule.registration_expires_soon:
-            schedule.notifications_off()  # `_wait` turns them on again, and looks.
-        else:
-            self._runtime.stats.peeks += 1
-            look = self._peek_and_claim if self._settings.mode == "lease" else self._peek
-            if found := await look(free_slots):
-                return found
-        schedule.empty()
-        return await self._wait(free_slots)
+    async def _claim(self, free_slots: int) -> tuple[int, bool]:
+        """Claim messages. Returns how many, and whether there may be more."""
+        now = time.monotonic()
+        rows, has_more = await self._claims.claim(min(free_slots, MOST_MESSAGES))
+        self._runtime.report_receive(len(rows), self._ready > 0)
+        self._calls.add(rows, now)
+        return len(rows), has_more
 
-    async def _wait(self, free_slots: int, claim_found_nothing: bool = False) -> tuple[int, bool]:
-        """Wait after a look that found nothing, or after a claim that found nothing although a peek had."""
-        schedule, stats = self._schedule, self._runtime.stats
-        if claim_found_nothing:
-            schedule.claim_found_nothing()
-        if stats.listening and not schedule.can_wait:
-            await self._runtime.wait_until(self._is_called, schedule.quiet_at)
-            if self._is_called():
-                return 0, False
-            stats.waits += 1
-            stats.peeks += 1
-            limit = self._peek_limit(free_slots)
-            wait = timedelta(seconds=timings.registration)
-            call = _calls.prepare_wait_and_look(self._claims.queue_names, limit, wait)
-            [(seconds, count)] = await self._runtime.run(call, "peek")
-            self._saw_all = count < limit
-            schedule.notifications_on(seconds, is_empty=not count)
-            if schedule.is_notified:
-                schedule.changed()
-            if count:
-                return count, True
-        at = min(schedule.next_look_at, self._info_due_at) if self._misses_queue else schedule.next_look_at
-        await self._runtime.wait_until(self._is_called, at)
-        return 0, False
+    async def _receive(self, free_slots: int) -> tuple[int, bool]:
+        """Receive messages that a peek has counted. Returns how many, and whether there may be more.
+
+        A claim also removes spent messages, and finds what a peek overlooks: now and then one is made without a peek.
+        """
+        limit, is_expected = self._peek_limit(free_slots), True
+        if not self._ready:
+            self._empty_looks += 1
+            if is_expected := self._empty_looks % _RECEIVE_EVERY != 0:
+                self._runtime.stats.peeks += 1
+                (self._ready,) = await self._runtime.run(_calls.peek(self._settings.queue_name, limit), "peek")
+                if not self._ready:
+                    return 0, False
+        current = await self._calls.receive(self._ready or 1, is_expected)
+        if current.received:
+            self._empty_looks = 0
+        if current.failed:
+            await self._runtime.pause_after_failure()
+        return current.received, current.failed or (current.received > 0 and self._ready >= limit)
+
+    def _note(self, taken: int) -> None:
+        """Note how many messages were taken.
+
+        A message that was ready or due, and could not be taken, can be held by another consumer, or not be committed
+        yet. The next looks for it follow after 0.1, 0.2, 0.4 … s, up to the `peek_delay`.
+        """
+        now = time.monotonic()
+        if taken:
+            self._misses, self._due_at = 0, None
+        elif self._ready or (self._due_at is not None and self._due_at <= now):
+            self._due_at = now + min(timings.shortest_wait * 2.0 ** min(self._misses, 20), self._delay)
+            self._misses += 1
+        self._ready, self._looked_at = 0, now
+
+    async def _wait(self, free_slots: int) -> None:
+        """Wait for a notification, the next due time, the next look or a stop, after a look that took all there was.
+
+        While messages arrive one after another, each is notified, and a query for the next due time after each would
+        cost more than its claim. So this query waits for a moment without a notification.
+        """
+        runtime = self._runtime
+        if runtime.stats.listening:
+            is_prepared = time.monotonic() < self._prepared_until
+            if is_prepared and self._due_at is None:
+                await runtime.wait_until(self._is_called, time.monotonic() + timings.quiet)
+            if (not is_prepared or self._due_at is None) and not self._is_called():
+                await self._prepare_wait(free_slots)
+        at = min(self._looked_at + self._delay, math.inf if self._due_at is None else self._due_at)
+        if self._misses_queue:
+            at = min(at, self._info_due_at)
+        if not self._ready:
+            await runtime.wait_until(self._is_called, at)
+
+    async def _prepare_wait(self, free_slots: int) -> None:
+        """Let senders notify from now on, ask when the next message is due, and count the ready ones."""
+        stats, limit = self._runtime.stats, self._peek_limit(free_slots)
+        stats.waits += 1
+        stats.peeks += 1
+        call = _calls.prepare_wait_and_look(self._claims.queue_names, limit, timedelta(seconds=timings.registration))
+        [(seconds, self._ready)] = await self._runtime.run(call, "peek")
+        self._looked_at = now = time.monotonic()
+        self._prepared_until = now + 0.95 * timings.registration  # before senders stop to notify
+        if seconds > timings.shortest_wait:
+            self._misses = 0  # The missed message is not due any more.
+        self._due_at = now + max(seconds, 0.0)
+
+    def _has_room(self) -> bool:
+        """Whether half of the handlers are free."""
+        return 2 * self._claimable_count() >= self._runtime.limit or self._runtime.is_stopping
 
     def _is_called(self) -> bool:
-        return self._schedule.is_notified or self._claims.has_freed_place or self._runtime.is_stopping
-
-    async def _peek(self, free_slots: int) -> tuple[int, bool] | None:
-        limit = self._peek_limit(free_slots)
-        (count,) = await self._runtime.run(_calls.peek(self._settings.queue_name, limit), "peek")
-        self._saw_all = count < limit
-        return (count, True) if count else None
+        return self._runtime.has_news or self._runtime.is_stopping
 
     def _peek_limit(self, free_slots: int) -> int:
         """How many messages to ask a peek for."""
         return min(self._settings.peek_batch_size or max(10 * self._settings.slots, free_slots), MOST_MESSAGES)
-
-    # Taking. It returns how many messages to take before the next look, and whether a peek has found them.
-
-    async def _claim(self, free_slots: int, credit: int, expected_by_peek: bool) -> tuple[int, bool]:
-        wanted, now = min(free_slots, credit, MOST_MESSAGES), time.monotonic()
-        rows = await self._claims.claim(wanted, expected_by_peek and credit > wanted)
-        self._saw_all = self._saw_all and len(rows) == wanted
-        self._claimed(rows, now, expected_by_peek)
-        if not rows:
-            return await self._wait(free_slots, claim_found_nothing=expected_by_peek)
-        return credit - wanted if len(rows) == wanted and expected_by_peek else 0, expected_by_peek
-
-    async def _receive(self, free_slots: int, credit: int, expected_by_peek: bool) -> tuple[int, bool]:
-        current = await self._calls.receive(credit if expected_by_peek else 1, expected_by_peek)
-        if current.received:
-            self._schedule.found()
-        if current.failed:
-            await self._runtime.pause_after_failure()
-        elif not current.received:
-            return await self._wait(free_slots, claim_found_nothing=expected_by_peek)
-        return 0, False
-
-    async def _peek_and_claim(self, free_slots: int) -> tuple[int, bool] | None:
-        """Look, and claim as many messages as there is room for; None if nothing was seen."""
-        now, limit, wanted = time.monotonic(), self._peek_limit(free_slots), min(free_slots, MOST_MESSAGES)
-        seen, rows = await self._claims.peek_and_claim(limit, wanted)
-        if not seen:
-            return None
-        self._saw_all = seen < limit and len(rows) == min(seen, wanted)
-        self._claimed(rows, now, expected_by_peek=True)
-        if not rows:
-            return await self._wait(free_slots, claim_found_nothing=True)
-        return seen - len(rows) if len(rows) >= free_slots else 0, True
-
-    def _claimed(self, rows: list[Any], now: float, expected_by_peek: bool) -> None:
-        self._runtime.report_receive(len(rows), expected_by_peek)
-        if rows:
-            self._schedule.found()
-        self._calls.add(rows, now)
 
     def _claimable_count(self) -> int:
         """How many messages to claim."""

@@ -97,6 +97,7 @@ class Runtime:
         self.settling = SharedConnection(self.connections)
         self.breaker = CircuitBreaker(settings.circuit_breaker_after.total_seconds())
         self.stops = 0  # 1: claim nothing more, 2: cancel the handlers
+        self.has_news = False  # The queue may have messages that the last look has not seen.
         self.error: Exception | None = None  # why the consumer stops by itself
         self.grace = settings.grace_period.total_seconds()
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -125,6 +126,11 @@ class Runtime:
         self.signal()
 
     # Waiting
+
+    def look_again(self) -> None:
+        """Let the consumer look for messages at once."""
+        self.has_news = True
+        self.signal()
 
     def signal(self) -> None:
         """Wake the tasks whose condition is true now."""
@@ -273,10 +279,11 @@ class Runtime:
             name = more.pop("queue_name", self.settings.queue_name)
             self._call(self.settings.observe, Event(kind, name, count, **more))
 
-    def report_receive(self, count: int, expected_by_peek: bool) -> None:
-        """Count a claim that returned `count` messages; `expected_by_peek` says whether a peek had found some."""
+    def report_receive(self, count: int, is_expected: bool) -> None:
+        """Count a claim that returned `count` messages; `is_expected` says whether a peek had found some."""
         self.stats.receives += 1
-        if expected_by_peek and not count:
+        self.stats.received += count
+        if is_expected and not count:
             self.stats.empty_receives += 1
             self.log(logging.DEBUG, "an empty receive")
             self.event("empty", 0)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 class Timings:
     """Durations in seconds."""
 
-    # Settling
+    # Claims
+    extend_after: float = 1 / 3  # of the visibility timeout, after which a claim is extended
+    extension_check: float = 1.0  # between two looks for claims to extend, at most
     ack_batch: float = 0.01  # for which acknowledgements wait, to be sent together
     longest_lock_timeout: float = 0.5  # of a statement that locks messages; all other statements wait as well
     shortest_lock_timeout: float = 0.02  # the same if a message is known to be locked
@@ -24,8 +26,8 @@ class Timings:
 
     # Looking for messages
     shortest_wait: float = 0.1  # before the first of several looks for the same message
+    gather: float = 0.005  # for more handlers to end before the next claim, where more messages are ready
     quiet: float = 0.02  # without a notification, after which a consumer asks when the next message is due
-    trust: float = 0.1  # after an empty look, in which notifications suffice; then the consumer looks again
     registration: float = 20.0  # for which senders notify after a consumer has begun to wait
     probe: float = 5.0  # for the notification that shows that LISTEN works
     longest_listen_pause: float = 30.0  # before another connection is opened to listen

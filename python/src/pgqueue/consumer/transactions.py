@@ -354,8 +354,8 @@ class Transactions:
         kept: set[int] = set()
         for part in by_queue(messages):
             with suppress(QueueNotFound):  # It was dropped with its messages.
-                call = _calls.extend_by_token(*claims_of(part), self._settings.visibility_timeout)
-                kept.update(await session.execute(call))
+                call = _calls.extend_claims(*claims_of(part), self._settings.visibility_timeout)
+                kept.update(answer.id for answer in await session.execute(call) if answer.settled)
         return [message for message in messages if message.id not in kept]
 
 
