@@ -279,9 +279,9 @@ def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> No
     (claimed,) = queue.claim()
     settled = {"id": claimed["id"], "claim_token": claimed["claim_token"], "delay_seconds": 0}
     assert code(queue.post("nack", settled | {"headers": [1]}), 422) == "invalid"
-    for headers, status in (('{"a": 1e131071}', 413), (f'{{"a": "{"x" * 70_000}"}}', 413), ('{"a": 1e131072}', 422)):
+    for headers in ('{"a": 1e131072}', '{"a": "\\u0000"}'):
         answer = queue.post("nack", f'{json.dumps(settled)[:-1]}, "headers": {headers}}}')
-        assert answer.status_code == status
+        assert code(answer, 422) == "invalid"
         assert answer.json()["error"]["field"] == "headers"
     for depth in (300, 400, 500, 900, 100_000):  # Python can read some of these, but not write them
         nested = f'{{"a": {"[" * depth}{"]" * depth}}}'

@@ -122,7 +122,6 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         (page_routes, "pretty_json"),
         (page_forms, "pretty_json"),
         (page_forms, "_parsed"),
-        (page_forms, "check_json"),
     ):
         threads.watch(module, name)
     async with serving_here(site, tmp_path) as (client, place, sql):
@@ -144,7 +143,7 @@ async def test_long_payloads_are_formatted_and_parsed_beside_the_event_loop(
         assert threads.taken() == [("pretty_json", False)]
         answer = await client.post("/queue/send", params=place, data={"payload": LONG_LIST})
         assert answer.status_code == 303
-        assert threads.taken() == [("_parsed", False), ("check_json", False)]
+        assert threads.taken() == [("_parsed", False)]
         # A thread costs more than a short text.
         await sql.execute("select pgqueue.purge_queue(%s)", [place["name"]])
         answer = await client.post("/queue/send", params=place, data={"payload": "[1]"})

@@ -384,10 +384,27 @@ def test_a_payload_is_delivered_unchanged(web: Server, queue: str) -> None:
     assert row == (True, "1.10")
 
 
-@pytest.mark.parametrize("text", ['{"x": "\\u0000"}', '{"x": "\\ud800"}', '{"x": NaN}', '{"x": 1e999999}'])
-def test_a_payload_that_postgresql_cannot_store_is_refused_before_a_task(web: Server, queue: str, text: str) -> None:
-    body = f'{{"messages": [{{"payload": {text}}}]}}'
-    assert web.post(f"{web.queues}/{queue}/messages", body).status_code in (400, 422)
+@pytest.mark.parametrize(
+    ("payload", "status", "value", "limit"),
+    [
+        ('{"x": 1e131072}', 422, '{"x": 1e131072}', "JSON that PostgreSQL can store"),
+        ('{"x": -1e-16384}', 422, '{"x": -1e-16384}', "JSON that PostgreSQL can store"),
+        (f'{{"x": {"9" * 131073}}}', 422, f'{{"x": {"9" * 94}…', "JSON that PostgreSQL can store"),
+        ('{"x": "\\\\\\u0000"}', 422, '{"x": "\\\\\\u0000"}', "JSON that PostgreSQL can store"),
+        ('{"x": [1e131071, 1E131071]}', 413, "262155 bytes", "262144 bytes"),
+    ],
+    ids=range(5),
+)
+def test_the_message_that_postgresql_refuses_is_named(
+    web: Server, queue: str, payload: str, status: int, value: str, limit: str
+) -> None:
+    good = '{"payload": {}}, '
+    body = f'{{"messages": [{6 * good}{{"payload": {payload}}}]}}'
+    for path in (f"/v1/queues/{queue}/enqueue", f"{web.queues}/{queue}/messages"):
+        answer = web.post(path, body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["field"]) == (status, "messages[6].payload")
+        assert (error["value"], error["limit"]) == (value, limit)
 
 
 # Unknown resources and conflicts

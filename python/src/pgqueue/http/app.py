@@ -20,7 +20,6 @@ from .calls import Table
 from .context import Context
 from .databases import Databases
 from .direct import routes as direct_routes
-from .direct import schedules, topics
 from .edge import Edge
 from .managed import routes as managed_routes
 from .managed.agent import Agent
@@ -45,8 +44,6 @@ __all__ = ["Application", "Role", "create_app"]
 Role = Literal["all", "controller"]
 _ROOMS = (
     direct_routes,
-    schedules,
-    topics,
     managed_routes,
     operations,
     page_routes,

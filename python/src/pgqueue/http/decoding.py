@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from .errors import ApiError, shorten
-from .json_text import DEPTH_LIMIT, nesting_error, read_json
+from .json_text import DEPTH_LIMIT, has_exponent, nesting_error, read_json
 
 __all__ = ["VALUES_LIMIT", "Violation", "check_shape", "check_text", "convert", "decode"]
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 VALUES_LIMIT: Final = 400_000  # of JSON in a body: items of lists and members of objects
 _LARGEST_EXPLAINED: Final = 2 * 1024 * 1024  # bytes of a body; the error of a larger one does not repeat the value
 _WINDOW: Final = 64 * 1024  # characters that are counted without a chance for another thread to run
+DIGITS_LIMIT: Final = 32 * 1024 * 1024  # of the numbers of a body that have an exponent, as PostgreSQL writes them
+_FEW: Final = 1024  # bytes of a body, in which the numbers that PostgreSQL can store have fewer digits
+_EXPONENT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[eE][+-]?([0-9]+)', re.DOTALL)  # or a string
 _GZIP: Final = b"\x1f\x8b"
 _DEPTH_STEPS: Final = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(code), 0) for code in range(128)]
 _PLACE: Final = re.compile(r"(?P<said>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
@@ -105,7 +108,11 @@ def check_text(body: bytes | bytearray) -> None:
 
 
 def check_shape(body: bytes | bytearray) -> None:
-    """Raise `ApiError` for JSON with too many values, or too deep ones, before it is parsed."""
+    """Raise `ApiError` for JSON with too many values or digits, or too deep ones, before it is parsed."""
+    if len(body) > _FEW and has_exponent(body):
+        digits = sum(min(int(found[1][-6:]), 10**6) for found in _EXPONENT.finditer(body) if found[1])
+        if digits > DIGITS_LIMIT:
+            raise _too_many(f"{DIGITS_LIMIT} digits")
     if len(body) <= VALUES_LIMIT and body.count(b"[") + body.count(b"{") <= DEPTH_LIMIT:
         return
     values, depth, is_in_string = 0, 0, False
@@ -123,16 +130,19 @@ def check_shape(body: bytes | bytearray) -> None:
         opened = outside.count("[") + outside.count("{")
         values += opened + outside.count(",")
         if values > VALUES_LIMIT:
-            message = f"the body has more than {VALUES_LIMIT} values: send it in several requests"
-            most = f"{VALUES_LIMIT} values"
-            raise ApiError(413, "body_too_large", message, "body", f"over {most}", most)
+            raise _too_many(f"{VALUES_LIMIT} values")
         if depth + opened > DEPTH_LIMIT:
             steps = map(_DEPTH_STEPS.__getitem__, outside.encode("ascii", "replace"))
             *_, depth = deepest = list(accumulate(steps, initial=depth))
             if max(deepest) > DEPTH_LIMIT:
-                raise nesting_error("body")
+                raise nesting_error()
         else:
             depth += opened - outside.count("]") - outside.count("}")
+
+
+def _too_many(most: str) -> ApiError:
+    message = f"the body has more than {most}: send it in several requests"
+    return ApiError(413, "body_too_large", message, "body", f"over {most}", most)
 
 
 def _malformed(body: bytes | bytearray) -> ApiError:
@@ -196,7 +206,7 @@ def _at(value: Any, steps: Sequence[str | int]) -> Any:
             value = value[step]
         except (KeyError, IndexError, TypeError):
             return None
-    return getattr(value, "text", value)  # of an ExactNumber
+    return value
 
 
 def _field(steps: Sequence[str | int]) -> str:

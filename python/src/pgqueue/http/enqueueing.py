@@ -1,38 +1,46 @@
 """Batches of messages: their limits are checked, and one statement enqueues them."""
 
-import re
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final
 
+import psycopg
 from msgspec import Raw, Struct
 from psycopg import AsyncConnection
 
 from ..errors import PayloadTooLarge
 from .databases import LARGE_BYTES
-from .errors import ApiError, from_database_error
-from .json_text import check_json, is_harmless, json_size, read_json, refuse_over
+from .errors import ApiError, from_database_error, shorten
+from .json_text import has_exponent
 from .statements import as_json, fetch, note_size
 
 __all__ = [
     "BATCH_LIMIT",
-    "HEADERS_LIMIT",
     "PAYLOAD_LIMIT",
     "MessageIds",
-    "SentMessage",
     "are_large",
-    "check_message",
     "check_sizes",
     "enqueue_messages",
-    "located",
+    "naming",
     "publish_message",
 ]
 
 PAYLOAD_LIMIT: Final = 256 * 1024  # of JSON text in bytes, in the form in which PostgreSQL writes it
-HEADERS_LIMIT: Final = 64 * 1024  # measured in the same way
 BATCH_LIMIT: Final = 100  # messages
-_MESSAGE_LIMIT: Final = 8 * 1024 * 1024  # bytes of a payload, as the client writes it
-
-_QUEUE_LIMIT: Final = re.compile(r"over the limit of (\d+) byte")
+_REFUSALS: Final = (PayloadTooLarge, psycopg.DataError, psycopg.errors.ProgramLimitExceeded)
+_MEASURES: Final = {
+    "payload": b"select octet_length($1::jsonb::text)",
+    "headers": b"select octet_length($1::jsonb::text)",
+    "body": b"select octet_length(decode($1, 'base64'))",
+}
+_TOO_LARGE: Final = b"""
+select m.place - 1, m.size
+from (
+    select e.place, octet_length((e.message -> 'payload')::text) as size
+    from jsonb_array_elements($1::jsonb -> 'messages') with ordinality as e (message, place)
+) m
+where m.size > $2 order by m.place limit 1
+"""
 
 # PostgreSQL splits the text of the request, so that no number passes through a Python float.
 _SEND: Final = b"""
@@ -82,12 +90,6 @@ class MessageIds(Struct):
     message_ids: list[int]
 
 
-class SentMessage(Protocol):
-    """A message of a request."""
-
-    payload: Raw
-
-
 async def enqueue_messages(
     connection: AsyncConnection[Any],
     queue: str,
@@ -110,45 +112,64 @@ async def publish_message(connection: AsyncConnection[Any], request: bytes | byt
     return int(copies)
 
 
-def check_sizes(messages: Sequence[SentMessage], body: bytes | bytearray) -> None:
-    """Raise `ApiError` 413 for a payload over 256 KB, or headers over 64 KB, in the form in which PostgreSQL writes
-    them, and 422 for JSON that it cannot store. `body` is the request: if it is small, no message can be too large.
+async def check_sizes(connection: AsyncConnection[Any], request: bytes | bytearray) -> None:
+    """Raise `ApiError` 413 for a payload over 256 KB, in the form in which PostgreSQL writes it. An agent could report
+    it only later.
     """
-    if is_harmless(body, HEADERS_LIMIT):
+    if len(request) <= PAYLOAD_LIMIT // 2 and not has_exponent(request):  # PostgreSQL writes , and : with a space
         return
-    for place, message in enumerate(messages):
-        check_message(message, f"messages[{place}].")
+    for place, size in await fetch(connection, _TOO_LARGE, as_json(request), PAYLOAD_LIMIT):
+        message = f"messages[{place}].payload of {size} bytes is over the limit of {PAYLOAD_LIMIT} bytes"
+        field, limit = f"messages[{place}].payload", f"{PAYLOAD_LIMIT} bytes"
+        raise ApiError(413, "payload_too_large", message, field, f"{size} bytes", limit)
 
 
-def are_large(messages: Sequence[SentMessage], body: bytes | bytearray) -> bool:
+def are_large(messages: Sequence[object], body: bytes | bytearray) -> bool:
     """Whether messages are so large on average that a claim of many can be large."""
     return len(body) > len(messages) * LARGE_BYTES // BATCH_LIMIT
 
 
-def located(error: PayloadTooLarge, messages: Sequence[SentMessage]) -> ApiError:
-    """The error for messages over the limit of their queue, which names the first of them that is too large."""
-    answer = from_database_error(error)
-    limit = _QUEUE_LIMIT.search(answer.message)
-    for place, message in enumerate(messages):
-        body = getattr(message, "body", None)
-        size = json_size(read_json(bytes(message.payload).decode())) if body is None else _bytes_of(body)
-        if limit and size > int(limit[1]) and answer.field == "payload":
-            answer.field = f"messages[{place}].{'payload' if body is None else 'body'}"
-            break
-    return answer
+@asynccontextmanager
+async def naming(
+    connect: Callable[[], AbstractAsyncContextManager[AsyncConnection[Any]]], contents: Sequence[Any], each: str = ""
+) -> AsyncIterator[None]:
+    """Name what PostgreSQL refuses: the field of the first message that has the value, or the size, of the error.
+
+    `each` is the name of one message, with {} for its place. Raises `ApiError` in place of such an error.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        answer = from_database_error(error)
+        if "[" in (answer.field or ""):
+            raise answer from None
+    else:
+        return
+    async with connect() as connection:
+        for place, content in enumerate(contents):
+            if (name := await _refused(connection, answer, content)) is not None:
+                answer.field = each.format(place) + name
+                answer.message = answer.message.replace(" this: ", f" {answer.field}: ")
+                break
+    raise answer
 
 
-def _bytes_of(base64: str) -> int:
-    return len(base64) // 4 * 3 - base64.count("=", -2)
-
-
-def check_message(message: SentMessage, prefix: str = "") -> None:
-    """The same for one message. `prefix` stands before the names of its fields."""
-    payload = bytes(message.payload)
-    refuse_over(prefix[:-1] or "payload", len(payload), _MESSAGE_LIMIT)
-    check_json(payload, f"{prefix}payload", PAYLOAD_LIMIT)
-    headers, body = getattr(message, "headers", None), getattr(message, "body", None)
-    if headers is not None and (text := bytes(headers)):
-        check_json(text, f"{prefix}headers", HEADERS_LIMIT)
-    if body is not None:
-        refuse_over(f"{prefix}body", _bytes_of(body), PAYLOAD_LIMIT)
+async def _refused(connection: AsyncConnection[Any], answer: ApiError, content: Any) -> str | None:
+    """The field of a message that PostgreSQL refuses with this answer; None if it accepts them."""
+    for name, statement in _MEASURES.items():
+        value = getattr(content, name, None)
+        if not (value := bytes(value).decode() if isinstance(value, Raw) else value):
+            continue
+        try:
+            async with connection.transaction():
+                ((size,),) = await fetch(connection, statement, value)
+        except _REFUSALS:
+            answer.value, answer.limit = shorten(value), "JSON that PostgreSQL can store"
+            return name
+        if (answer.field, answer.value) == (name, f"{size} bytes"):
+            return name
+    given = getattr(content, answer.field or "", None)
+    if answer.code == "invalid" and given is not None and answer.field not in _MEASURES:
+        answer.value = shorten(given)
+        return answer.field
+    return None

@@ -14,6 +14,7 @@ from ..errors import (
     QueueExists,
     QueueNotFound,
     ScheduleExists,
+    ScheduleNotFound,
     is_conflict,
     is_trouble,
 )
@@ -64,7 +65,9 @@ _RIGHTS: Final = {
     "table": "SELECT or a right to change it",
 }
 _DENIED: Final = re.compile(r"permission denied for (\w+) (\S+)")
-_EXPECTED: Final = re.compile(r"(\w+) must be (.*)\.", re.DOTALL)  # the hint of an argument that is invalid
+_EXPECTED: Final = re.compile(r"([\w\[\]]+) must be (.*)\.", re.DOTALL)  # the hint of an argument that is invalid
+_QUOTED: Final = re.compile("'(.*?)'")
+_SIZES: Final = re.compile(r"([\w\[\]]+) of (\d+) bytes? is over the limit of (\d+) byte")
 _CONNECTION_FAILURE: Final = re.compile(r"failed: (?:FATAL: +)?((?:(?!failed: )[^\n])+)")
 
 
@@ -169,7 +172,7 @@ def _missing_right(detail: str) -> str:
 
 
 _KNOWN: Final[list[tuple[type[BaseException], int, str, str, str | None]]] = [
-    (QueueNotFound, 404, "queue_not_found", "{}", "queue_name"),
+    (ScheduleNotFound, 404, "schedule_not_found", "{}", "name"),
     (QueueExists, 409, "queue_exists", "{}", None),
     (ScheduleExists, 409, "schedule_exists", "{}", "name"),
     (QueueBusy, 409, "queue_busy", "{}: try again", None),
@@ -186,6 +189,15 @@ def _answer(status: int, code: str, message: str, field: str | None = None) -> A
     return ApiError(status, code, message, field, headers={"Retry-After": "1"} if may_help else None)
 
 
+def _field(argument: str) -> str:
+    """The field of an argument of SQL: `payloads[7]` is that of the seventh message of a request."""
+    name, _, place = argument.rstrip("]").partition("[")
+    if not place:
+        return argument
+    field = {"bodies": "body", "priorities": "priority", "headers": "headers"}.get(name, name.removesuffix("s"))
+    return f"messages[{int(place) - 1}].{field}"
+
+
 def from_database_error(error: BaseException) -> ApiError:
     """The error for an exception of the database or its connection. It contains no DSN, no host and no statement."""
     detail = (error.diag.message_primary or "") if isinstance(error, psycopg.Error) else ""
@@ -193,13 +205,20 @@ def from_database_error(error: BaseException) -> ApiError:
         if isinstance(error, kind):
             return _answer(status, code, message.format(detail), field)
     match error:
+        case QueueNotFound():
+            named = _QUOTED.search(detail)
+            return queue_not_found(named[1] if named else "")
         case PayloadTooLarge():
-            is_headers = detail.startswith("headers of ")
-            field, limit = ("headers", "65536 bytes") if is_headers else ("payload", "the queue's max_payload_bytes")
-            return ApiError(413, "payload_too_large", detail, field, limit=limit)
+            sizes = _SIZES.match(detail)
+            field, size, limit = sizes.groups() if sizes else ("payload", "?", "?")
+            told = detail.replace(field, _field(field), 1)
+            return ApiError(413, "payload_too_large", told, _field(field), f"{size} bytes", f"{limit} bytes")
         case InvalidArgument():
             hint = _EXPECTED.fullmatch(error.diag.message_hint or "")
-            return ApiError(422, "invalid", detail, hint and hint[1], limit=hint and hint[2])
+            if hint is None:
+                return ApiError(422, "invalid", detail)
+            field, limit = _field(hint[1]), hint[2]
+            return ApiError(422, "invalid", detail.replace(hint[1], field, 1), field, limit=limit)
         case psycopg.errors.InsufficientPrivilege():
             return ApiError(403, "insufficient_privilege", _missing_right(detail))
         case psycopg.DataError():

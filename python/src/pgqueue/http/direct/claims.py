@@ -13,16 +13,15 @@ from msgspec.json import decode
 from ..._calls import prepare_wait_and_look
 from ..._connections import is_proxied
 from ...client import AsyncQueue
-from ...errors import QueueNotFound
-from ..databases import LARGE_BYTES
+from ..databases import LARGE_BYTES, Connection
 from ..enqueueing import PAYLOAD_LIMIT
-from ..errors import ApiError, queue_not_found
+from ..errors import ApiError
 from ..idempotency import Answer
 from ..statements import fetch, note_size
-from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter
+from .structs import Claim, ClaimAny, ClaimedMessage, DeadLetter, storable_text
 from .targets import Target
 
-__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from", "seconds", "storable_text"]
+__all__ = ["BROWSE_DEAD_MESSAGES", "claim_from"]
 
 _POLL_INTERVAL: Final = timedelta(seconds=5)  # longest pause between two attempts of a long poll
 _PROXIED_POLL_INTERVAL: Final = timedelta(seconds=1)  # the same behind a pooler, which may bring no notification
@@ -113,20 +112,17 @@ class ClaimOperation:
         is_known = target.key is not None or target.context.databases.has_large(*self._places)
         return is_known and self._body.max_messages * PAYLOAD_LIMIT > LARGE_BYTES
 
-    async def _effect(self, queue: AsyncQueue) -> Answer:
+    async def _effect(self, connection: Connection) -> Answer:
         body, target = self._body, self._target
         names = body.queue_names if isinstance(body, ClaimAny) else None
-        settings = body.max_messages, seconds(body.visibility_timeout_seconds), storable_text(body.claimed_by)
+        timeout = body.visibility_timeout_seconds
+        settings = body.max_messages, None if timeout is None else f"{timeout} s", storable_text(body.claimed_by)
         statement, where = (_CLAIM, target.name) if names is None else (_CLAIM_ANY, names)
-        try:
-            ((number, text),) = await fetch(queue.connection, statement, where, *settings)
-        except QueueNotFound as error:
-            said = error.diag.message_primary or ""
-            raise queue_not_found(next((each for each in names or () if f"'{each}'" in said), target.name)) from None
+        ((number, text),) = await fetch(connection, statement, where, *settings)
         if not number:
             # rolls back, so that the empty response is not stored: a retry with the same key may get messages
             raise _NothingReady
-        note_size(queue.connection, len(text))
+        note_size(connection, len(text))
         if len(text) > LARGE_BYTES:
             target.context.databases.note_large(*self._places)
         answer = Answer(200, text.encode())
@@ -151,8 +147,8 @@ class ClaimOperation:
         del claiming, answer  # it is not counted any more
         for name, token, ids in held:
             target = replace(self._target, name=name)
-            async with target.queue() as queue:
-                await queue.release(ids, token)
+            async with target.connection() as connection:
+                await AsyncQueue(connection, name).release(ids, token)
             target.count("released", len(ids))
 
 
@@ -161,9 +157,9 @@ async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: fl
     until = time.monotonic() + seconds
     target = targets[0]
     context = target.context
-    async with target.queue() as queue:
-        channels = [await AsyncQueue(queue.connection, each.name).channel() for each in targets]
-        proxied = is_proxied(queue.connection)
+    async with target.connection() as connection:
+        channels = [await AsyncQueue(connection, each.name).channel() for each in targets]
+        proxied = is_proxied(connection)
     interval = _PROXIED_POLL_INTERVAL if proxied else _POLL_INTERVAL
     conninfo = context.databases.conninfo(target.service, target.database)
     stopping = asyncio.create_task(context.stopping.wait())
@@ -191,17 +187,7 @@ async def _wait_for(targets: list[Target], claiming: ClaimOperation, seconds: fl
 async def _seconds_until_due(target: Target, interval: timedelta) -> float:
     """Announce that a session waits for a message of the queue, and look when the next one is due."""
     waiting = prepare_wait_and_look([target.name], 1, interval)
-    async with target.queue() as queue:
-        cursor = await queue.connection.execute(waiting.text, waiting.values)
+    async with target.connection() as connection:
+        cursor = await connection.execute(waiting.text, waiting.values)
         found, _ = await cursor.fetchone() or (0.0, 0)
     return float(found)
-
-
-def seconds(number: int | None) -> str | None:
-    """An interval of SQL, as text."""
-    return None if number is None else f"{number} s"
-
-
-def storable_text(text: str | None) -> str | None:
-    """The text without the characters that PostgreSQL cannot store."""
-    return None if text is None else text.replace("\x00", "")

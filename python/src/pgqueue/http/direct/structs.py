@@ -68,14 +68,18 @@ def text_of(json: Raw) -> bytes | None:
     return text if text and text != b"null" else None
 
 
-def check_object(json: Raw, name: str) -> None:
-    """Raise `Violation` unless a value is an object, null or absent."""
-    if bytes(json)[:1] not in (b"{", b"n", b""):
-        raise Violation(name, "a JSON object")
+def storable_text(text: str | None) -> str | None:
+    """The text without the characters that PostgreSQL cannot store."""
+    return None if text is None else text.replace("\x00", "")
 
 
 class Request(Struct, forbid_unknown_fields=True):
-    """The body of a request. It has no other fields."""
+    """The body of a request. It has no other fields. Headers are an object, null or absent."""
+
+    def __post_init__(self) -> None:
+        headers = getattr(self, "headers", _NOTHING)
+        if headers is not _NOTHING and bytes(headers)[:1] not in (b"{", b"n"):
+            raise Violation("headers", "a JSON object")
 
 
 class DirectMessage(Request):
@@ -98,8 +102,7 @@ class DirectMessage(Request):
                 raise Violation("payload", "null if body is given: a message has exactly one of the two")
         elif self.payload is _NOTHING:
             raise Violation("payload", "any JSON, unless body is given", is_missing=True)
-        if self.headers is not _NOTHING:
-            check_object(self.headers, "headers")
+        Request.__post_init__(self)
 
 
 _more: Final = attrgetter(
@@ -119,6 +122,14 @@ class Topic(Request):
     topic: Annotated[
         Name, Meta(description="Words joined by dots; the word * stands for one word, # for any number of words")
     ]
+
+
+class Subscribe(Topic):
+    """Subscribe the queue to a topic: it gets a copy of each message that is published to it from now on."""
+
+
+class Unsubscribe(Topic):
+    """End the subscription of the queue to exactly this topic or pattern. Messages that were published before stay."""
 
 
 class Publish(DirectMessage, kw_only=True):
@@ -169,83 +180,80 @@ class Claimed(Request):
 
 
 class Ack(Claimed):
-    """A message to acknowledge."""
+    """Acknowledge a message: it is done and deleted. 410 if the claim was lost."""
 
 
 class AckBatch(Request):
-    """Messages of one claim to acknowledge."""
+    """Acknowledge messages of one claim. Returns how many were still claimed."""
 
     ids: Annotated[list[Id], Meta(min_length=1, max_length=BATCH_LIMIT)]
     claim_token: UUID
 
 
 class Nack(Claimed):
-    """A claimed message to return to the queue."""
+    """Return a message to the queue; it becomes a dead letter if its attempts are spent. 410 if the claim was lost."""
 
     delay_seconds: RetryDelay | None = None
     error: LastError | None = None
     headers: AddedHeaders = field(default_factory=_nothing)
 
-    def __post_init__(self) -> None:
-        check_object(self.headers, "headers")
-
 
 class Extend(Claimed):
-    """A claimed message whose claim is extended."""
+    """Extend a claim; its new timeout starts now. 410 if the claim was lost."""
 
     visibility_timeout_seconds: Extension | None = None
 
 
 class Claims(Request):
-    """Claimed messages, of the same or of different claims."""
+    """Acknowledge messages of different claims. Returns for each whether its claim was still valid."""
 
     claims: Annotated[list[Claimed], Meta(min_length=1, max_length=BATCH_LIMIT)]
 
 
 class NackClaims(Claims):
-    """Claimed messages to return to the queue."""
+    """Return messages of different claims, as `nack` does. Returns for each whether its claim was still valid."""
 
     delay_seconds: RetryDelay | None = None
     error: LastError | None = None
     headers: AddedHeaders = field(default_factory=_nothing)
 
-    def __post_init__(self) -> None:
-        check_object(self.headers, "headers")
-
 
 class ExtendClaims(Claims):
-    """Claims to extend."""
+    """Extend different claims; their new timeout starts now. Returns for each whether it was still valid."""
 
     visibility_timeout_seconds: Extension | None = None
 
 
 class Ids(Request):
-    """Dead letters by id; all of them if `ids` is null."""
+    """Delete dead letters, all or those in `ids`. Returns how many."""
 
     ids: Annotated[list[Id], Meta(min_length=1, max_length=10_000)] | None = None
 
 
 class Redrive(Ids):
-    """Dead letters by id, and how many of them at most; all of them if `ids` is null."""
+    """Make dead letters ready again, all or those in `ids`, at most 100,000 per request. Returns how many.
+
+    With `to_queue` they become new messages of that queue.
+    """
 
     max_messages: Annotated[int, Meta(ge=1, le=REDRIVE_LIMIT)] = REDRIVE_LIMIT
     to_queue: Annotated[str, Meta(description="Send them to this queue; needs admin access to it, too")] | None = None
 
 
 class Cancel(Request):
-    """A message to cancel."""
+    """Remove a message that is ready or scheduled. False if a consumer has claimed it, or if it is gone."""
 
     id: Id
 
 
 class CancelByKey(Request):
-    """The key of a message to cancel."""
+    """Remove the message that has a `dedup_key`, as `cancel` does, and make the key free."""
 
     dedup_key: Key
 
 
 class Reschedule(Request):
-    """A message that waits, and when it is due."""
+    """Make a message that waits for a delay or a retry due at another time."""
 
     id: Id
     due_at: Annotated[Moment, Meta(description="A timestamp with an offset; by default now")] | None = None
@@ -257,8 +265,16 @@ class ScheduleName(Request):
     name: Name
 
 
+class DropSchedule(ScheduleName):
+    """Drop a schedule. Messages that were claimed stay."""
+
+
+class RunSchedule(ScheduleName):
+    """Send the message of a schedule now, also if the schedule is paused. Its ticks stay as they are."""
+
+
 class AlterSchedule(ScheduleName):
-    """The settings of a schedule to change; those that are null or absent stay."""
+    """Change settings of a schedule. Returns the time of the next tick."""
 
     cron: Cron | None = None
     payload: Json = field(default_factory=_nothing)
@@ -269,12 +285,13 @@ class AlterSchedule(ScheduleName):
     priority: Priority | None = None
     group_key: Group | None = None
 
-    def __post_init__(self) -> None:
-        check_object(self.headers, "headers")
-
 
 class CreateSchedule(AlterSchedule, kw_only=True):
-    """A schedule: at each tick of `cron` the queue gets a message."""
+    """Create a schedule: at each tick the queue gets a message. Returns the time of the first tick.
+
+    With `if_not_exists` an existing schedule of the queue stays unchanged, and the time of its next tick is
+    returned.
+    """
 
     cron: Cron
     if_not_exists: Annotated[bool, Meta(description="Leave an existing schedule of the queue unchanged.")] = False
@@ -342,16 +359,8 @@ SettledClaims = _answer(
     "For each claim, in the order of the request: the message, and whether the claim was still valid.",
     claims=_list_of(SettledClaim),
 )
-Cancelled = _answer(
-    "Cancelled",
-    "Whether a message was removed. It was not if a consumer has claimed it, or if it is gone.",
-    cancelled=bool,
-)
-Rescheduled = _answer(
-    "Rescheduled",
-    "Whether a message is due at another time. It is not if it is ready, in flight, or gone.",
-    rescheduled=bool,
-)
+Cancelled = _answer("Cancelled", "Whether a message was removed. It was not if it is claimed or gone.", cancelled=bool)
+Rescheduled = _answer("Rescheduled", "Whether a message that was not ready is due at another time.", rescheduled=bool)
 NextTick = _answer(
     "NextTick", "The time of the next tick of a schedule; null if the schedule is paused.", next_at=Moment | None
 )

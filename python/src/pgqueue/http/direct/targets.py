@@ -1,27 +1,23 @@
 """The queue of a request: found and checked before the body is read. And how a verb of a queue becomes a route."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 from starlette.types import Send
 
-from ...client import AsyncQueue
-from ...errors import QueueNotFound
 from ..calls import Call, Operation, Route, parameters, respond
 from ..context import Context, find_database, find_service, is_queue_name
-from ..databases import LARGE_BYTES
+from ..databases import LARGE_BYTES, Connection
 from ..errors import queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
-from ..json_text import encode
 from ..security.rights import Need, current
 from ..settings import Service
 from ..statements import note_size
 from .structs import Where
 
-__all__ = ["CHANGE_ERRORS", "READ_ERRORS", "Target", "Verbs", "answered", "target_of"]
+__all__ = ["CHANGE_ERRORS", "READ_ERRORS", "Target", "Verbs", "target_of"]
 
 READ_ERRORS: Final = (403, 404, 422)
 CHANGE_ERRORS: Final = (400, 403, 404, 409, 413, 422)
@@ -39,15 +35,9 @@ class Target:
     key: EffectKey | None = None
     body: bytes | bytearray = b""
 
-    @asynccontextmanager
-    async def queue(self, keyed: bool = False, is_large: bool = False) -> AsyncIterator[AsyncQueue]:
-        """The queue on a connection. With `keyed`, responses can be stored in its database."""
-        found = self.context.databases.target(self.service, self.database, prepare=keyed, is_large=is_large)
-        async with found as connection:
-            try:
-                yield AsyncQueue(connection, self.name, json_loads=msgspec.Raw)
-            except QueueNotFound:
-                raise queue_not_found(self.name) from None
+    def connection(self, prepare: bool = False, is_large: bool = False) -> AbstractAsyncContextManager[Connection]:
+        """A connection to the database of the queue, as `Databases.target` has it."""
+        return self.context.databases.target(self.service, self.database, prepare, is_large=is_large)
 
     def count(self, operation: str, number: int) -> None:
         """Add to the metrics of the queue."""
@@ -58,28 +48,16 @@ class Target:
         """The names of the service, the database and the queue."""
         return self.service.id, self.database, self.name
 
-    async def run_once(self, effect: Callable[[AsyncQueue], Awaitable[Answer]], is_large: bool = False) -> Answer:
+    async def run_once(self, effect: Callable[[Connection], Awaitable[Answer]], is_large: bool = False) -> Answer:
         """Run an effect on a connection; only once if the request has an idempotency key.
 
         It is large if its body is, or if it says that its answer can be large.
         """
         is_large = is_large or len(self.body) > LARGE_BYTES
-        is_keyed = self.key is not None
-        async with self.context.databases.target(
-            self.service, self.database, is_keyed, is_large=is_large
-        ) as connection:
-            queue = AsyncQueue(connection, self.name, json_loads=msgspec.Raw)
-            try:
-                answer = await (run_once(connection, self.key, lambda: effect(queue)) if is_keyed else effect(queue))
-            except QueueNotFound:
-                raise queue_not_found(self.name) from None
+        async with self.connection(self.key is not None, is_large) as connection:
+            answer = await run_once(connection, self.key, lambda: effect(connection))
             note_size(connection, len(answer.json))
             return answer
-
-
-async def answered(name: str, result: Awaitable[Any], status: int = 200) -> Answer:
-    """The answer with one field: the result of a verb."""
-    return Answer(status, encode({name: await result}))
 
 
 def target_of(call: Call, queue_name: str) -> Target:
@@ -97,10 +75,9 @@ Function = Callable[..., Awaitable[Answer]]
 
 
 class Verbs:
-    """The routes of the verbs of a queue, and of its database, in one module."""
+    """The routes of the verbs of a queue, and of its database."""
 
-    def __init__(self, tag: str) -> None:
-        self._tag = tag
+    def __init__(self) -> None:
         self.routes: list[Route] = []
 
     def __call__(
@@ -114,12 +91,14 @@ class Verbs:
         query: Any = Where,
         errors: tuple[int, ...] | None = None,
         old_name: str | None = None,
+        tag: str = "direct",
+        about: str = "",
     ) -> Callable[[Function], Function]:
         """Make a function the route of a verb of a queue: `POST` if it has a body, else `GET`.
 
         It is called with the target and the body, or with the target and the parameters of the URL if these are more
         than the database. `old_name` is the name of the route in drafts of this interface. If `name` is a path, the
-        verb is one of a database, and the function is called with the request.
+        verb is one of a database, and the function is called with the request. `about` replaces its docstring.
         """
         method, usual = ("GET", READ_ERRORS) if body is None else ("POST", CHANGE_ERRORS)
 
@@ -138,10 +117,10 @@ class Verbs:
                 await respond(send, await (function(call) if is_of_database else of_queue(call, function)))
 
             has_key = body is not None
-            about = function.__doc__ or "", self._tag, body, answer, status, query, errors or usual, has_key
+            described = about or function.__doc__ or "", tag, body, answer, status, query, errors or usual, has_key
             for each in filter(None, (name, old_name)):
                 path = name if is_of_database else f"/v1/queues/{{queue_name}}/{each}"
-                operation = Operation(*about) if each == name else None
+                operation = Operation(*described) if each == name else None
                 self.routes.append(Route(method, path, need, endpoint, operation))
             return function
 

@@ -12,11 +12,10 @@ from starlette.types import Send
 from ..calls import Call, Operation, Route, parameters, respond
 from ..context import check_not_reserved, find_database, find_service, is_queue_name
 from ..databases import LARGE_BYTES
-from ..enqueueing import are_large, check_sizes
+from ..enqueueing import are_large, check_sizes, naming
 from ..errors import ApiError, queue_not_found
 from ..idempotency import Answer, EffectKey, run_once
 from ..json_text import encode
-from ..memory import run_beside
 from ..security.rights import ADMIN, LISTS, PRODUCER, SEES, Need, current
 from ..settings import Service
 from . import registry
@@ -130,11 +129,11 @@ async def delete_queue(call: Call, service: Service) -> Answer:
 async def enqueue(call: Call, service: Service) -> Answer:
     """Have an agent send up to 100 messages in one transaction. Poll for their ids."""
     body, text = await call.json(EnqueueRequest)
-    await run_beside(len(text), check_sizes, body.messages, text)
+    databases = call.context.databases
     if are_large(body.messages, text):
-        databases = call.context.databases
         databases.note_large(*((service.id, each, call.names["queue_name"]) for each in service.databases))
-    return await _submit(call, service, "enqueue", await call.key(), text)
+    async with naming(databases.control, body.messages, "messages[{}]."):
+        return await _submit(call, service, "enqueue", await call.key(), text)
 
 
 @_route("GET", f"{_QUEUE}/messages", PRODUCER, EnqueueTask, polls=True)
@@ -174,6 +173,8 @@ async def _submit(
             if row.status != "Active":
                 message = f"queue {queue_name} is {row.status}; this needs an Active queue"
                 raise ApiError(409, "queue_not_active", message, "status", row.status, "Active")
+            if request is not None:
+                await check_sizes(connection, request)
             return Answer(202, encode({"task_id": await registry.submit(connection, tasks, kind, row.id, request)}))
 
         return await run_once(connection, key, effect)

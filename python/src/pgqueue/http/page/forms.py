@@ -1,6 +1,8 @@
 """The forms of the page: create a queue, change its settings, send a message, edit and retry a dead letter."""
 
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -12,9 +14,9 @@ from ...message import QueueInfo
 from ..calls import Call
 from ..context import check_not_reserved, find_database, find_service
 from ..decoding import check_shape
-from ..enqueueing import HEADERS_LIMIT, PAYLOAD_LIMIT
+from ..enqueueing import PAYLOAD_LIMIT, naming
 from ..errors import ApiError
-from ..json_text import check_json, read_json
+from ..json_text import read_json
 from ..memory import run_beside
 from ..sampling import Place
 from ..security.rights import ADMIN, PRODUCER, READER, Need, current
@@ -260,7 +262,13 @@ async def send(call: Call) -> Response:
         delay = _DELAY.read(form)
         dedup_key = None if replaced else _DEDUP_KEY.read(form)
         group_key, priority = _GROUP_KEY.read(form), _PRIORITY.read(form)
-        async with open_queue(context, place) as queue, queue.connection.transaction():
+        given = SimpleNamespace(payload=payload.obj, headers=headers and headers.obj)
+        connect = partial(context.databases.target, context.databases.service(place[0]), place[1])
+        async with (
+            naming(connect, [given]),
+            open_queue(context, place) as queue,
+            queue.connection.transaction(),
+        ):
             if replaced and await queue.purge_dead_messages(replaced) != len(replaced):
                 message = f"dead letter {replaced[0]} is not there any more: it was redriven or deleted meanwhile"
                 raise ApiError(409, "message_not_found", message)
@@ -293,8 +301,6 @@ async def _json(form: Form, name: str) -> Any:
         raise ApiError(422, "invalid", message, name) from None
     if name == "headers" and not isinstance(value, dict):
         raise ApiError(422, "invalid", "the headers are not a JSON object", name)
-    limit = PAYLOAD_LIMIT if name == "payload" else HEADERS_LIMIT
-    await run_beside(len(text), check_json, text.encode(errors="surrogatepass"), name, limit)
     return Jsonb(text, str)
 
 
