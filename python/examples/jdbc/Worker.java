@@ -27,7 +27,8 @@ public class Worker implements Runnable {
     static final String QUEUE = "orders";
     static final int CONCURRENCY = 4;
 
-    static final ScheduledExecutorService extensions = Executors.newSingleThreadScheduledExecutor(runnable -> {
+    // One thread for each message that is handled: an extension that waits for its connection delays no other one.
+    static final ScheduledExecutorService extensions = Executors.newScheduledThreadPool(CONCURRENCY, runnable -> {
         Thread thread = new Thread(runnable, "extensions");
         thread.setDaemon(true);
         return thread;

@@ -4,7 +4,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["extension_dir", "extra", "install_script", "upgrade_scripts"]
+__all__ = ["FIND_INSTALLATION", "extension_dir", "extra", "install_script", "missing_installation", "upgrade_scripts"]
+
+FIND_INSTALLATION = """
+select to_regprocedure('pgqueue.version()') is not null, exists (
+    select from pg_available_extensions where name = 'pgqueue')
+"""
 
 
 @cache
@@ -38,6 +43,13 @@ def install_script() -> str:
         for to, of in (("pgqueue.before_", ""), ("", "pgqueue.before_"))
     )
     return f"{save}{script}\n{restore}"
+
+
+def missing_installation(is_installed: bool, is_offered: bool) -> str | None:
+    """The SQL that installs pgqueue where FIND_INSTALLATION has these results; None if the database has it."""
+    if is_installed:
+        return None
+    return "create extension if not exists pgqueue" if is_offered else install_script()
 
 
 def upgrade_scripts(before: str, after: str) -> list[str] | None:

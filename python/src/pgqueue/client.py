@@ -14,7 +14,7 @@ from psycopg.rows import tuple_row
 
 from ._client_async import AsyncQueue, AsyncQueues
 from ._client_sync import Queue, Queues
-from ._files import install_script
+from ._files import FIND_INSTALLATION, install_script, missing_installation
 
 __all__ = ["AsyncQueue", "AsyncQueues", "Queue", "Queues", "ensure_installed", "install"]
 
@@ -31,12 +31,6 @@ def install(connection: Connection[Any]) -> None:
 
 def ensure_installed(connection: Connection[Any]) -> None:
     """Install pgqueue unless the database has it: as an extension if the server has its files, else as plain SQL."""
-    row = connection.cursor(row_factory=tuple_row).execute(
-        "select to_regprocedure('pgqueue.version()') is not null,"
-        " exists (select from pg_available_extensions where name = 'pgqueue')"
-    )
-    is_installed, is_offered = row.fetchone() or (False, False)
-    if not is_installed and is_offered:
-        connection.execute("create extension pgqueue")
-    elif not is_installed:
-        install(connection)
+    (found,) = connection.cursor(row_factory=tuple_row).execute(FIND_INSTALLATION)
+    if script := missing_installation(*found):
+        connection.execute(script.encode())

@@ -42,6 +42,7 @@ __all__ = [
     "given_server",
     "keep_shared_server",
     "shared_server",
+    "stop_shared_server",
 ]
 
 _DEFAULT_PORT: Final = 5432  # only a part of the name of the socket file, which is in a private directory
@@ -516,6 +517,32 @@ def keep_shared_server(home: Path | str | None = None, *, seconds: float) -> Non
     os.utime(directory / _DSN_FILE, (until, until))
 
 
+def stop_shared_server(home: Path | str | None = None) -> bool:
+    """Stop the server of `shared_server`. Returns whether it was running.
+
+    Raises `EmbeddedServerError` if a program is connected.
+    """
+    directory = Path(home).absolute() if home is not None else default_home()
+    if not (directory / _DSN_FILE).exists():
+        return False
+    with _locked(directory / "start.lock", fcntl.LOCK_EX):
+        dsn = _running_dsn(directory, False)
+        if dsn is not None:
+            _stop_running(directory, dsn)
+    return dsn is not None
+
+
+def _stop_running(home: Path, dsn: str) -> None:
+    deadline = time.monotonic() + _CLOSING_SECONDS
+    while _has_sessions(dsn):
+        if time.monotonic() > deadline:
+            raise EmbeddedServerError("programs are connected to the server: end them first")
+        time.sleep(_POLL_SECONDS)
+    os.kill(int((home / "data/postmaster.pid").read_text().split()[0]), signal.SIGINT)
+    with (home / _DSN_FILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # its keeper has ended, too
+
+
 @contextlib.contextmanager
 def _locked(path: Path, how: int) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -548,14 +575,7 @@ def _running_dsn(home: Path, tcp: bool) -> str | None:
     if answer != Ping.OK or not tcp:
         return dsn if answer == Ping.OK else None
     if not by_tcp:
-        deadline = time.monotonic() + _CLOSING_SECONDS
-        while _has_sessions(dsn):
-            if time.monotonic() > deadline:
-                raise EmbeddedServerError("the server runs without TCP, and programs are connected: end them first")
-            time.sleep(_POLL_SECONDS)
-        os.kill(int((home / "data/postmaster.pid").read_text().split()[0]), signal.SIGINT)
-        with (home / _DSN_FILE).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # its keeper has ended, too
+        _stop_running(home, dsn)
         return None
     return make_conninfo(by_tcp, **_connection_defaults())
 

@@ -57,6 +57,19 @@ def applied(empty_database: NewDatabase, tmp_path: Path) -> Applied:
     return Applied(dsn, tmp_path / "queues.toml")
 
 
+def test_a_queue_is_made_after_the_one_that_takes_its_dead_letters(applied: Applied) -> None:
+    tables = '[queues.a]\ndead_letter_to = "b"\n[queues.b]\ndead_letter_to = "c"\n[queues.c]\n'
+    done = applied(tables)
+    assert done.out == "+ queue c\n+ queue b: dead_letter_to c\n+ queue a: dead_letter_to b\n"
+    done = applied(f'{tables}dead_letter_to = "d"\n[queues.d]\n')
+    assert done.out == "+ queue d\n~ queue c: dead_letter_to none -> d\n"
+    done = applied(tables.replace('"c"', '""'))
+    assert (done.out, done.status) == ("~ queue b: dead_letter_to c -> none\n", 0)
+    assert applied.queues()["b"].dead_letter_to is None
+    done = applied(f'{tables}dead_letter_to = "a"\n')
+    assert (done.status, done.err) == (2, f"pgqueue: {applied.file}: dead_letter_to leads from a to b to c to a\n")
+
+
 def test_the_difference_is_shown_and_then_made_once(applied: Applied) -> None:
     created = (
         "+ queue orders: visibility_timeout 2m, max_attempts 3, backoff_factor 2.5, archive_for 30d\n"

@@ -298,7 +298,9 @@ def test_dsn_by_tcp_needs_the_password_and_is_for_this_host_only(home: Path) -> 
     with psycopg.connect(by_socket):
         refused = in_process("", "dsn", "--tcp", **here)
         assert (refused.status, refused.out) == (1, "")
-        assert "the server runs without TCP, and programs are connected: end them first" in refused.err
+        assert "programs are connected to the server: end them first" in refused.err
+        refused = in_process("", "stop", **here)
+        assert (refused.status, refused.err) == (1, "pgqueue: programs are connected to the server: end them first\n")
     url = wait_for(lambda: in_process("", "dsn", "--tcp", "--url", **here).out.strip())
     assert in_process("", "dsn", "--tcp", "--url", **here).out.strip() == url
     given = conninfo_to_dict(url)
@@ -313,6 +315,10 @@ def test_dsn_by_tcp_needs_the_password_and_is_for_this_host_only(home: Path) -> 
             psycopg.connect(make_conninfo(url, password=wrong), passfile="/dev/null")
     assert stat.S_IMODE((home / "dsn").stat().st_mode) == 0o600
     assert "password" not in in_process("", "dsn", **here).out
+    assert in_process("host=/nowhere", "stop", **here) == (0, "the private server has stopped\n", "")
+    assert in_process("", "stop", **here) == (0, "the private server does not run\n", "")
+    assert in_process("", "stop", "--dsn", "host=/nowhere", **here).status == 2
+    assert in_process("", "list", **here).status == 0
 
 
 def test_the_dsn_of_a_stopped_private_server_is_explained(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -52,6 +53,37 @@ def test_every_sqlstate_of_the_extension_has_a_class(connection: psycopg.Connect
     assert sources
     raised = {word for word in sources[0].split("'") if len(word) == 5 and word.startswith("PQ")}
     assert raised == {code for code in CODES if code.startswith("PQ")}
+
+
+def test_the_reference_has_the_errors_of_missing_rights_and_the_grants_that_repair_them(
+    queue: Any, connection: psycopg.Connection[Any]
+) -> None:
+    reference = (Path(__file__).parents[3] / "sql" / "REFERENCE.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")]
+        for line in reference.split("### Missing rights")[1].split("\n## ")[0].splitlines()
+        if line.startswith("| `")
+    ]
+    sends, reads = f"perform pgqueue.enqueue('{queue.name}', '1')", "perform from pgqueue.messages"
+    consumes = "select pgqueue.grant_access('shop', 'consumer')"
+    trigger = """
+        create role shop;
+        create table orders (id bigint);
+        grant insert on orders to shop;
+        create function send() returns trigger language plpgsql as $$ begin {}; return new; end $$;
+        create trigger send before insert on orders for each row execute function send();
+        {};
+    """
+    insert = "set local role shop; insert into orders values (1); reset role"
+    cases = zip(rows, (sends, sends, reads), ("", consumes, consumes), strict=True)
+    for (_, message, _, remedy, _), body, granted in cases:
+        with connection.transaction(force_rollback=True):
+            connection.execute(trigger.format(body, granted).encode())
+            with pytest.raises(psycopg.errors.InsufficientPrivilege) as refused, connection.transaction():
+                connection.execute(insert)
+            assert (refused.value.diag.message_primary, refused.value.diag.message_hint) == (message, None)
+            connection.execute(remedy.encode())
+            connection.execute(insert)
 
 
 def test_an_unknown_queue_raises_queue_not_found(client: Client) -> None:

@@ -58,8 +58,7 @@ def test_the_transport_s_retries_are_24_attempts() -> None:
 
 def test_no_retries_are_one_attempt() -> None:
     assert Retries(immediate=0, delayed=0, delays=()).total == 1
-    assert isinstance(only := Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
-    assert only.reason == "the only attempt failed"
+    assert isinstance(Retries(immediate=0, delayed=0, delays=()).decide(1), Reject)
 
 
 def test_a_consumer_refuses_retries_that_are_a_number() -> None:

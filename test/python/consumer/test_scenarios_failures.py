@@ -281,7 +281,7 @@ def test_immediate_retries_come_before_delayed_retries(case: Case) -> None:
         [dead] = case.dead_letters()
     assert run.attempts == list(range(1, 10))
     assert (dead.attempt_count, dead.reason) == (9, "attempts_exhausted")
-    assert (dead.last_error or "").startswith("all 9 attempts failed\n\nValueError")
+    assert (dead.last_error or "").startswith("ValueError")
     pauses = [after - before for before, after in pairwise(moments)]
     assert all(pauses[place] >= 0.49 for place in (2, 5))
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 import pgqueue
-from pgqueue.contrib.alembic import include_name
+from pgqueue.contrib.alembic import alter_queue, create_pgqueue, create_queue, drop_queue, include_name
 
 
 @pytest.fixture
@@ -69,11 +69,29 @@ def test_a_migration_makes_and_removes_queues_in_its_transaction(
             op.create_queue("orders")
         assert isinstance(error.value.orig, pgqueue.QueueExists)
         connection.rollback()
-        with pytest.raises(TypeError, match=r"^invalid settings: attempts; must be of visibility_timeout, "):
+        with pytest.raises(TypeError, match=r"^invalid setting 'attempts' of create_queue; must be one of vis"):
             op.create_queue("mails", attempts=3)
         op.drop_pgqueue()
         connection.commit()
         assert value(other, "select to_regnamespace('pgqueue') is null")
+
+
+def test_the_operations_have_functions_with_types_and_take_durations_as_texts(connection: Connection) -> None:
+    with Operations.context(MigrationContext.configure(connection)):
+        create_pgqueue()
+        create_queue("orders", visibility_timeout="2 min", backoff_base="PT5S")
+        alter_queue("orders", backoff_max="1 day 2:00")
+        create_queue("mails")
+        drop_queue("mails")
+        connection.commit()
+        with pytest.raises(DatabaseError, match="interval"):
+            alter_queue("orders", backoff_max="soon")
+    connection.rollback()
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, psycopg.Connection)
+    (queue,) = pgqueue.Queues(driver).list_queues()
+    assert (queue.name, queue.visibility_timeout) == ("orders", timedelta(minutes=2))
+    assert (queue.backoff_base, queue.backoff_max) == (timedelta(seconds=5), timedelta(hours=26))
 
 
 async def test_a_migration_runs_on_an_async_engine(dsn: str) -> None:

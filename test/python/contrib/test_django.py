@@ -314,6 +314,24 @@ def test_without_a_transaction_the_handler_has_the_connection_of_its_thread(shop
     assert queue("orders").stats().dead_messages == 0
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_handler_that_closes_the_connection_is_told_so(before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def handle(delivery: pgqueue.Delivery) -> None:
+        if before:
+            connections["default"].close()
+        ship(delivery)
+        connections["default"].close()
+
+    queue("orders").alter_queue(max_attempts=1)
+    new_order()
+    handled(consumer("orders", handle))
+    (dead,) = queue("orders").browse_dead_messages()
+    assert (dead.last_error or "").startswith(
+        "RuntimeError: the handler has closed the connection of its transaction: connection.close() must not"
+    )
+    assert (shipments(), [record for record in caplog.records if record.name == "pgqueue.django"]) == (0, [])
+
+
 def test_a_handler_that_writes_by_another_connection_is_warned_of(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
     def read_elsewhere(delivery: pgqueue.Delivery) -> None:
         ship(delivery)
@@ -334,9 +352,11 @@ def test_a_handler_that_writes_by_another_connection_is_warned_of(shop: Shop, ca
         handled(made)
         texts.append([record.getMessage() for record in caplog.records if record.name == "pgqueue.django"])
     assert texts[0] == []
-    for found, alias in zip(texts[1:], ("other", "default"), strict=True):
+    remedies = "Only what it writes to database 'default', on its own thread, does", "Use manage.py pgqueue_work"
+    for found, alias, remedy in zip(texts[1:], ("other", "default"), remedies, strict=True):
         assert len(found) == 1
         assert f"of queue 'orders' writes by another connection, that of database '{alias}'" in found[0]
+        assert remedy in found[0]
 
 
 def test_the_check_names_models_that_are_written_elsewhere(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +402,8 @@ def test_options_and_handlers_of_the_command_are_checked() -> None:
         (["orders", "shop.handlers:ship", "--mode", "receive", "--no-transaction"], "invalid --no-transaction"),
     ):
         with pytest.raises(CommandError, match=re.escape(error)):
-            call_command("pgqueue_work", *words)
+            call_command("pgqueue_work", *words, stderr=(output := StringIO()))
+        assert output.getvalue() == ""
 
 
 # Migrations
@@ -400,9 +421,10 @@ def migrated(operation: Any, alias: str = "default", backwards: bool = False, **
 def test_operations_create_alter_and_drop_a_queue() -> None:
     parcels = queue("parcels")
     timeout = timedelta(minutes=2)
-    migrated(CreateQueue("parcels", visibility_timeout=timeout, max_attempts=7))
+    migrated(CreateQueue("parcels", visibility_timeout="2 min", max_attempts=7))
     assert (parcels.get_queue().visibility_timeout, parcels.get_queue().max_attempts) == (timeout, 7)
     alter = AlterQueue("parcels", max_attempts=9, reverse={"max_attempts": 7})
+    migrated(AlterQueue("parcels", visibility_timeout=timeout))
     migrated(alter)
     assert (parcels.get_queue().visibility_timeout, parcels.get_queue().max_attempts) == (timeout, 9)
     migrated(alter, backwards=True)

@@ -193,6 +193,7 @@ command(app, _DATABASE, "access")(access.access)
 command(app, _DATABASE, "doctor --dsn dbname=shop")(queues.doctor)
 command(app, _DATABASE, "compact orders")(queues.compact)
 command(app, _DATABASE, "PGQUEUE_DSN=$(pgqueue dsn) python shop.py")(database.dsn)
+command(app, _DATABASE, "stop")(database.stop)
 command(app, _DATABASE, "psql -- -c 'select * from pgqueue.stats()'")(database.psql)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_type_hints
@@ -177,10 +178,23 @@ class _File:
         self._check_keys("", document, ("queues", "schedules"))
         self.queues = self._tables("queues", document, _SETTINGS | {"topics": "text[]"})
         self.topics = {name: each.pop("topics") for name, each in (self.queues or {}).items() if "topics" in each}
+        self._sort()
         self.schedules = self._tables("schedules", document, _SCHEDULE)
         for name, settings in (self.schedules or {}).items():
             if missing := {"queue_name", "cron"} - settings.keys():
                 raise Failure(f"{path}: schedules.{name} has no {min(missing)}", status=Status.USAGE)
+
+    def _sort(self) -> None:
+        """Put each queue after the one that takes its dead letters."""
+        queues = self.queues or {}
+        order: TopologicalSorter[str] = TopologicalSorter()
+        for name, each in queues.items():
+            order.add(name, *(queues.keys() - {name}) & {each.get("dead_letter_to")})
+        try:
+            self.queues = self.queues and {name: queues[name] for name in order.static_order()}
+        except CycleError as error:
+            cycle = " to ".join(reversed(error.args[1]))
+            raise Failure(f"{self.path}: dead_letter_to leads from {cycle}", status=Status.USAGE) from None
 
     def _tables(self, key: str, document: Any, kinds: Mapping[str, str]) -> dict[str, dict[str, Any]] | None:
         if key not in document:
@@ -263,7 +277,7 @@ class _Comparison:
             hint = "Only a new queue can have it. Groups, priorities and max_in_flight make a queue dedicated."
             raise self._fixed(f"queues.{queue.name}.{key}", *changed[key], hint)
         if changed:
-            none = {"interval": timedelta(0), "int": 0}
+            none = {"interval": timedelta(0), "int": 0, "text": queue.name}
             given: Any = {key: none[_SETTINGS[key]] if after is None else after for key, (_, after) in changed.items()}
             yield _Change("~", "queue", queue.name, partial(queue.alter_queue, **given), changed)
 

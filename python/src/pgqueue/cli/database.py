@@ -18,10 +18,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .._connections import as_url
 from .._files import extra
-from ..embedded import EmbeddedServerError, _packaged_bindir, keep_shared_server
+from ..embedded import EmbeddedServerError, _packaged_bindir, default_home, keep_shared_server, stop_shared_server
 from .session import Failure, Session, Status
 
-__all__ = ["dsn", "psql"]
+__all__ = ["dsn", "psql", "stop"]
 
 _END_SIGNALS: Final = {signal.SIGINT, signal.SIGTERM}
 _KEPT: Final = timedelta(minutes=10)  # how long the private server runs after its connection string was printed
@@ -114,6 +114,21 @@ def _variables(session: Session, values: Mapping[str, str]) -> dict[str, str]:
 def _note_missing(session: Session, where: str, values: Iterable[str], known: Container[str]) -> None:
     if missing := sorted(name for name in values if name not in known):
         session.note(f"{where} has no place for {', '.join(missing)}")
+
+
+def stop(session: Session) -> None:
+    """Stop the private server, which keeps its data.
+
+    It also stops by itself, seconds after the last command and the last session of another program, or ten minutes
+    after pgqueue dsn. The exit status is 1 if a program is connected.
+    """
+    if session.dsn is not None:
+        raise typer.BadParameter("only the private server can be stopped.", param_hint="'--dsn'")
+    try:
+        was_running = stop_shared_server(default_home())
+    except EmbeddedServerError as error:
+        raise Failure(str(error)) from None
+    session.say(f"the private server {'has stopped' if was_running else 'does not run'}", stopped=was_running)
 
 
 def psql(session: Session, arguments: Words = None) -> None:

@@ -116,7 +116,7 @@ class Retries:
     def decide(self, attempt: int) -> Decision:
         """The decision after the failed attempt number `attempt`, which counts from 1."""
         if attempt >= self.total:
-            return Exhausted("the only attempt failed" if self.total == 1 else f"all {self.total} attempts failed")
+            return Exhausted("")  # the reason of the dead letter says it
         rounds, step = divmod(attempt, self.immediate + 1)
         if step:
             return Retry(timedelta(0))
@@ -204,7 +204,7 @@ def describe(error: BaseException, decision: Decision | None = None) -> str:
     """The text for `last_error`: the text of the decision, then type, message and traceback of the exception."""
     text = None
     if isinstance(decision, Reject):
-        text = decision.reason
+        text = decision.reason or None
     elif isinstance(decision, Retry):
         text = decision.error
     cause = cause_of(error)

@@ -11,7 +11,7 @@ from django.db import connections, router
 
 from ...consumer import current_delivery
 
-__all__ = ["check_database", "watch_writes"]
+__all__ = ["DJANGO_CONNECTION", "check_database", "watch_writes"]
 
 logger = logging.getLogger("pgqueue.django")
 
@@ -20,6 +20,7 @@ _WRITE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _MOST_NAMES = 5
+DJANGO_CONNECTION = "pgqueue_django"  # the attribute of a connection of psycopg that has the one of Django
 _warned: set[tuple[str, str]] = set()
 
 
@@ -67,10 +68,13 @@ def _warn_of_write(execute: Any, sql: Any, params: Any, many: bool, context: Any
             key = delivery.queue_name, connection.alias
             if key not in _warned:
                 _warned.add(key)
+                own = getattr(delivery.connection, DJANGO_CONNECTION, None)
                 logger.warning(
                     "the handler of queue %r writes by another connection, that of database %r: this does not commit"
-                    " with the acknowledgement, and can happen twice, or although the handler fails. Use manage.py"
-                    " pgqueue_work or pgqueue.contrib.django.consumer, with the alias of the queue's database",
+                    " with the acknowledgement, and can happen twice, or although the handler fails. %s",
                     *key,
+                    "Use manage.py pgqueue_work or pgqueue.contrib.django.consumer"
+                    if own is None
+                    else f"Only what it writes to database {own.alias!r}, on its own thread, does",
                 )
     return execute(sql, params, many, context)

@@ -11,7 +11,8 @@ from django.db.migrations.operations.base import Operation
 
 from ... import _calls
 from ..._calls import Call
-from ..._files import install_script
+from ..._files import FIND_INSTALLATION, missing_installation
+from .._migrations import bound_to_queue, check_settings
 
 __all__ = ["AlterQueue", "CreatePgqueue", "CreateQueue", "DropQueue"]
 
@@ -69,22 +70,20 @@ class CreatePgqueue(_DatabaseOperation):
 
     def forwards(self, schema_editor: Any) -> None:
         """Install pgqueue."""
-        if not self._find(schema_editor, "select from pg_namespace where nspname = 'pgqueue'"):
-            is_offered = self._find(schema_editor, "select from pg_available_extensions where name = 'pgqueue'")
-            schema_editor.execute("create extension pgqueue" if is_offered else install_script(), params=None)
+        if script := missing_installation(*self._find(schema_editor, FIND_INSTALLATION)):
+            schema_editor.execute(script, params=None)
 
     def backwards(self, schema_editor: Any) -> None:
         """Drop pgqueue with all queues. Fails if other objects of the database depend on it."""
         schema_editor.execute("select pgqueue.drop_queue(q.name) from pgqueue.list_queues() q")
-        if self._find(schema_editor, "select from pg_extension where extname = 'pgqueue'"):
-            schema_editor.execute("drop extension pgqueue")
-        else:
-            schema_editor.execute("drop schema pgqueue cascade")
+        found = "select exists (select from pg_extension where extname = 'pgqueue')"
+        (is_extension,) = self._find(schema_editor, found)
+        schema_editor.execute("drop extension pgqueue" if is_extension else "drop schema pgqueue cascade")
 
-    def _find(self, schema_editor: Any, statement: str) -> bool:
+    def _find(self, schema_editor: Any, statement: str) -> Any:
         with schema_editor.connection.cursor() as cursor:
             cursor.execute(statement)
-            return bool(cursor.rowcount)
+            return cursor.fetchone()
 
     def describe(self) -> str:
         """The text that `migrate --plan` shows."""
@@ -114,7 +113,7 @@ class _QueueOperation(_DatabaseOperation):
         self.hints = hints or {}
         self.reverse = reverse
         self.settings = settings
-        _check(self.verb, settings)
+        check_settings(self.verb, settings)
 
     def forwards(self, schema_editor: Any) -> None:
         """Call the function."""
@@ -133,6 +132,7 @@ class _QueueOperation(_DatabaseOperation):
 class CreateQueue(_QueueOperation):
     """Creates a queue. The settings are the arguments of `Queue.create_queue`.
 
+    A duration is a timedelta, or a text that SQL reads, such as `5 min`.
     Undoing it drops the queue with its messages. `hints` are passed to `allow_migrate` of the routers.
     """
 
@@ -167,7 +167,7 @@ class AlterQueue(_QueueOperation):
         **settings: Any,
     ) -> None:
         super().__init__(queue_name, hints=hints, reverse=reverse, **settings)
-        _check(_calls.alter_queue, reverse or {})
+        check_settings(_calls.alter_queue, reverse or {})
         self.reversible = reverse is not None
 
     def backwards(self, schema_editor: Any) -> None:
@@ -189,7 +189,7 @@ class DropQueue(_QueueOperation):
         self, queue_name: str, *, hints: Mapping[str, Any] | None = None, reverse: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(queue_name, hints=hints, reverse=reverse)
-        _check(_calls.create_queue, reverse or {})
+        check_settings(_calls.create_queue, reverse or {})
         self.reversible = reverse is not None
 
     def backwards(self, schema_editor: Any) -> None:
@@ -197,15 +197,6 @@ class DropQueue(_QueueOperation):
         _execute(schema_editor, _calls.create_queue, self.queue_name, self.reverse or {})
 
 
-def _check(verb: Call[Any], settings: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a setting that the function does not have."""
-    for name in settings:
-        if name not in verb.arguments or name == "queue_name":
-            known = ", ".join(list(verb.arguments)[1:])
-            raise TypeError(f"invalid setting {name!r} of {verb.function}; must be one of {known}")
-
-
 def _execute(schema_editor: Any, verb: Call[Any], queue_name: str, settings: Mapping[str, Any]) -> None:
-    values = [settings.get(name) for name in list(verb.arguments)[1:]]
-    call = verb(queue_name, *values)
+    call = bound_to_queue(verb, queue_name, settings)
     schema_editor.execute(call.text.decode(), call.values)

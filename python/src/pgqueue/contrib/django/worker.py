@@ -13,12 +13,11 @@ from django.db import DEFAULT_DB_ALIAS, close_old_connections, connections, rese
 from ..._tasks import is_async
 from ...consumer import Consumer, Decision, Delivery, Event, Failure
 from ...consumer.connections import DEFAULTS
+from .checks import DJANGO_CONNECTION
 
 __all__ = ["consumer"]
 
 logger = logging.getLogger("pgqueue.django")
-
-_ALIAS = "pgqueue_django"  # the attribute of a connection of psycopg that has the connection of Django
 
 
 def consumer(
@@ -72,7 +71,7 @@ def _connect(using: str) -> Any:
     opened = type(pattern)(settings, using)
     opened.inc_thread_sharing()  # The next message of the connection may be handled by another thread.
     opened.connect()
-    setattr(opened.connection, _ALIAS, opened)
+    setattr(opened.connection, DJANGO_CONNECTION, opened)
     return opened.connection
 
 
@@ -128,7 +127,7 @@ class _Surroundings:
     @contextmanager
     def _in_transaction_of(self, connection: Any) -> Iterator[Any]:
         """Put the connection of Django that opened a connection in place of the thread's, and return it."""
-        own = getattr(connection, _ALIAS)
+        own = getattr(connection, DJANGO_CONNECTION)
         replaced = connections[self._using]
         connections[self._using] = own
         # The consumer has begun the transaction and ends it. For Django this is manual transaction management, in which
@@ -144,6 +143,13 @@ class _Surroundings:
                         "the transaction was marked for a rollback, or a database error was caught in a block of"
                         " transaction.atomic() without a savepoint"
                     )
+        except Exception as error:
+            if own.closed_in_transaction:
+                raise RuntimeError(
+                    "the handler has closed the connection of its transaction: connection.close() must not be called"
+                    " in a handler"
+                ) from error
+            raise
         finally:
             own.autocommit = True
             connections[self._using] = replaced

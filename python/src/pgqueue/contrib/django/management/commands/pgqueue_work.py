@@ -2,16 +2,18 @@
 
 import argparse
 import importlib
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import psycopg
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections
 from django.utils.autoreload import run_with_reloader
 
 from pgqueue._wording import duration
 from pgqueue.consumer import Retries
+from pgqueue.contrib.django.client import queue
 from pgqueue.contrib.django.worker import consumer
 from pgqueue.errors import QueueNotFound
 
@@ -111,9 +113,12 @@ class Command(BaseCommand):
             )
         except (TypeError, ValueError) as error:
             raise CommandError(str(error)) from None
-        connections.close_all()
-        self.stderr.write(f"consuming {', '.join(made.queue_names)} of database {alias}; Ctrl-C stops")
         try:
+            with suppress(OperationalError):  # The consumer waits for a database that is down.
+                for name in made.queue_names:
+                    queue(name, alias).get_queue()
+            connections.close_all()
+            self.stderr.write(f"consuming {', '.join(made.queue_names)} of database {alias}; Ctrl-C stops")
             made.run()
         except QueueNotFound as error:
             text = str(error).partition("\n")[0]
