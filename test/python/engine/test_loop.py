@@ -70,6 +70,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / ".cache/kept", ignore_errors=True)
 
 
+@pytest.mark.long(part="engine")
 @pytest.mark.skipif(not (ROOT / ".cache/debs/ready").exists(), reason="pg_prove is missing: make test-tools")
 def test_a_server_is_kept_and_has_the_extension_as_it_is_now(checkout: Path) -> None:
     script, kept = checkout / "extension/pgqueue--0.1.0.sql", checkout / ".cache/kept/18"
