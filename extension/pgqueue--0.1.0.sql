@@ -416,7 +416,7 @@ other value is accepted, as PostgreSQL evaluates the check with the rights of th
 
 create sequence pgqueue.queue_id;
 comment on sequence pgqueue.queue_id is
-'Numbers the queues. Registers and partitions are named by these numbers.';
+'Numbers the queues. Registers and dedicated tables are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -450,6 +450,13 @@ create table pgqueue.queues (
     priorities boolean not null default false,
     counters boolean not null default true,
     dead_letter_to text collate "C",
+    kind bigint generated always as (case
+        when dedicated then 1000 + queue_id
+        when group_limit is not null then 1
+        when priorities and max_in_flight is null then 2
+        when priorities then 3
+        when max_in_flight is not null then 4
+    end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -468,12 +475,13 @@ create table pgqueue.queues (
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
     constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
     constraint queues_group_limit_is_bounded
-    check (group_limit is null or group_limit between 1 and 1000 and dedicated),
+    check (group_limit between 1 and 1000),
     constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
     constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
     constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
     constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
+    constraint queues_kind_is_one
+    check ((dedicated::int + priorities::int + (group_limit is not null)::int) <= 1 and not (dedicated and max_in_flight is not null))
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
@@ -498,6 +506,9 @@ comment on column pgqueue.queues.counters is
 'Whether the queue has sequences that count its messages.';
 comment on column pgqueue.queues.dead_letter_to is
 'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
+comment on column pgqueue.queues.kind is
+'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
+messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -534,8 +545,9 @@ create table pgqueue.messages (
     claimed_at timestamptz,
     transport_headers text,
     transport_id uuid,
-    transport_seq bigint
-) partition by list (queue_name);
+    transport_seq bigint,
+    kind bigint
+) partition by list (kind);
 comment on table pgqueue.messages is
 'Messages that are ready (visible_at has passed) or in flight (claimed; visible_at is the end of the claim). A message
 has either a payload or a body.';
@@ -550,6 +562,9 @@ comment on column pgqueue.messages.transport_seq is
 'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
 gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
 of a message that came due, among those of its priority; null if the id is its place.';
+comment on column pgqueue.messages.kind is
+'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; the next sweep of
+a queue of another kind then moves the message to its partition.';
 comment on column pgqueue.messages.claimed_at is
 'When the claim of claimed_attempt was made. An extension does not change it.';
 
@@ -566,7 +581,7 @@ comment on column pgqueue.messages.claimed_at is
 -- a truncation takes an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
-) default with (
+) for values in (null) with (
     fillfactor = 50,
     autovacuum_vacuum_threshold = 10000,
     autovacuum_vacuum_scale_factor = 0,
@@ -576,7 +591,63 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
-'The messages of all queues without a dedicated partition.';
+'The messages of plain queues: those without groups, priorities, max_in_flight and a dedicated table.';
+
+-- The queues of a kind share a table, which has the indexes that the kind needs. So a queue costs the others nothing,
+-- and is created and altered without a lock on messages. In these indexes the queue and the id are expressions. As
+-- plain columns they would also serve a search by queue and id: a plan made on a small table would take that index, and
+-- read the whole queue later.
+do $$
+declare
+    name text;
+begin
+    foreach name in array array['messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited'] loop
+        execute format('create table pgqueue.%I (like pgqueue.messages_shared including defaults)', name);
+        execute format('alter table pgqueue.%I add primary key (queue_name, id)', name);
+        execute format(
+            'alter table pgqueue.%I set (%s)', name,
+            (select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+    end loop;
+end;
+$$;
+alter table pgqueue.messages attach partition pgqueue.messages_grouped for values in (1);
+alter table pgqueue.messages attach partition pgqueue.messages_prioritized for values in (2);
+alter table pgqueue.messages attach partition pgqueue.messages_prioritized_limited for values in (3);
+alter table pgqueue.messages attach partition pgqueue.messages_limited for values in (4);
+comment on table pgqueue.messages_grouped is 'The messages of queues with group_limit.';
+comment on table pgqueue.messages_prioritized is 'The messages of queues with priorities.';
+comment on table pgqueue.messages_prioritized_limited is 'The messages of queues with priorities and max_in_flight.';
+comment on table pgqueue.messages_limited is 'The messages of queues with max_in_flight alone.';
+
+-- The expression is the body of _group_position. A role that writes by plain SQL may not call that function.
+create index messages_grouped_position on pgqueue.messages_grouped (
+    (queue_name || ''),
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
+    (id + 0)
+);
+-- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind a
+-- backlog of its group would read the backlog.
+create index messages_grouped_attempted on pgqueue.messages_grouped (
+    (queue_name || ''),
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
+    (id + 0)
+) where attempt_count > 0;
+-- The expression is the body of _level_position. A claim changes none of its columns, so its update is HOT.
+create index messages_prioritized_level on pgqueue.messages_prioritized (
+    (queue_name || ''),
+    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (coalesce(transport_seq, id) & 576460752303423487))
+);
+create index messages_prioritized_limited_level on pgqueue.messages_prioritized_limited (
+    (queue_name || ''),
+    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (coalesce(transport_seq, id) & 576460752303423487))
+);
+-- Without these indexes, a count of the messages in flight would read the backlog.
+create index messages_prioritized_limited_claimed on pgqueue.messages_prioritized_limited ((queue_name || ''), (id + 0))
+where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
+create index messages_limited_claimed on pgqueue.messages_limited ((queue_name || ''), (id + 0))
+where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),
@@ -1050,7 +1121,8 @@ declare
     name text;
 begin
     foreach name in array array[
-        'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
+        'queues', 'messages_shared', 'messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited',
+        'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
         'sink_commits', 'dedup_keys_0', 'dedup_keys_1', 'dedup_keys_2', 'dedup_keys_3', 'dedup_keys_4', 'dedup_keys_5',
         'dedup_keys_6', 'dedup_keys_7', 'dedup_keys_8'
     ] loop
@@ -1458,10 +1530,10 @@ declare
 begin
     -- Keeps _drop_leftovers away.
     lock table only pgqueue.queues in row exclusive mode;
-    select substring(c.relname, '[0-9]+')::bigint into number
-    from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    select substring(i.inhrelid::regclass::text, '[0-9]+')::bigint into number
+    from pg_inherits i
     where i.inhparent = 'pgqueue.messages'::regclass
-        and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES IN (%L)', queue_name);
+        and obj_description(i.inhrelid, 'pg_class') = format('The messages of queue %s.', queue_name);
     if found then
         -- No later queue gets this number.
         loop
@@ -1475,23 +1547,19 @@ begin
     end if;
     for leftover in
         select c.oid from pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and (
+        where c.relnamespace = 'pgqueue'::regnamespace
             -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
-            c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
+            and c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
             and c.relname <> format('queue_%s_seq', number)
-            or c.relname >= format('messages_%s_', number)::name and c.relname < format('messages_%s_~', number)::name
-            and c.relname ~ '_(group|group_attempted|level|attempted)$'
-        )
     loop
-        execute format(
-            case when leftover::text ~ '^pgqueue.queue_' then 'drop sequence %s cascade' else 'drop index %s' end, leftover);
+        execute format('drop sequence %s cascade', leftover);
     end loop;
     return number;
 end;
 $$;
 comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
-a table. Drops the registers and indexes that were left for this number, which the caller creates again.';
+a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create function pgqueue._create_register(queue_id bigint, role text)
 returns regclass
@@ -1710,9 +1778,9 @@ comment on function pgqueue._has_current_key_lookup() is
 installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
--- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared with
--- an array, so the planner gains nothing by reading the whole index in order. It is also compared with two expressions,
--- which prune partitions but cannot use an index. The calling functions disable other scans.
+-- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
+-- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
+-- scans.
 create function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -1731,7 +1799,7 @@ begin
         'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
         ' returns boolean language sql immutable parallel safe as %L',
         case when joins then
-            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
+            ' select queue_name = any (key_names) and id = key_id '
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
@@ -1739,6 +1807,15 @@ comment on function pgqueue._install_key_lookup() is
 'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
+
+create function pgqueue._is_in_queue(message_kind bigint, queue_name text, kind bigint, name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select message_kind = kind and queue_name || '' = name $$;
+comment on function pgqueue._is_in_queue(bigint, text, bigint, text) is
+'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
+A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
+all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
 create function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
@@ -1823,7 +1900,7 @@ begin
             format('an array with the claim_token of each of the %s, without nulls', pgqueue._with_number(cardinality(ids), 'id')));
     end if;
     -- A subquery with a locking clause is searched once for each claim, in the order of the ids, by any plan.
-    if q.dedicated then
+    if q.kind is not null then
         held := array(
             select m.id is not null
             from (
@@ -1831,7 +1908,7 @@ begin
             ) c
             left join lateral (
                 select l.id from pgqueue.messages l
-                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                where l.kind = q.kind and l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
                 for update
             ) m on true
             order by c.place
@@ -2413,7 +2490,8 @@ begin
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+        where m.kind = (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name)
+            and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
         returning m.*;
     end if;
@@ -2535,7 +2613,7 @@ as $$
     select row(
         s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
         s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
-        s.transport_headers, null::uuid, null::bigint
+        s.transport_headers, null::uuid, null::bigint, null::bigint
     )::pgqueue.messages
 $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is
@@ -2630,6 +2708,25 @@ $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
 'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
+create function pgqueue._with_new_registers(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
+    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
+    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
+    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
+    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
+    perform setval(r, 1)
+    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
+    return q;
+end;
+$$;
+comment on function pgqueue._with_new_registers(pgqueue.queues) is
+'Creates the five registers of a queue, with the value 1, and returns its row with them.';
+
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
 language plpgsql stable
@@ -2707,6 +2804,10 @@ begin
     end if;
     if q.priorities and q.group_limit is not null then
         perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
+    end if;
+    if q.dedicated and (q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null) then
+        perform pgqueue._raise_invalid('dedicated', 'true',
+            'false for a queue with group_limit, priorities or max_in_flight: the queues of such a kind share a table');
     end if;
     if q.counters is null then
         perform pgqueue._raise_invalid('counters', null, 'true or false');
@@ -2799,9 +2900,8 @@ begin
     q.priorities := priorities;
     q.counters := counters;
     q.dead_letter_to := dead_letter_to;
+    q.dedicated := dedicated;
     perform pgqueue._check_settings(q);
-    -- A queue with groups, priorities or max_in_flight has indexes of its own.
-    dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -2818,7 +2918,10 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := pgqueue._take_number(queue_name collate "C");
                 if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
-                    dedicated := true;
+                    dedicated := not priorities and coalesce(group_limit, max_in_flight) is null;
+                    if not dedicated then
+                        perform pgqueue._drop_partition_left(q.queue_id);
+                    end if;
                 elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
@@ -2843,6 +2946,7 @@ begin
         return pgqueue._public_queue(q);
     end if;
 
+    q := pgqueue._with_new_registers(q);
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
@@ -2855,20 +2959,13 @@ begin
         create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
         create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
         create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
-        pgqueue._create_register(q.queue_id, 'fresh_from_id'),
-        pgqueue._create_register(q.queue_id, 'sweep_resume_id'),
-        pgqueue._create_register(q.queue_id, 'next_sweep_at'),
-        pgqueue._create_register(q.queue_id, 'first_due_at'),
-        pgqueue._create_register(q.queue_id, 'waiting_until'),
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until,
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
         create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
         create_queue.counters, create_queue.dead_letter_to
     )
     returning * into q;
-    perform setval(r, 1) from unnest(array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
     else
@@ -2887,31 +2984,29 @@ comment on function pgqueue.create_queue(
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
 goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
 and its max_attempts is 2147483647. An expired message goes to the dead letters if dead_letter_expired is true, else it
-is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. To make it,
-PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues meanwhile: 0.3 to 0.6 seconds
-per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or
-body. The delay after a failed attempt is backoff_base times backoff_factor for each attempt after the first, at most
-backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is
-returned unchanged. archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
-pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
-for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
-and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
-dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
-enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
-With group_limit (1 to 1000) at most group_limit messages with the same group_key are in flight at a time, in the order
-of their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones
-of its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold,
-which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most max_in_flight (1 to 10000)
-messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
+is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. max_payload_bytes (1
+byte to 100 MB) limits the size of a payload or body. The delay after a failed attempt is backoff_base times
+backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0
+to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum
+time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to
+10 years) is for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as
+by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
+dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
+long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
+same group_key are in flight at a time, in the order of their ids. If group_limit is 1, a message that waits for its
+retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one of its messages has become
+a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most
+max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers. Claims and receives take
 at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
-claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
-and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals.
-dead_letter_to names another queue, for which the caller needs admin access, too. That queue takes the dead letters and
-sends them as new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id,
-reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was
-restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation of its
-transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
-dedicated table from being attached.';
+claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot have a
+group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to names
+another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as new
+messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts and
+died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue takes
+over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access
+of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -2922,13 +3017,9 @@ declare
     partition constant text := format('messages_%s', queue_id);
     option text;
 begin
-    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name collate "C") then
-        perform pgqueue._raise_invalid('dedicated', 'true',
-            format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
-    end if;
+    -- Other queues go on meanwhile: to attach a table locks the parent against other changes of its partitions only.
     execute format(
-        'create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L)',
-        partition, queue_name);
+        'create table pgqueue.%I (like pgqueue.messages_shared including defaults, primary key (queue_name, id))', partition);
     for option in
         select o from pg_class c cross join lateral unnest(c.reloptions) as o
         where c.oid = 'pgqueue.messages_shared'::regclass
@@ -2938,24 +3029,44 @@ begin
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
+    execute format(
+        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
 'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
-queue, as the name of a queue can be longer than an identifier. Raises 22023 if messages_shared holds messages of the
-queue.';
+queue, as the name of a queue can be longer than an identifier. Its comment contains the name, by which create_queue
+finds the table after a restore without rows.';
+
+create function pgqueue._drop_partition_left(queue_id bigint)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The first sweep takes the messages over.
+    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
+    execute format('drop table pgqueue.messages_%s cascade', queue_id);
+end;
+$$;
+comment on function pgqueue._drop_partition_left(bigint) is
+'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
 
 create function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$
-    select case
-        when q.dedicated then format('pgqueue.%I', format('messages_%s', q.queue_id))::regclass
-        else 'pgqueue.messages_shared'::regclass
-    end
+    select format('pgqueue.messages_%s', case
+        when q.kind is null then 'shared'
+        when q.kind = 1 then 'grouped'
+        when q.kind = 2 then 'prioritized'
+        when q.kind = 3 then 'prioritized_limited'
+        when q.kind = 4 then 'limited'
+        else q.queue_id::text
+    end)::regclass
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition that holds the messages of a queue.';
+'The partition of the messages of a queue.';
 
 create function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,
@@ -2977,11 +3088,13 @@ create function pgqueue.alter_queue(
     rate_limit int default null,
     rate_period interval default null,
     counters boolean default null,
-    dead_letter_to pgqueue.queue_of_admin default null
+    dead_letter_to pgqueue.queue_of_admin default null,
+    priorities boolean default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
 set jit = off
 as $$
 declare
@@ -3002,15 +3115,12 @@ begin
     q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
-    if alter_queue.group_limit is not null and q.group_limit is null then
-        perform pgqueue._raise_invalid('group_limit', alter_queue.group_limit::text,
-            format('null: queue %L was created without group_limit', q.name));
-    end if;
-    q.group_limit := coalesce(alter_queue.group_limit, q.group_limit);
+    q.group_limit := nullif(coalesce(alter_queue.group_limit, q.group_limit), 0);
     q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
     q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
     q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
     q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
+    q.priorities := coalesce(alter_queue.priorities, q.priorities);
     if not alter_queue.counters and q.counters then
         perform pgqueue._raise_invalid('counters', 'false',
             format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
@@ -3026,33 +3136,106 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters,
+        rate_limit = q.rate_limit, rate_period = q.rate_period, priorities = q.priorities, counters = q.counters,
         dead_letter_to = q.dead_letter_to, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
+    if q.kind is distinct from before.kind then
+        q := pgqueue._change_kind(q);
+    end if;
     -- The repair that doctor suggests relies on this.
     if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'alter_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin,
+    boolean
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
-applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
-rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
-has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
-true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that
-the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if
-archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
+applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit,
+max_in_flight, rate_limit or rate_period applies to the next claims; group_limit 0, max_in_flight 0 and rate_limit 0 end
+these limits. To give a queue its first group_limit, max_in_flight or priorities, or to take the last away, moves all
+its messages to another table in one transaction. Other calls of this queue wait meanwhile, one to three seconds for
+100,000 messages; claims stay valid, and other queues are not affected. A dedicated queue cannot get them. A queue that
+has a stream gets none of them: stream_claim would refuse it, and the open batch would be delivered again. counters true
+begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that the
+queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if messages
+would be moved while a longer transaction uses the queue, or if archiving would begin or end for the relation of a
+transport while a longer transaction uses that relation.';
+
+create function pgqueue._change_kind(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    s pgqueue.sweep_state;
+begin
+    -- The caller holds the lock shared. After this lock no other transaction uses the queue, as in drop_queue.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(q.name));
+    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
+    -- ones, so _get_locked_queue refuses it.
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s cascade',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    q := pgqueue._with_new_registers(q);
+    update pgqueue.queues
+    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
+        first_due_at = q.first_due_at, waiting_until = q.waiting_until
+    where queues.name = q.name;
+    perform setval(q.fresh_from_id, coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1));
+    update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
+    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
+    delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
+    insert into pgqueue.sweep_state select s.*;
+    return q;
+end;
+$$;
+comment on function pgqueue._change_kind(pgqueue.queues) is
+'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
+
+create function pgqueue._adopt_messages(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[];
+begin
+    if q.kind is null then
+        return false;
+    end if;
+    ids := array(
+        select m.id from pgqueue.messages_shared m where m.queue_name = q.name
+            and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
+        order by m.id limit 1000 for update skip locked);
+    if ids <> '{}' then
+        update pgqueue.messages m set kind = q.kind
+        from pgqueue._lookup_keys(q.name, ids) k
+        where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    end if;
+    return ids <> '{}';
+end;
+$$;
+comment on function pgqueue._adopt_messages(pgqueue.queues) is
+'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
+of the queue. Returns whether there were any. Sweeps call it.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -3139,15 +3322,14 @@ begin
         select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
     if q.dedicated then
-        n := pgqueue._truncate_or_drop_partition(q, true);
-    else
-        message_ids := array(
-            select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, message_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-        get diagnostics n = row_count;
+        removed := removed + pgqueue._truncate_or_drop_partition(q, true);
     end if;
+    message_ids := array(
+        select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+    delete from pgqueue.messages m
+    using pgqueue._lookup_keys(q.name, message_ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    get diagnostics n = row_count;
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     return removed + n;
 end;
@@ -3192,7 +3374,7 @@ begin
     end loop;
     close source;
     if truncates then
-        return removed + pgqueue._truncate_or_drop_partition(q, false);
+        removed := removed + pgqueue._truncate_or_drop_partition(q, false);
     end if;
     open source for
         select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes
@@ -4007,10 +4189,10 @@ begin
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         values (
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers, q.kind
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
         perform pgqueue._wake_if_waiting(q, at);
@@ -4098,12 +4280,12 @@ begin
         returning dedup_keys.id
     )
     insert into pgqueue.messages (
-        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers
+        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind
     )
     select
         k.id, q.name, at, at,
         case when pgqueue._count('enqueued', _enqueue_deduplicated.queue_name, 1) = 1 then q.max_attempts end,
-        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers
+        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, q.kind
     from new_key k
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
@@ -4166,8 +4348,8 @@ begin
     -- prepare each statement and expression. The statement also notifies waiting consumers and counts the message. It
     -- does so in one condition on the row of the queue: a volatile function in the select list, or a condition on
     -- arguments alone, would add a node with all columns to the plan.
-    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
-    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
+    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind)
+    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers, q.kind
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
@@ -4302,10 +4484,11 @@ begin
     end if;
 
     insert into pgqueue.messages (
-        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
     )
     select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
+        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body,
+        u.headers, q.kind
     from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
         as u (id, payload, body, headers, message_id, delay, holder)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
@@ -4505,18 +4688,18 @@ comment on function pgqueue._next_span(bigint) is
 'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
 steps. Inlined.';
 
--- A statement on messages locks and starts up the table of each dedicated queue. So sweeps read the messages of other
--- queues from messages_shared. These functions are stable: their statements have the snapshot of the caller.
+-- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
+-- messages_shared. These functions are stable: their statements have the snapshot of the caller.
 create function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted);
     end if;
     return array(
@@ -4534,8 +4717,8 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
-        return (select m.visible_at from pgqueue.messages m where m.queue_name = q.name and m.id = _visible_at_of.id);
+    if q.kind is not null then
+        return (select m.visible_at from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = _visible_at_of.id);
     end if;
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
@@ -4743,7 +4926,7 @@ as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched(case
-            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else 'pgqueue.messages_shared'::regclass
+            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
 comment on function pgqueue._pages_read(pgqueue.queues) is
@@ -4826,7 +5009,7 @@ begin
     arrived as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt, kind
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
@@ -4834,7 +5017,7 @@ begin
             -- At its old place, below those that claims have passed, only a sweep would find the message.
             case when q.priorities then nextval('pgqueue.message_id') end,
             -- No consumer has it, also if it is moved before it is due.
-            nullif(d.attempt_count, 0)
+            nullif(d.attempt_count, 0), q.kind
         from gone d
         returning messages.id, messages.expires_at
     )
@@ -4854,11 +5037,11 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m.*;
     else
         return query
@@ -4880,13 +5063,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         select
             array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
         into ids, visible_ids, spent_ids
         from (
             select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
     else
@@ -4911,10 +5094,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
             for update of m skip locked
         );
     end if;
@@ -4945,11 +5128,11 @@ declare
 begin
     removed := 0;
     has_more := false;
-    if q.dedicated then
+    if q.kind is not null then
         select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
         into spent_ids, sizes
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
     else
         select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
         into spent_ids, sizes
@@ -5168,10 +5351,10 @@ as $$
 begin
     -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
     -- sort.
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
             limit wanted for update of m skip locked
         );
     end if;
@@ -5396,6 +5579,7 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._adopt_messages(q);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;
@@ -5403,7 +5587,7 @@ end;
 $$;
 comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Sweeps call it.';
+others, calls the handlers that do so. Takes over what plain SQL has sent. Sweeps call it.';
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -5595,7 +5779,7 @@ ms and at most 500 ms, as messages that commit late wait for it; else at once.';
 -- Message groups. At most group_limit messages of a group are in flight at a time, in the order of their ids. Whether a
 -- group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to be kept up to
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
--- The dedicated table of such a queue has two more indexes, which list its messages by group.
+-- The table of such queues has two more indexes, which list the messages by queue and group.
 
 create function pgqueue._group_position(headers jsonb, id bigint)
 returns bigint
@@ -5607,40 +5791,6 @@ $$;
 comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
-
-create function pgqueue._is_in_partition_of(queue_name text, name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select queue_name = name or queue_name = coalesce(name, '') $$;
-comment on function pgqueue._is_in_partition_of(text, text) is
-'Whether a message belongs to the queue of this name, in a form that prunes partitions but cannot use the primary key.
-So a search by _group_position uses its index, and finds messages in the order of that index. An `order by` would sort
-all messages: the planner cannot know that only partitions with this index are left at run time. Inlined.';
-
-create function pgqueue._on_queue_created_groups(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- The body of _group_position. A role that writes by plain SQL may not call that function.
-    position constant text :=
-        'coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902) + 4611686018427387904, id)';
-begin
-    if q.group_limit is null then
-        return;
-    end if;
-    execute format(
-        'create index %I on %s (%s, id)', format('messages_%s_group', q.queue_id), pgqueue._partition_of(q), position);
-    -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
-    -- a backlog of its group would read the backlog.
-    execute format(
-        'create index %I on %s (%s, id) where attempt_count > 0',
-        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q), position);
-end;
-$$;
-comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
-'Creates the indexes of a queue with groups.';
 
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -5658,14 +5808,14 @@ begin
     end if;
     ended_ids := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
     if ended_ids <> '{}' then
         begin
             places := places + (
                 select count(*)
                 from (
                     select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
-                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
                     limit wanted - places for update of m skip locked
                 ) l
             );
@@ -5694,9 +5844,9 @@ begin
         select count(*)
         from (
             select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+                and m.id + 0 >= first_id and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w
     );
@@ -5715,9 +5865,9 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and pgqueue._is_ready(m, at)
+                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
         );
 end;
 $$;
@@ -5741,9 +5891,9 @@ begin
     foreach place in array positions loop
         claimed_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+                and m.id + 0 >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
         );
         places := least(q.group_limit, wanted - cardinality(candidate_ids));
         if claimed_ids <> '{}' then
@@ -5751,10 +5901,11 @@ begin
         end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit places
+            order by m.id + 0 limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -5791,7 +5942,7 @@ declare
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
             and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
@@ -5806,7 +5957,7 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
@@ -5841,7 +5992,7 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= state.first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
@@ -5914,11 +6065,11 @@ begin
                     pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
                     pgqueue._is_ready(m, at) as is_ready
                 from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                     and pgqueue._group_position(m.headers, m.id) > w.position
                     and pgqueue._group_position(m.headers, m.id) < below_position
                     -- PostgreSQL compares it in the index, so no row that was removed before is read.
-                    and m.id >= first_id
+                    and m.id + 0 >= first_id
                 limit 1
             ) s
             cross join lateral (
@@ -5927,9 +6078,9 @@ begin
                     when s.visible_at <= at and not s.is_ready then s.id
                     when q.group_limit > 1 then (
                         select c.id from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = s.position
-                            and c.id >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                            and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
                         limit 1
                     )
                 end as spent_id
@@ -5974,12 +6125,12 @@ begin
             candidate_ids := candidate_ids || array(
                 select m.id
                 from pgqueue._lookup_keys(q.name, locked) k, pgqueue.messages m
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
                     and not exists (
                         select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0
+                            and c.id + 0 > m.id and c.attempt_count > 0
                             and (
                                 c.visible_at > at
                                 or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
@@ -5988,10 +6139,10 @@ begin
                     )
                     and not exists (
                         select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id < m.id
-                            and c.id >= coalesce(
+                            and c.id + 0 < m.id
+                            and c.id + 0 >= coalesce(
                                 (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
                         offset 0
                     )
@@ -6034,9 +6185,9 @@ $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
 groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
--- In a queue with priorities a claim takes the messages with the highest priority first. The dedicated table of such a
--- queue has an index that lists its messages by priority and then by place. For each priority a register holds the
--- position from which claims read this index, so that they read no dead entries of consumed messages.
+-- In a queue with priorities a claim takes the messages with the highest priority first. The tables of such queues have
+-- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
+-- from which claims read this index, so that they read no dead entries of consumed messages.
 
 create function pgqueue._level_position(headers jsonb, place bigint)
 returns bigint
@@ -6066,19 +6217,13 @@ begin
     if not q.priorities then
         return;
     end if;
-    -- The body of _level_position. A role that writes by plain SQL may not call that function. A claim changes none of
-    -- the columns, so its update is HOT.
-    execute format(
-        'create index %I on %s ((((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
-        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487)))',
-        format('messages_%s_level', q.queue_id), pgqueue._partition_of(q));
     perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
     -- Functions that read the messages by id skip the vacant ids only below this register.
     perform setval(q.fresh_from_id, 4611686018427387904);
 end;
 $$;
 comment on function pgqueue._on_queue_created_priorities(pgqueue.queues) is
-'Creates the index and the registers of a queue with priorities.';
+'Creates the registers of a queue with priorities.';
 
 create function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
 returns void
@@ -6095,6 +6240,21 @@ end;
 $$;
 comment on function pgqueue._on_queue_dropping_priorities(pgqueue.queues) is
 'Drops the registers of a queue with priorities.';
+
+create function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if before.priorities <> after.priorities then
+        perform pgqueue._on_queue_dropping_priorities(before);
+        perform pgqueue._on_queue_created_priorities(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_priorities(pgqueue.queues, pgqueue.queues) is
+'Creates or drops the registers of a queue that gets or loses priorities.';
 
 create function pgqueue._level_registers(q pgqueue.queues)
 returns regclass[]
@@ -6142,7 +6302,7 @@ begin
         cross join lateral (
             select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
             from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6164,7 +6324,7 @@ begin
         cross join lateral (
             select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
             from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6198,7 +6358,7 @@ begin
     cross join lateral (
         select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
         from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
             < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6223,7 +6383,7 @@ begin
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
             select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6232,7 +6392,7 @@ begin
         ),
         (
             select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) + 1 from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6240,7 +6400,7 @@ begin
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
         select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
             < pgqueue._level_start(f.floor) + 576460752303423488
@@ -6268,7 +6428,7 @@ begin
     from (
         select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
     group by w.position >> 59;
 end;
@@ -6311,7 +6471,7 @@ declare
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
@@ -6401,7 +6561,7 @@ begin
                     m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
                     pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
                 limit 1001
@@ -6499,13 +6659,6 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.max_in_flight is not null and not exists (
-        select from pg_catalog.pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('messages_%s_attempted', q.queue_id)
-    ) then
-        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text,
-            format('null: queue %L was created without max_in_flight', q.name));
-    end if;
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
     if q.rate_limit is not null and not exists (
         select from pg_catalog.pg_class c
@@ -6516,8 +6669,7 @@ begin
 end;
 $$;
 comment on function pgqueue._sync_limits(pgqueue.queues) is
-'Creates the register of a queue with rate_limit if it is missing. Raises 22023 if the queue has no index for
-max_in_flight.';
+'Creates the register of a queue with rate_limit if it is missing.';
 
 create function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
@@ -6525,15 +6677,6 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.max_in_flight is not null then
-        -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _claimed_ids, for which the primary key cannot serve.
-        -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
-        execute format(
-            'create index %I on %s ((id + 0)) where attempt_count > 0'
-            ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)',
-            format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
-    end if;
     perform pgqueue._sync_limits(q);
 end;
 $$;
@@ -6631,19 +6774,16 @@ begin
             select distinct r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name and r.check_at >= first_check_at and r.id < first_id);
     end if;
-    -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
-    -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
-    lock table only pgqueue.messages in access share mode;
-    execute format(
-        'select array(select m.id from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
-        ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
-        pgqueue._partition_of(q))
-    into ids using coalesce(first_id, 1), after;
+    ids := array(
+        select m.id from pgqueue.messages m
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
+            and m.attempt_count > 0 and m.visible_at > after
+            and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     if returned_ids <> '{}' then
         ids := ids || array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.attempt_count > 0 and m.visible_at > after
                 and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     end if;
@@ -6651,7 +6791,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
-'The messages whose claims end after a time, for a queue that was created with max_in_flight.';
+'The messages whose claims end after a time, for a queue with max_in_flight.';
 
 create function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
@@ -6694,7 +6834,7 @@ begin
     end if;
     return (
         select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, pgqueue._claimed_ids(q, at)) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         order by m.visible_at desc offset q.max_in_flight - 1 limit 1
     );
 end;
@@ -6779,10 +6919,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             order by m.id limit wanted for update skip locked
         );
@@ -6805,9 +6945,9 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return (
-            select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+            select m.id from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
     end if;
     return (
         select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
@@ -6873,6 +7013,10 @@ begin
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then
+        if q.kind is not null and pgqueue._adopt_messages(q) then
+            candidate_ids := candidate_ids || pgqueue._walk_from(
+                q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
+        end if;
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
@@ -6946,7 +7090,7 @@ comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestampt
 
 create function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
-    out ids bigint[], out is_dedicated boolean
+    out ids bigint[], out kind bigint
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -6979,15 +7123,15 @@ begin
             and coalesce(pgqueue._is_interval_between(_lock_candidates.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
-        w.dedicated, w.sweep_resume_id, w.next_sweep_at
-    into fresh_register, fresh_from_id, is_fast_path, is_dedicated, resume_register, sweep_register
+        w.kind, w.sweep_resume_id, w.next_sweep_at
+    into fresh_register, fresh_from_id, is_fast_path, kind, resume_register, sweep_register
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if is_fast_path then
-        if is_dedicated then
+        if kind is not null then
             ids := array(
                 select m.id from pgqueue.messages m
-                where m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
+                where m.kind = _lock_candidates.kind and m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
                     and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
@@ -7013,7 +7157,7 @@ begin
         -- sweep.
         found_ids := case when not pgqueue._is_walk_over(at) then ids end;
         at := pgqueue._now();
-        if not is_dedicated and found_ids is not null and not pgqueue._has_fixed_snapshot()
+        if kind is null and found_ids is not null and not pgqueue._has_fixed_snapshot()
             and pg_sequence_last_value(resume_register) = 1
             and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(at) - 1000000
         then
@@ -7060,7 +7204,7 @@ begin
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
-    is_dedicated := q.dedicated;
+    kind := q.kind;
     -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
     -- what is ready now was not ready then.
     at := pgqueue._now();
@@ -7085,22 +7229,20 @@ comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
 'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
 table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
-create function pgqueue._claim_dedicated(
-    queue_name text, candidate_ids bigint[], visibility_timeout interval, claimed_by text
+create function pgqueue._claim_special(
+    queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
 )
 returns setof pgqueue.message
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
-        select from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C" and q.priorities
-    ) then
+    if cardinality(candidate_ids) > 1 and kind in (2, 3) and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') then
         -- A full join is a hash join by any plan. A nested loop would compare each message with each id.
         return query
         select c.*
-        from pgqueue._claim_dedicated(
-            queue_name, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
+        from pgqueue._claim_special(
+            queue_name, kind, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
         full join unnest(candidate_ids) with ordinality as o (id, place) on o.id = c.id
         order by o.place;
         return;
@@ -7108,22 +7250,23 @@ begin
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
-            _claim_dedicated.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C"))),
+            _claim_special.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_special.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
-        claimed_by = _claim_dedicated.claimed_by,
+        claimed_by = _claim_special.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(_claim_dedicated.queue_name collate "C", candidate_ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, _claim_dedicated.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(_claim_special.queue_name collate "C", candidate_ids) k
+    where m.kind = _claim_special.kind
+        and pgqueue._matches_key(m.queue_name, m.id, _claim_special.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
+comment on function pgqueue._claim_special(text, bigint, bigint[], interval, text) is
 'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
-candidate_ids. For a dedicated queue.';
+candidate_ids. For a queue of another kind than plain.';
 
 create function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -7143,10 +7286,10 @@ as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin
-    if candidates.is_dedicated or candidates.ids = '{}' then
+    if candidates.kind is not null or candidates.ids = '{}' then
         if candidates.ids <> '{}' then
             return query
-            select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+            select * from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by);
         end if;
         return;
     end if;
@@ -7203,7 +7346,7 @@ begin
     if pgqueue._count('acknowledged', queue_name, cardinality(candidates.ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
-        if not candidates.is_dedicated then
+        if candidates.kind is null then
             return query
             delete from pgqueue.messages_shared m
             using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k
@@ -7298,11 +7441,11 @@ begin
     perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
     if coalesce(q.max_in_flight, q.group_limit) is not null then
         -- The clock is read after the row is locked. From then on claims count the message as in flight.
-        perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
+        perform from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id for no key update;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
-    if not q.dedicated then
-        -- A queue with one of these limits is dedicated.
+    if q.kind is null then
+        -- A queue with one of these limits is of another kind.
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         where m.queue_name = q.name and m.id = extend.id
@@ -7311,7 +7454,7 @@ begin
     end if;
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-    where m.queue_name = q.name and m.id = extend.id
+    where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > pgqueue._now());
@@ -7336,12 +7479,12 @@ begin
     if coalesce(q.max_in_flight, q.group_limit) is not null then
         -- As in extend.
         perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
         for no key update of m;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
-    if not q.dedicated then
+    if q.kind is null then
         return query
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
@@ -7355,7 +7498,7 @@ begin
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     from pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
     returning m.id;
@@ -7418,8 +7561,8 @@ comment on function pgqueue.extend_claims(pgqueue.queue_of_consumer, bigint[], u
 them, in this order, whether it was extended; false if it was lost. Both arrays have the same length and no nulls.
 Raises 22023, PQ001.';
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
--- A statement on messages locks and starts up the tables of all dedicated queues. So what every consumer calls looks
--- into messages_shared first, and into messages only if it finds nothing there.
+-- A statement on messages locks and starts up each partition. So what every consumer calls looks into messages_shared
+-- first, and into the other partitions only if it finds nothing there.
 
 create function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
@@ -7437,7 +7580,8 @@ begin
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if not found then
             delete from pgqueue.messages m
-            where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C")
+                and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
                 and pgqueue._is_claimed_by(m, ack.claim_token);
         end if;
         if found then
@@ -7476,7 +7620,8 @@ begin
         if not found then
             delete from pgqueue.messages m
             using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C")
+                and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         end if;
         get diagnostics acked = row_count;
@@ -7512,11 +7657,11 @@ declare
 begin
     if not pgqueue._lock_queue_without_archive(q.name) then
         perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
-    elsif q.dedicated then
+    elsif q.kind is not null then
         -- _delete_messages also returns the rows, which takes an eighth of the time of this call.
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
     else
         delete from pgqueue.messages_shared m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k
@@ -7597,6 +7742,7 @@ begin
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;
+        m.kind := q.kind;
         insert into pgqueue.messages select m.*;
         perform pgqueue._announce_due(q, due_at);
         return;
@@ -7626,14 +7772,14 @@ declare
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
-    if not q.dedicated then
+    if q.kind is null then
         delete from pgqueue.messages_shared c
         where c.queue_name = q.name and c.id = _nack_or_reject.id
             and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
         returning c.* into m;
     else
         delete from pgqueue.messages c
-        where c.queue_name = q.name and c.id = _nack_or_reject.id
+        where c.kind = q.kind and c.queue_name = q.name and c.id = _nack_or_reject.id
             and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
         returning c.* into m;
     end if;
@@ -7699,10 +7845,7 @@ declare
 begin
     perform pgqueue._check_failure(0, delay, headers);
     for m in
-        delete from pgqueue.messages c
-        using pgqueue._lookup_keys(q.name, claims.held_ids) k
-        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-        returning c.*
+        select d.* from pgqueue._delete_messages(q, claims.held_ids) d
     loop
         perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
         -- As in release, each message gets a due time of its own.
@@ -7822,7 +7965,7 @@ begin
         set visible_at = at, attempt_count = m.attempt_count - 1, claimed_attempt = m.attempt_count - 1,
             claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token));
         get diagnostics released = row_count;
         if released > 0 then
@@ -7831,11 +7974,7 @@ begin
         return released;
     end if;
     with given_back as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token))
-        returning m
+        select m from pgqueue._delete_claimed(q.name, ids, _release_held.claim_token) m
     )
     insert into pgqueue.scheduled_messages
     select (pgqueue._as_scheduled(
@@ -7943,7 +8082,8 @@ begin
                 with gone as (
                     delete from pgqueue.messages m
                     using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
-                    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                    where m.kind = (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C")
+                        and pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                         and pgqueue._is_claimed_by(m, exchange.claim_token)
                     returning m.id
                 )
@@ -7962,9 +8102,9 @@ begin
         end if;
     end if;
     candidates := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
-    if candidates.is_dedicated then
+    if candidates.kind is not null then
         return query
-        select c.*, false from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by) c;
+        select c.*, false from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by) c;
         return;
     end if;
     return query
@@ -8039,14 +8179,15 @@ begin
         returning d.*
     )
     insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
+        kind
     )
     select
         -- The claim whose sweep this is looks for messages that were visible when it began.
         target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
         pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
             'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
-        g.last_error, g.transport_headers
+        g.last_error, g.transport_headers, target.kind
     from gone g;
     get diagnostics n = row_count;
     if pgqueue._count('enqueued', target.name, n) > 0 then
@@ -8126,11 +8267,11 @@ begin
         moved as (
             insert into pgqueue.messages (
                 id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
-                claimed_by, last_error, transport_headers
+                claimed_by, last_error, transport_headers, kind
             )
             select
                 r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
-                r.claimed_by, r.last_error, r.transport_headers
+                r.claimed_by, r.last_error, r.transport_headers, q.kind
             from revived r
             where is_grouped
             returning messages.id
@@ -9599,7 +9740,7 @@ begin
         ) m
         where exists (
             select from pgqueue.messages c
-            where pgqueue._is_in_partition_of(c.queue_name, q.name)
+            where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                 and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
         )
         order by m.id limit 10;
@@ -9669,12 +9810,12 @@ begin
     if grouped_id is not null then
         return next row('info', q.name, 'unused_group_keys',
             format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
-            'Send them without group_key, or to a queue that was created with group_limit.')::pgqueue.finding;
+            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name))::pgqueue.finding;
     end if;
     if ranked_id is not null then
         return next row('info', q.name, 'unused_priorities',
             format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
-            'Send them without priority, or to a queue that was created with priorities.')::pgqueue.finding;
+            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name))::pgqueue.finding;
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',
@@ -9900,9 +10041,9 @@ as $$
     )
     select
         c.oid::regclass, c.relkind::text,
-        -- A dedicated table tells the name of its queue.
+        -- The comment of a dedicated table has the name of its queue.
         case when c.relispartition then
-            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
+            substring(pg_catalog.obj_description(c.oid, 'pg_class'), '^The messages of queue (.*)[.]$') end
     from pg_catalog.pg_class c
     cross join lateral (select substring(c.relname, '^(?:messages|transports|queue)_([0-9]+)(?![0-9])')::bigint) as w (number)
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S', 'v') and case
@@ -11472,21 +11613,23 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if coalesce(before.max_in_flight, before.rate_limit) is not null or coalesce(after.max_in_flight, after.rate_limit) is null
+    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
+        or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
     then
         return;
     end if;
     -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
     perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-        coalesce(after.rate_limit, after.max_in_flight)::text,
+    perform pgqueue._raise_invalid(
+        case when after.priorities then 'priorities' when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+        case when after.priorities then 'true' else coalesce(after.rate_limit, after.max_in_flight)::text end,
         format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
             after.name, after.name, t.stream_name))
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
 comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit, and 40001 if an old snapshot may hide a stream.';
+'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
 
 create function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void
@@ -11809,11 +11952,11 @@ begin
     ),
     due as (
         insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         select
-            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
-            m.body, m.headers
+            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts,
+            pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload, m.body, m.headers, q.kind
         from staged m
         where coalesce(m.delay, '0') = interval '0' and m.id is distinct from 0
         returning messages.id
@@ -12345,11 +12488,11 @@ begin
         where q.name = any (names);
     else
         insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         select
             q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
-            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers, q.kind
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;
@@ -13405,14 +13548,14 @@ begin
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
-        transport_headers, transport_id
+        transport_headers, transport_id, kind
     )
     values (
         -- A transport reads a null body as an empty one. A message has either a payload or a body.
         q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, coalesce(body, ''), headers, wire_headers,
         -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
         -- back.
-        case when not pgqueue._is_transport_id(id) then id end
+        case when not pgqueue._is_transport_id(id) then id end, q.kind
     )
     returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
     perform pgqueue._wake_if_waiting(q, at);
@@ -13637,6 +13780,9 @@ begin
             where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
         );
     end if;
+    if is_locked and pgqueue._try_lock_existing_queue(q) then
+        perform pgqueue._adopt_messages(q);
+    end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
@@ -13675,32 +13821,18 @@ calls this itself, at most once a second. A role that reads the relation needs a
 grant_access(role, ''transport''). Raises PQ001.';
 
 create function pgqueue._make_dedicated(q pgqueue.queues)
-returns void
+returns pgqueue.queues
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
-    interim constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
-    move constant text := format(
-        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, interim);
 begin
-    -- Move the rows by way of another table: the partition cannot be created while its rows are in messages_shared.
-    execute format('create unlogged table %s (like pgqueue.messages_shared)', interim);
-    execute move;
-    -- Plain SQL inserts do not lock the queue. Take the lock that creating the partition needs anyway, and move the
-    -- rows that were inserted meanwhile.
-    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
-    execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
-    execute format('insert into %s select m.* from %s m', partition, interim);
-    execute format('drop table %s', interim);
-    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
+    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
+    return pgqueue._change_kind(q);
 end;
 $$;
 comment on function pgqueue._make_dedicated(pgqueue.queues) is
-'Moves the messages of a queue into a partition of its own.';
+'Moves the messages of a queue into a partition of its own, and returns the row of the queue.';
 
 create function pgqueue._body_string(as_view text)
 returns text
@@ -13779,8 +13911,7 @@ begin
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._make_dedicated(q);
-        q.dedicated := true;
+        q := pgqueue._make_dedicated(q);
     end if;
     partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
@@ -13905,15 +14036,9 @@ begin
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
-exception
-    when lock_not_available then
-        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
-        return null;
-    when check_violation then
-        -- Plain SQL has inserted messages after the snapshot. They are still in messages_shared, so the partition
-        -- cannot be created.
-        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-        return null;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
@@ -14165,6 +14290,12 @@ begin
     if to_regclass(pgqueue._transport_table(q)) is null then
         return;
     end if;
+    if not q.dedicated then
+        -- The relation was dropped with the table that such a queue cannot have.
+        execute format('drop table %s cascade', pgqueue._transport_table(q));
+        execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
+        return;
+    end if;
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
         'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
@@ -14173,7 +14304,7 @@ begin
         ' on conflict do nothing', pgqueue._transport_table(q))
     using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
     perform pgqueue._sync_archive_trigger(q);
-    if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
+    if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
     end if;
 end;
@@ -14191,11 +14322,8 @@ begin
     if not after.dedicated then
         return;
     end if;
-    if (after.max_in_flight is not null or after.rate_limit is not null)
-        and exists (select from pgqueue.transports t where t.queue_name = after.name)
-    then
-        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-            coalesce(after.rate_limit, after.max_in_flight)::text,
+    if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
+        perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
             format('null: queue %L has the relation of a transport', after.name));
     end if;
     if after.archive_for is null and before.archive_for is not null then
@@ -14206,9 +14334,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets
-limits, and 40001 if an old snapshot may hide
-that the queue is exposed.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets a
+rate_limit, and 40001 if an old snapshot may hide that the queue is exposed.';
 
 create function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void
@@ -14492,20 +14619,6 @@ $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
-create function pgqueue._has_exclusive_lock_on_messages()
-returns boolean
-language sql volatile
-as $$
-    select exists (
-        select from pg_catalog.pg_locks l
-        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
-            and l.mode = 'AccessExclusiveLock' and l.granted
-    )
-$$;
-comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
-table.';
-
 create function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
 returns boolean
 language plpgsql volatile
@@ -14517,7 +14630,7 @@ set jit = off
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not may_block and not pgqueue._has_exclusive_lock_on_messages() then
+    if q.dedicated and not may_block then
         return false;
     end if;
     -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
@@ -14541,7 +14654,7 @@ end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
+dropped only if may_block is true.';
 
 create function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -14604,7 +14717,7 @@ returns void
 language sql volatile
 as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
+    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
 comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
 'Drops up to ten idle queues when a queue is created.';
@@ -14615,9 +14728,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- This transaction holds the lock that dropping a dedicated queue needs.
     if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
+        perform pgqueue._drop_idle_queues(10, true);
     end if;
 end;
 $$;

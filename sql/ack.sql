@@ -1,6 +1,6 @@
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
--- A statement on messages locks and starts up the tables of all dedicated queues. So what every consumer calls looks
--- into messages_shared first, and into messages only if it finds nothing there.
+-- A statement on messages locks and starts up each partition. So what every consumer calls looks into messages_shared
+-- first, and into the other partitions only if it finds nothing there.
 
 create or replace function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
@@ -18,7 +18,8 @@ begin
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if not found then
             delete from pgqueue.messages m
-            where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C")
+                and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
                 and pgqueue._is_claimed_by(m, ack.claim_token);
         end if;
         if found then
@@ -57,7 +58,8 @@ begin
         if not found then
             delete from pgqueue.messages m
             using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
+            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C")
+                and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         end if;
         get diagnostics acked = row_count;
@@ -93,11 +95,11 @@ declare
 begin
     if not pgqueue._lock_queue_without_archive(q.name) then
         perform pgqueue._ack_to_archive(q.name, claims.held_ids, null);
-    elsif q.dedicated then
+    elsif q.kind is not null then
         -- _delete_messages also returns the rows, which takes an eighth of the time of this call.
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
     else
         delete from pgqueue.messages_shared m
         using pgqueue._lookup_keys(q.name, claims.held_ids) k

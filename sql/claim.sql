@@ -9,10 +9,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id <> all (taken)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             order by m.id limit wanted for update skip locked
         );
@@ -35,9 +35,9 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return (
-            select m.id from pgqueue.messages m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
+            select m.id from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
     end if;
     return (
         select m.id from pgqueue.messages_shared m where m.queue_name = q.name and m.id >= from_id order by m.id desc limit 1);
@@ -103,6 +103,10 @@ begin
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then
+        if q.kind is not null and pgqueue._adopt_messages(q) then
+            candidate_ids := candidate_ids || pgqueue._walk_from(
+                q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
+        end if;
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
@@ -176,7 +180,7 @@ comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestampt
 
 create or replace function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
-    out ids bigint[], out is_dedicated boolean
+    out ids bigint[], out kind bigint
 )
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -209,15 +213,15 @@ begin
             and coalesce(pgqueue._is_interval_between(_lock_candidates.visibility_timeout, '1 s', '43200 s'), true)
             and pg_sequence_last_value(w.first_due_at) > pgqueue._to_micros(at)
             and pg_sequence_last_value(w.next_sweep_at) - pgqueue._to_micros(at) between -5000000 and 15000000,
-        w.dedicated, w.sweep_resume_id, w.next_sweep_at
-    into fresh_register, fresh_from_id, is_fast_path, is_dedicated, resume_register, sweep_register
+        w.kind, w.sweep_resume_id, w.next_sweep_at
+    into fresh_register, fresh_from_id, is_fast_path, kind, resume_register, sweep_register
     from pgqueue.queues w
     where w.name = queue_name collate "C" and pg_relation_filenode(w.fresh_from_id) is not null;
     if is_fast_path then
-        if is_dedicated then
+        if kind is not null then
             ids := array(
                 select m.id from pgqueue.messages m
-                where m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
+                where m.kind = _lock_candidates.kind and m.queue_name = _lock_candidates.queue_name collate "C" and m.id >= fresh_from_id
                     and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
                 order by m.id limit max_messages for update skip locked
             );
@@ -243,7 +247,7 @@ begin
         -- sweep.
         found_ids := case when not pgqueue._is_walk_over(at) then ids end;
         at := pgqueue._now();
-        if not is_dedicated and found_ids is not null and not pgqueue._has_fixed_snapshot()
+        if kind is null and found_ids is not null and not pgqueue._has_fixed_snapshot()
             and pg_sequence_last_value(resume_register) = 1
             and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(at) - 1000000
         then
@@ -290,7 +294,7 @@ begin
     end if;
 
     q := pgqueue._get_locked_queue(queue_name);
-    is_dedicated := q.dedicated;
+    kind := q.kind;
     -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
     -- what is ready now was not ready then.
     at := pgqueue._now();
@@ -315,22 +319,20 @@ comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
 'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
 table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
-create or replace function pgqueue._claim_dedicated(
-    queue_name text, candidate_ids bigint[], visibility_timeout interval, claimed_by text
+create or replace function pgqueue._claim_special(
+    queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text
 )
 returns setof pgqueue.message
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
-        select from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C" and q.priorities
-    ) then
+    if cardinality(candidate_ids) > 1 and kind in (2, 3) and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') then
         -- A full join is a hash join by any plan. A nested loop would compare each message with each id.
         return query
         select c.*
-        from pgqueue._claim_dedicated(
-            queue_name, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
+        from pgqueue._claim_special(
+            queue_name, kind, pgqueue._array_except(candidate_ids, '{}'), visibility_timeout, claimed_by) c
         full join unnest(candidate_ids) with ordinality as o (id, place) on o.id = c.id
         order by o.place;
         return;
@@ -338,22 +340,23 @@ begin
     return query
     update pgqueue.messages m
     set visible_at = pgqueue._add_interval((select pgqueue._now()), coalesce(
-            _claim_dedicated.visibility_timeout,
-            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_dedicated.queue_name collate "C"))),
+            _claim_special.visibility_timeout,
+            (select q.visibility_timeout from pgqueue.queues q where q.name = _claim_special.queue_name collate "C"))),
         attempt_count = m.attempt_count + 1,
         claimed_attempt = m.attempt_count + 1,
         claim_token = (select gen_random_uuid()),
-        claimed_by = _claim_dedicated.claimed_by,
+        claimed_by = _claim_special.claimed_by,
         claimed_at = (select pgqueue._now())
-    from pgqueue._lookup_keys(_claim_dedicated.queue_name collate "C", candidate_ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, _claim_dedicated.queue_name collate "C", k.names, k.ids, k.id)
+    from pgqueue._lookup_keys(_claim_special.queue_name collate "C", candidate_ids) k
+    where m.kind = _claim_special.kind
+        and pgqueue._matches_key(m.queue_name, m.id, _claim_special.queue_name collate "C", k.names, k.ids, k.id)
     returning m.id, m.queue_name, m.payload, m.body, m.headers, m.message_id, m.attempt_count, m.max_attempts,
         m.enqueued_at, m.visible_at, m.expires_at, m.claimed_by, m.claim_token, m.last_error;
 end;
 $$;
-comment on function pgqueue._claim_dedicated(text, bigint[], interval, text) is
+comment on function pgqueue._claim_special(text, bigint, bigint[], interval, text) is
 'Claims the messages, which the caller has locked. Returns them by id or, in a queue with priorities, in the order of
-candidate_ids. For a dedicated queue.';
+candidate_ids. For a queue of another kind than plain.';
 
 create or replace function pgqueue.claim(
     queue_name pgqueue.queue_of_consumer,
@@ -373,10 +376,10 @@ as $$
 declare
     candidates constant record := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
 begin
-    if candidates.is_dedicated or candidates.ids = '{}' then
+    if candidates.kind is not null or candidates.ids = '{}' then
         if candidates.ids <> '{}' then
             return query
-            select * from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by);
+            select * from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by);
         end if;
         return;
     end if;

@@ -48,14 +48,15 @@ begin
         returning d.*
     )
     insert into pgqueue.messages (
-        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers
+        queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, body, headers, last_error, transport_headers,
+        kind
     )
     select
         -- The claim whose sweep this is looks for messages that were visible when it began.
         target.name, g.enqueued_at, least(g.died_at, at), target.max_attempts, g.message_id, g.payload, g.body,
         pgqueue._merged_headers(g.headers, jsonb_build_object('pgqueue.dead_letter', jsonb_build_object(
             'queue', g.queue_name, 'id', g.id, 'reason', g.reason, 'attempts', g.attempt_count, 'died_at', g.died_at))),
-        g.last_error, g.transport_headers
+        g.last_error, g.transport_headers, target.kind
     from gone g;
     get diagnostics n = row_count;
     if pgqueue._count('enqueued', target.name, n) > 0 then
@@ -135,11 +136,11 @@ begin
         moved as (
             insert into pgqueue.messages (
                 id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
-                claimed_by, last_error, transport_headers
+                claimed_by, last_error, transport_headers, kind
             )
             select
                 r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
-                r.claimed_by, r.last_error, r.transport_headers
+                r.claimed_by, r.last_error, r.transport_headers, q.kind
             from revived r
             where is_grouped
             returning messages.id

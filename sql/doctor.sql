@@ -354,7 +354,7 @@ begin
         ) m
         where exists (
             select from pgqueue.messages c
-            where pgqueue._is_in_partition_of(c.queue_name, q.name)
+            where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                 and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
         )
         order by m.id limit 10;
@@ -424,12 +424,12 @@ begin
     if grouped_id is not null then
         return next row('info', q.name, 'unused_group_keys',
             format('messages have a group_key, the first is %s, and the queue has no group_limit: messages of a group are delivered together', grouped_id),
-            'Send them without group_key, or to a queue that was created with group_limit.')::pgqueue.finding;
+            format('select pgqueue.alter_queue(%L, group_limit => 1); -- or send them without group_key', q.name))::pgqueue.finding;
     end if;
     if ranked_id is not null then
         return next row('info', q.name, 'unused_priorities',
             format('messages have a priority, the first is %s, and the queue has no priorities: they are delivered in the order of their ids', ranked_id),
-            'Send them without priority, or to a queue that was created with priorities.')::pgqueue.finding;
+            format('select pgqueue.alter_queue(%L, priorities => true); -- or send them without priority', q.name))::pgqueue.finding;
     end if;
     if shortest < peek_delay then
         return next row('warning', q.name, 'peek_delay_above_time_to_live',

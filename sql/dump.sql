@@ -28,7 +28,8 @@ declare
     name text;
 begin
     foreach name in array array[
-        'queues', 'messages_shared', 'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
+        'queues', 'messages_shared', 'messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited',
+        'scheduled_messages', 'dead_messages', 'requeued_messages', 'sweep_state', 'streams',
         'sink_commits', 'dedup_keys_0', 'dedup_keys_1', 'dedup_keys_2', 'dedup_keys_3', 'dedup_keys_4', 'dedup_keys_5',
         'dedup_keys_6', 'dedup_keys_7', 'dedup_keys_8'
     ] loop

@@ -141,10 +141,10 @@ begin
         perform pgqueue._announce_due(q, pgqueue._add_interval(at, delay));
     else
         insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         values (
-            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers
+            q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), message_id, payload, body, headers, q.kind
         )
         returning case when pgqueue._count('enqueued', q.name, 1) = 1 then messages.id end into new_id;
         perform pgqueue._wake_if_waiting(q, at);
@@ -232,12 +232,12 @@ begin
         returning dedup_keys.id
     )
     insert into pgqueue.messages (
-        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers
+        id, queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind
     )
     select
         k.id, q.name, at, at,
         case when pgqueue._count('enqueued', _enqueue_deduplicated.queue_name, 1) = 1 then q.max_attempts end,
-        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers
+        _enqueue_deduplicated.message_id, _enqueue_deduplicated.payload, _enqueue_deduplicated.headers, q.kind
     from new_key k
     join pgqueue.queues q on q.name = _enqueue_deduplicated.queue_name collate "C"
     returning messages.id into new_id;
@@ -300,8 +300,8 @@ begin
     -- prepare each statement and expression. The statement also notifies waiting consumers and counts the message. It
     -- does so in one condition on the row of the queue: a volatile function in the select list, or a condition on
     -- arguments alone, would add a node with all columns to the plan.
-    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers)
-    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers
+    insert into pgqueue.messages (queue_name, enqueued_at, visible_at, max_attempts, message_id, payload, headers, kind)
+    select q.name, at, at, q.max_attempts, enqueue.message_id, enqueue.payload, enqueue.headers, q.kind
     from pgqueue.queues q
     where q.name = enqueue.queue_name collate "C"
         and case
@@ -436,10 +436,11 @@ begin
     end if;
 
     insert into pgqueue.messages (
-        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+        id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
     )
     select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body, u.headers
+        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body,
+        u.headers, q.kind
     from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
         as u (id, payload, body, headers, message_id, delay, holder)
     where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;

@@ -39,7 +39,8 @@ begin
                 with gone as (
                     delete from pgqueue.messages m
                     using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
-                    where pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
+                    where m.kind = (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C")
+                        and pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                         and pgqueue._is_claimed_by(m, exchange.claim_token)
                     returning m.id
                 )
@@ -58,9 +59,9 @@ begin
         end if;
     end if;
     candidates := pgqueue._lock_candidates(queue_name, max_messages, visibility_timeout);
-    if candidates.is_dedicated then
+    if candidates.kind is not null then
         return query
-        select c.*, false from pgqueue._claim_dedicated(queue_name, candidates.ids, visibility_timeout, claimed_by) c;
+        select c.*, false from pgqueue._claim_special(queue_name, candidates.kind, candidates.ids, visibility_timeout, claimed_by) c;
         return;
     end if;
     return query

@@ -49,11 +49,11 @@ begin
     perform pgqueue._check_claim(id, claim_token), pgqueue._check_visibility_timeout(visibility_timeout);
     if coalesce(q.max_in_flight, q.group_limit) is not null then
         -- The clock is read after the row is locked. From then on claims count the message as in flight.
-        perform from pgqueue.messages m where m.queue_name = q.name and m.id = extend.id for no key update;
+        perform from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id for no key update;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
-    if not q.dedicated then
-        -- A queue with one of these limits is dedicated.
+    if q.kind is null then
+        -- A queue with one of these limits is of another kind.
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
         where m.queue_name = q.name and m.id = extend.id
@@ -62,7 +62,7 @@ begin
     end if;
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
-    where m.queue_name = q.name and m.id = extend.id
+    where m.kind = q.kind and m.queue_name = q.name and m.id = extend.id
         and pgqueue._is_claimed_by(m, extend.claim_token)
         -- Another claim may have taken the place of one that has ended.
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > pgqueue._now());
@@ -87,12 +87,12 @@ begin
     if coalesce(q.max_in_flight, q.group_limit) is not null then
         -- As in extend.
         perform from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
         for no key update of m;
     end if;
     until := pgqueue._add_interval(pgqueue._now(), coalesce(visibility_timeout, q.visibility_timeout));
-    if not q.dedicated then
+    if q.kind is null then
         return query
         update pgqueue.messages_shared m
         set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
@@ -106,7 +106,7 @@ begin
     update pgqueue.messages m
     set visible_at = case when m.visible_at <= until then until else pgqueue._announce_claim_end(q, until) end
     from pgqueue._lookup_keys(q.name, ids) k
-    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+    where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         and pgqueue._is_claimed_by(m, coalesce(_extend_held.claim_token, m.claim_token))
         and (coalesce(q.max_in_flight, q.group_limit) is null or m.visible_at > (select pgqueue._now()))
     returning m.id;

@@ -66,7 +66,8 @@ begin
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
+        where m.kind = (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name)
+            and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
         returning m.*;
     end if;
@@ -188,7 +189,7 @@ as $$
     select row(
         s.id, s.queue_name, s.enqueued_at, s.due_at, s.attempt_count, s.max_attempts, null::int, null::uuid,
         s.expires_at, s.message_id, s.payload, s.body, s.headers, s.claimed_by, s.last_error, null::timestamptz,
-        s.transport_headers, null::uuid, null::bigint
+        s.transport_headers, null::uuid, null::bigint, null::bigint
     )::pgqueue.messages
 $$;
 comment on function pgqueue._as_message(pgqueue.scheduled_messages) is

@@ -1,7 +1,7 @@
 -- Message groups. At most group_limit messages of a group are in flight at a time, in the order of their ids. Whether a
 -- group is blocked is read from the rows of its messages whenever a claim looks at it. So nothing has to be kept up to
 -- date when a message leaves, by whatever statement, and no group can stay blocked by mistake.
--- The dedicated table of such a queue has two more indexes, which list its messages by group.
+-- The table of such queues has two more indexes, which list the messages by queue and group.
 
 create or replace function pgqueue._group_position(headers jsonb, id bigint)
 returns bigint
@@ -13,40 +13,6 @@ $$;
 comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
-
-create or replace function pgqueue._is_in_partition_of(queue_name text, name text)
-returns boolean
-language sql immutable parallel safe
-as $$ select queue_name = name or queue_name = coalesce(name, '') $$;
-comment on function pgqueue._is_in_partition_of(text, text) is
-'Whether a message belongs to the queue of this name, in a form that prunes partitions but cannot use the primary key.
-So a search by _group_position uses its index, and finds messages in the order of that index. An `order by` would sort
-all messages: the planner cannot know that only partitions with this index are left at run time. Inlined.';
-
-create or replace function pgqueue._on_queue_created_groups(q pgqueue.queues)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    -- The body of _group_position. A role that writes by plain SQL may not call that function.
-    position constant text :=
-        'coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902) + 4611686018427387904, id)';
-begin
-    if q.group_limit is null then
-        return;
-    end if;
-    execute format(
-        'create index %I on %s (%s, id)', format('messages_%s_group', q.queue_id), pgqueue._partition_of(q), position);
-    -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind
-    -- a backlog of its group would read the backlog.
-    execute format(
-        'create index %I on %s (%s, id) where attempt_count > 0',
-        format('messages_%s_group_attempted', q.queue_id), pgqueue._partition_of(q), position);
-end;
-$$;
-comment on function pgqueue._on_queue_created_groups(pgqueue.queues) is
-'Creates the indexes of a queue with groups.';
 
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
@@ -64,14 +30,14 @@ begin
     end if;
     ended_ids := array(
         select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, claimed_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at);
     if ended_ids <> '{}' then
         begin
             places := places + (
                 select count(*)
                 from (
                     select from pgqueue.messages m, pgqueue._lookup_keys(q.name, ended_ids) k
-                    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
+                    where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.visible_at <= at
                     limit wanted - places for update of m skip locked
                 ) l
             );
@@ -100,9 +66,9 @@ begin
         select count(*)
         from (
             select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and m.visible_at > at
+                and m.id + 0 >= first_id and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w
     );
@@ -121,9 +87,9 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and pgqueue._is_ready(m, at)
+                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
         );
 end;
 $$;
@@ -147,9 +113,9 @@ begin
     foreach place in array positions loop
         claimed_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+                and m.id + 0 >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
         );
         places := least(q.group_limit, wanted - cardinality(candidate_ids));
         if claimed_ids <> '{}' then
@@ -157,10 +123,11 @@ begin
         end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and pgqueue._group_position(m.headers, m.id) = place
-                and m.id >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
+                and pgqueue._group_position(m.headers, m.id) = place
+                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
-            order by m.id limit places
+            order by m.id + 0 limit places
             for update skip locked
         );
         exit when cardinality(candidate_ids) >= wanted;
@@ -197,7 +164,7 @@ declare
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
             and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
@@ -212,7 +179,7 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
@@ -247,7 +214,7 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._group_position(m.headers, m.id) >= state.first_id
                 and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
             limit 1
@@ -320,11 +287,11 @@ begin
                     pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
                     pgqueue._is_ready(m, at) as is_ready
                 from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                     and pgqueue._group_position(m.headers, m.id) > w.position
                     and pgqueue._group_position(m.headers, m.id) < below_position
                     -- PostgreSQL compares it in the index, so no row that was removed before is read.
-                    and m.id >= first_id
+                    and m.id + 0 >= first_id
                 limit 1
             ) s
             cross join lateral (
@@ -333,9 +300,9 @@ begin
                     when s.visible_at <= at and not s.is_ready then s.id
                     when q.group_limit > 1 then (
                         select c.id from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = s.position
-                            and c.id >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                            and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
                         limit 1
                     )
                 end as spent_id
@@ -380,12 +347,12 @@ begin
             candidate_ids := candidate_ids || array(
                 select m.id
                 from pgqueue._lookup_keys(q.name, locked) k, pgqueue.messages m
-                where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
                     and not exists (
                         select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id > m.id and c.attempt_count > 0
+                            and c.id + 0 > m.id and c.attempt_count > 0
                             and (
                                 c.visible_at > at
                                 or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
@@ -394,10 +361,10 @@ begin
                     )
                     and not exists (
                         select from pgqueue.messages c
-                        where pgqueue._is_in_partition_of(c.queue_name, q.name)
+                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
                             and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id < m.id
-                            and c.id >= coalesce(
+                            and c.id + 0 < m.id
+                            and c.id + 0 >= coalesce(
                                 (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
                         offset 0
                     )

@@ -52,20 +52,6 @@ $$;
 comment on function pgqueue._is_queue_empty(pgqueue.queues) is
 'Returns whether a queue holds no message: none ready, in flight, scheduled or dead.';
 
-create or replace function pgqueue._has_exclusive_lock_on_messages()
-returns boolean
-language sql volatile
-as $$
-    select exists (
-        select from pg_catalog.pg_locks l
-        where l.pid = pg_catalog.pg_backend_pid() and l.relation = 'pgqueue.messages'::regclass
-            and l.mode = 'AccessExclusiveLock' and l.granted
-    )
-$$;
-comment on function pgqueue._has_exclusive_lock_on_messages() is
-'Returns whether the transaction holds the access exclusive lock on messages, as it does after creating a dedicated
-table.';
-
 create or replace function pgqueue._drop_if_idle(q pgqueue.queues, at timestamptz, may_block boolean)
 returns boolean
 language plpgsql volatile
@@ -77,7 +63,7 @@ set jit = off
 as $$
 begin
     -- Dropping a dedicated table blocks all senders and consumers until this transaction ends, which may take long.
-    if q.dedicated and not may_block and not pgqueue._has_exclusive_lock_on_messages() then
+    if q.dedicated and not may_block then
         return false;
     end if;
     -- A queue in use by another transaction stays: do not wait for the lock. The lock only blocks sessions that use
@@ -101,7 +87,7 @@ end;
 $$;
 comment on function pgqueue._drop_if_idle(pgqueue.queues, timestamptz, boolean) is
 'Drops a queue that was not used for its expires_after_idle; returns false if the queue stays. A dedicated queue is
-dropped only if may_block is true, or if the transaction already holds the access exclusive lock on messages.';
+dropped only if may_block is true.';
 
 create or replace function pgqueue._drop_idle_queues(
     max_queues int, may_block boolean, caller name default current_user
@@ -164,7 +150,7 @@ returns void
 language sql volatile
 as $$
     -- Only in the first statement: a long transaction would hold the locks of the queues that it dropped.
-    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, false)) end
+    select case when pgqueue._is_first_statement() then (select count(*) from pgqueue._drop_idle_queues(10, q.dedicated)) end
 $$;
 comment on function pgqueue._on_queue_created_idle(pgqueue.queues) is
 'Drops up to ten idle queues when a queue is created.';
@@ -175,9 +161,8 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- This transaction holds the lock that dropping a dedicated queue needs.
     if after.dedicated and not before.dedicated and pgqueue._is_first_statement() then
-        perform pgqueue._drop_idle_queues(10, false);
+        perform pgqueue._drop_idle_queues(10, true);
     end if;
 end;
 $$;

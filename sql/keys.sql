@@ -33,9 +33,9 @@ comment on function pgqueue._has_current_key_lookup() is
 installation that is no extension, it may have another.';
 
 -- Before PostgreSQL 17, a plan that was made while a queue was small may read the whole queue with `id = any` as a
--- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared with
--- an array, so the planner gains nothing by reading the whole index in order. It is also compared with two expressions,
--- which prune partitions but cannot use an index. The calling functions disable other scans.
+-- filter, and the session keeps that plan. In those versions a join looks up each id instead. The name is compared
+-- with an array, so the planner gains nothing by reading the whole index in order. The calling functions disable other
+-- scans.
 create or replace function pgqueue._install_key_lookup()
 returns void
 language plpgsql volatile
@@ -54,7 +54,7 @@ begin
         'queue_name text, id bigint, name text, key_names text[], key_ids bigint[], key_id bigint)'
         ' returns boolean language sql immutable parallel safe as %L',
         case when joins then
-            ' select queue_name = any (key_names) and id = key_id and (queue_name = name or queue_name = coalesce(name, '''')) '
+            ' select queue_name = any (key_names) and id = key_id '
             else ' select queue_name = name and id = any (key_ids) ' end);
 end;
 $$;
@@ -62,6 +62,15 @@ comment on function pgqueue._install_key_lookup() is
 'Creates _lookup_keys and _matches_key in the form for the major version of the server.';
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
+
+create or replace function pgqueue._is_in_queue(message_kind bigint, queue_name text, kind bigint, name text)
+returns boolean
+language sql immutable parallel safe
+as $$ select message_kind = kind and queue_name || '' = name $$;
+comment on function pgqueue._is_in_queue(bigint, text, bigint, text) is
+'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
+A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
+all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
 
 create or replace function pgqueue._array_except(ids bigint[], others bigint[])
 returns bigint[]
@@ -146,7 +155,7 @@ begin
             format('an array with the claim_token of each of the %s, without nulls', pgqueue._with_number(cardinality(ids), 'id')));
     end if;
     -- A subquery with a locking clause is searched once for each claim, in the order of the ids, by any plan.
-    if q.dedicated then
+    if q.kind is not null then
         held := array(
             select m.id is not null
             from (
@@ -154,7 +163,7 @@ begin
             ) c
             left join lateral (
                 select l.id from pgqueue.messages l
-                where l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
+                where l.kind = q.kind and l.queue_name = q.name and l.id = c.id and pgqueue._is_claimed_by(l, c.claim_token)
                 for update
             ) m on true
             order by c.place

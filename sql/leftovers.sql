@@ -17,9 +17,9 @@ as $$
     )
     select
         c.oid::regclass, c.relkind::text,
-        -- A dedicated table tells the name of its queue.
+        -- The comment of a dedicated table has the name of its queue.
         case when c.relispartition then
-            (regexp_match(pg_catalog.pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES IN [(]''(.*)''[)]$'))[1] end
+            substring(pg_catalog.obj_description(c.oid, 'pg_class'), '^The messages of queue (.*)[.]$') end
     from pg_catalog.pg_class c
     cross join lateral (select substring(c.relname, '^(?:messages|transports|queue)_([0-9]+)(?![0-9])')::bigint) as w (number)
     where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'S', 'v') and case

@@ -15,13 +15,6 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.max_in_flight is not null and not exists (
-        select from pg_catalog.pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and c.relname = format('messages_%s_attempted', q.queue_id)
-    ) then
-        perform pgqueue._raise_invalid('max_in_flight', q.max_in_flight::text,
-            format('null: queue %L was created without max_in_flight', q.name));
-    end if;
     -- The register stays when the limit ends: a claim that runs at the same time may still use it.
     if q.rate_limit is not null and not exists (
         select from pg_catalog.pg_class c
@@ -32,8 +25,7 @@ begin
 end;
 $$;
 comment on function pgqueue._sync_limits(pgqueue.queues) is
-'Creates the register of a queue with rate_limit if it is missing. Raises 22023 if the queue has no index for
-max_in_flight.';
+'Creates the register of a queue with rate_limit if it is missing.';
 
 create or replace function pgqueue._on_queue_created_limits(q pgqueue.queues)
 returns void
@@ -41,15 +33,6 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.max_in_flight is not null then
-        -- Without this index, a count of the messages in flight would read the backlog. The expression is that of
-        -- _claimed_ids, for which the primary key cannot serve.
-        -- In a queue with groups a message that waits for its retry stays in messages, and is not in flight.
-        execute format(
-            'create index %I on %s ((id + 0)) where attempt_count > 0'
-            ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)',
-            format('messages_%s_attempted', q.queue_id), pgqueue._partition_of(q));
-    end if;
     perform pgqueue._sync_limits(q);
 end;
 $$;
@@ -147,19 +130,16 @@ begin
             select distinct r.id from pgqueue.requeued_messages r
             where r.queue_name = q.name and r.check_at >= first_check_at and r.id < first_id);
     end if;
-    -- The parent is locked first, as by every statement on messages. The query names the partition: with a condition on
-    -- queue_name and stale statistics the planner would choose the primary key, and read the backlog.
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
-    lock table only pgqueue.messages in access share mode;
-    execute format(
-        'select array(select m.id from %s m where m.id + 0 >= $1 and m.attempt_count > 0 and m.visible_at > $2'
-        ' and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count))',
-        pgqueue._partition_of(q))
-    into ids using coalesce(first_id, 1), after;
+    ids := array(
+        select m.id from pgqueue.messages m
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
+            and m.attempt_count > 0 and m.visible_at > after
+            and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     if returned_ids <> '{}' then
         ids := ids || array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, returned_ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
                 and m.attempt_count > 0 and m.visible_at > after
                 and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     end if;
@@ -167,7 +147,7 @@ begin
 end;
 $$;
 comment on function pgqueue._claimed_ids(pgqueue.queues, timestamptz) is
-'The messages whose claims end after a time, for a queue that was created with max_in_flight.';
+'The messages whose claims end after a time, for a queue with max_in_flight.';
 
 create or replace function pgqueue._allowed_messages(
     q pgqueue.queues, at timestamptz, wanted int, is_locked boolean default false
@@ -210,7 +190,7 @@ begin
     end if;
     return (
         select m.visible_at from pgqueue.messages m, pgqueue._lookup_keys(q.name, pgqueue._claimed_ids(q, at)) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         order by m.visible_at desc offset q.max_in_flight - 1 limit 1
     );
 end;

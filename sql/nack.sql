@@ -65,6 +65,7 @@ begin
         m.visible_at := due_at;
         m.claim_token := null;
         m.claimed_attempt := m.attempt_count;
+        m.kind := q.kind;
         insert into pgqueue.messages select m.*;
         perform pgqueue._announce_due(q, due_at);
         return;
@@ -94,14 +95,14 @@ declare
 begin
     perform pgqueue._check_claim(id, claim_token);
     perform pgqueue._check_failure(id, delay, headers);
-    if not q.dedicated then
+    if q.kind is null then
         delete from pgqueue.messages_shared c
         where c.queue_name = q.name and c.id = _nack_or_reject.id
             and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
         returning c.* into m;
     else
         delete from pgqueue.messages c
-        where c.queue_name = q.name and c.id = _nack_or_reject.id
+        where c.kind = q.kind and c.queue_name = q.name and c.id = _nack_or_reject.id
             and pgqueue._is_claimed_by(c, _nack_or_reject.claim_token)
         returning c.* into m;
     end if;
@@ -167,10 +168,7 @@ declare
 begin
     perform pgqueue._check_failure(0, delay, headers);
     for m in
-        delete from pgqueue.messages c
-        using pgqueue._lookup_keys(q.name, claims.held_ids) k
-        where pgqueue._matches_key(c.queue_name, c.id, q.name, k.names, k.ids, k.id)
-        returning c.*
+        select d.* from pgqueue._delete_messages(q, claims.held_ids) d
     loop
         perform pgqueue._retry_or_dead_letter(q, m, at, delay, error, headers, null);
         -- As in release, each message gets a due time of its own.
@@ -290,7 +288,7 @@ begin
         set visible_at = at, attempt_count = m.attempt_count - 1, claimed_attempt = m.attempt_count - 1,
             claim_token = null
         from pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token));
         get diagnostics released = row_count;
         if released > 0 then
@@ -299,11 +297,7 @@ begin
         return released;
     end if;
     with given_back as (
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_claimed_by(m, coalesce(_release_held.claim_token, m.claim_token))
-        returning m
+        select m from pgqueue._delete_claimed(q.name, ids, _release_held.claim_token) m
     )
     insert into pgqueue.scheduled_messages
     select (pgqueue._as_scheduled(

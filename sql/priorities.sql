@@ -1,6 +1,6 @@
--- In a queue with priorities a claim takes the messages with the highest priority first. The dedicated table of such a
--- queue has an index that lists its messages by priority and then by place. For each priority a register holds the
--- position from which claims read this index, so that they read no dead entries of consumed messages.
+-- In a queue with priorities a claim takes the messages with the highest priority first. The tables of such queues have
+-- an index that lists the messages by queue, priority and then place. For each priority a register holds the position
+-- from which claims read this index, so that they read no dead entries of consumed messages.
 
 create or replace function pgqueue._level_position(headers jsonb, place bigint)
 returns bigint
@@ -30,19 +30,13 @@ begin
     if not q.priorities then
         return;
     end if;
-    -- The body of _level_position. A role that writes by plain SQL may not call that function. A claim changes none of
-    -- the columns, so its update is HOT.
-    execute format(
-        'create index %I on %s ((((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
-        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487)))',
-        format('messages_%s_level', q.queue_id), pgqueue._partition_of(q));
     perform setval(pgqueue._create_register(q.queue_id, format('level_%s', n)), 1) from generate_series(0, 9) as n;
     -- Functions that read the messages by id skip the vacant ids only below this register.
     perform setval(q.fresh_from_id, 4611686018427387904);
 end;
 $$;
 comment on function pgqueue._on_queue_created_priorities(pgqueue.queues) is
-'Creates the index and the registers of a queue with priorities.';
+'Creates the registers of a queue with priorities.';
 
 create or replace function pgqueue._on_queue_dropping_priorities(q pgqueue.queues)
 returns void
@@ -59,6 +53,21 @@ end;
 $$;
 comment on function pgqueue._on_queue_dropping_priorities(pgqueue.queues) is
 'Drops the registers of a queue with priorities.';
+
+create or replace function pgqueue._on_queue_altered_priorities(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if before.priorities <> after.priorities then
+        perform pgqueue._on_queue_dropping_priorities(before);
+        perform pgqueue._on_queue_created_priorities(after);
+    end if;
+end;
+$$;
+comment on function pgqueue._on_queue_altered_priorities(pgqueue.queues, pgqueue.queues) is
+'Creates or drops the registers of a queue that gets or loses priorities.';
 
 create or replace function pgqueue._level_registers(q pgqueue.queues)
 returns regclass[]
@@ -106,7 +115,7 @@ begin
         cross join lateral (
             select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
             from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -128,7 +137,7 @@ begin
         cross join lateral (
             select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
             from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -162,7 +171,7 @@ begin
     cross join lateral (
         select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
         from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
             < pgqueue._level_start(f.floor) + 576460752303423488
@@ -187,7 +196,7 @@ begin
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
             select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -196,7 +205,7 @@ begin
         ),
         (
             select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) + 1 from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 < pgqueue._level_start(f.floor) + 576460752303423488
@@ -204,7 +213,7 @@ begin
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
         select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
-        where pgqueue._is_in_partition_of(m.queue_name, q.name)
+        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
             and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
             < pgqueue._level_start(f.floor) + 576460752303423488
@@ -232,7 +241,7 @@ begin
     from (
         select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
     group by w.position >> 59;
 end;
@@ -275,7 +284,7 @@ declare
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_partition_of(m.queue_name, q.name)
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
                 and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
@@ -365,7 +374,7 @@ begin
                     m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
                     pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
                 from pgqueue.messages m
-                where pgqueue._is_in_partition_of(m.queue_name, q.name)
+                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
                     and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
                 limit 1001

@@ -36,6 +36,25 @@ $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
 'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
+create or replace function pgqueue._with_new_registers(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
+    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
+    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
+    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
+    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
+    perform setval(r, 1)
+    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
+    return q;
+end;
+$$;
+comment on function pgqueue._with_new_registers(pgqueue.queues) is
+'Creates the five registers of a queue, with the value 1, and returns its row with them.';
+
 create or replace function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
 language plpgsql stable
@@ -113,6 +132,10 @@ begin
     end if;
     if q.priorities and q.group_limit is not null then
         perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
+    end if;
+    if q.dedicated and (q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null) then
+        perform pgqueue._raise_invalid('dedicated', 'true',
+            'false for a queue with group_limit, priorities or max_in_flight: the queues of such a kind share a table');
     end if;
     if q.counters is null then
         perform pgqueue._raise_invalid('counters', null, 'true or false');
@@ -205,9 +228,8 @@ begin
     q.priorities := priorities;
     q.counters := counters;
     q.dead_letter_to := dead_letter_to;
+    q.dedicated := dedicated;
     perform pgqueue._check_settings(q);
-    -- A queue with groups, priorities or max_in_flight has indexes of its own.
-    dedicated := dedicated or priorities or group_limit is not null or max_in_flight is not null;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -224,7 +246,10 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := pgqueue._take_number(queue_name collate "C");
                 if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
-                    dedicated := true;
+                    dedicated := not priorities and coalesce(group_limit, max_in_flight) is null;
+                    if not dedicated then
+                        perform pgqueue._drop_partition_left(q.queue_id);
+                    end if;
                 elsif dedicated then
                     perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
                 end if;
@@ -249,6 +274,7 @@ begin
         return pgqueue._public_queue(q);
     end if;
 
+    q := pgqueue._with_new_registers(q);
     insert into pgqueue.queues (
         name, visibility_timeout, max_attempts, dlq_enabled, dead_letter_expired, max_payload_bytes,
         backoff_base, backoff_factor, backoff_max, backoff_jitter, dedicated, created_at, updated_at, queue_id,
@@ -261,20 +287,13 @@ begin
         create_queue.dlq_enabled, create_queue.dead_letter_expired, create_queue.max_payload_bytes,
         create_queue.backoff_base, create_queue.backoff_factor, create_queue.backoff_max, create_queue.backoff_jitter,
         create_queue.dedicated, pgqueue._now(), pgqueue._now(), q.queue_id,
-        pgqueue._create_register(q.queue_id, 'fresh_from_id'),
-        pgqueue._create_register(q.queue_id, 'sweep_resume_id'),
-        pgqueue._create_register(q.queue_id, 'next_sweep_at'),
-        pgqueue._create_register(q.queue_id, 'first_due_at'),
-        pgqueue._create_register(q.queue_id, 'waiting_until'),
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until,
         create_queue.archive_for,
         create_queue.expires_after_idle, create_queue.dedup_window, create_queue.group_limit, create_queue.on_dead,
         create_queue.max_in_flight, create_queue.rate_limit, create_queue.rate_period, create_queue.priorities,
         create_queue.counters, create_queue.dead_letter_to
     )
     returning * into q;
-    perform setval(r, 1) from unnest(array[
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until
-    ]) as r;
     if q.counters then
         perform pgqueue._create_counters(q.name);
     else
@@ -293,31 +312,29 @@ comment on function pgqueue.create_queue(
 (1 s to 43200 s) is the time for which a claimed message is hidden. After max_attempts (1 to 100) attempts a message
 goes to the dead letters if dlq_enabled is true, else it is deleted; 0 means that a message has any number of attempts,
 and its max_attempts is 2147483647. An expired message goes to the dead letters if dead_letter_expired is true, else it
-is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. To make it,
-PostgreSQL scans the table of the other queues, dead rows included, and blocks all queues meanwhile: 0.3 to 0.6 seconds
-per GB in memory; compact_queues removes dead rows. max_payload_bytes (1 byte to 100 MB) limits the size of a payload or
-body. The delay after a failed attempt is backoff_base times backoff_factor for each attempt after the first, at most
-backoff_max, minus a random fraction of up to backoff_jitter (0 to 1). If if_not_exists is true, an existing queue is
-returned unchanged. archive_for (1 day to 10 years) is the minimum time for which acknowledged messages are kept in
-pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to 10 years) is for temporary queues, such as one
-for the replies to one instance of a service. Such a queue is dropped, as by drop_idle_queues, if it holds no message
-and no session has claimed, received or waited for this long. The next create_queue of any queue drops it; if it is
-dedicated, the next call that creates or exposes a dedicated queue. dedup_window (1 s to 30 days) is the time for which
-enqueue adds no second message with the same dedup_key; 0 means as long as the first message lives, at most 30 days.
-With group_limit (1 to 1000) at most group_limit messages with the same group_key are in flight at a time, in the order
-of their ids; the queue is then dedicated. If group_limit is 1, a message that waits for its retry keeps the later ones
-of its group waiting. With on_dead skip a group goes on after one of its messages has become a dead letter; with hold,
-which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most max_in_flight (1 to 10000)
-messages of the queue are in flight at a time, over all consumers; the queue is then dedicated. Claims and receives take
+is deleted. dedicated gives the queue a table of its own; use it for a few queues with a high load. max_payload_bytes (1
+byte to 100 MB) limits the size of a payload or body. The delay after a failed attempt is backoff_base times
+backoff_factor for each attempt after the first, at most backoff_max, minus a random fraction of up to backoff_jitter (0
+to 1). If if_not_exists is true, an existing queue is returned unchanged. archive_for (1 day to 10 years) is the minimum
+time for which acknowledged messages are kept in pgqueue.archived_messages; null keeps none. expires_after_idle (1 s to
+10 years) is for temporary queues, such as one for the replies to one instance of a service. Such a queue is dropped, as
+by drop_idle_queues, if it holds no message and no session has claimed, received or waited for this long. The next
+create_queue of any queue drops it; if it is dedicated, the next call that creates or exposes a dedicated queue.
+dedup_window (1 s to 30 days) is the time for which enqueue adds no second message with the same dedup_key; 0 means as
+long as the first message lives, at most 30 days. With group_limit (1 to 1000) at most group_limit messages with the
+same group_key are in flight at a time, in the order of their ids. If group_limit is 1, a message that waits for its
+retry keeps the later ones of its group waiting. With on_dead skip a group goes on after one of its messages has become
+a dead letter; with hold, which needs dlq_enabled, the group waits until the dead letter is redriven or purged. At most
+max_in_flight (1 to 10000) messages of the queue are in flight at a time, over all consumers. Claims and receives take
 at most rate_limit (1 to 1000000) messages in each rate_period (1 ms to 1 day), and up to rate_limit more that earlier
-claims have left. With priorities true, messages with a higher priority are claimed first; the queue is then dedicated,
-and cannot have a group_limit. counters false makes its calls faster, and stats returns null for its totals.
-dead_letter_to names another queue, for which the caller needs admin access, too. That queue takes the dead letters and
-sends them as new messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id,
-reason, attempts and died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was
-restored, the queue takes over what is left of the former queue of this name: its dedicated table, the relation of its
-transport, and the access of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a
-dedicated table from being attached.';
+claims have left. With priorities true, messages with a higher priority are claimed first; the queue cannot have a
+group_limit then. counters false makes its calls faster, and stats returns null for its totals. dead_letter_to names
+another queue, for which the caller needs admin access, too. That queue takes the dead letters and sends them as new
+messages, when it is claimed or received from; their header pgqueue.dead_letter has the queue, id, reason, attempts and
+died_at of the dead letter. It needs dlq_enabled and on_dead skip. If a dump without rows was restored, the queue takes
+over what is left of the former queue of this name: its dedicated table, the relation of its transport, and the access
+of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
+attached.';
 
 create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
 returns void
@@ -328,13 +345,9 @@ declare
     partition constant text := format('messages_%s', queue_id);
     option text;
 begin
-    if exists (select from pgqueue.messages_shared m where m.queue_name = _create_partition.queue_name collate "C") then
-        perform pgqueue._raise_invalid('dedicated', 'true',
-            format('false while pgqueue.messages_shared holds messages of queue %L', queue_name));
-    end if;
+    -- Other queues go on meanwhile: to attach a table locks the parent against other changes of its partitions only.
     execute format(
-        'create table pgqueue.%I partition of pgqueue.messages (primary key (queue_name, id)) for values in (%L)',
-        partition, queue_name);
+        'create table pgqueue.%I (like pgqueue.messages_shared including defaults, primary key (queue_name, id))', partition);
     for option in
         select o from pg_class c cross join lateral unnest(c.reloptions) as o
         where c.oid = 'pgqueue.messages_shared'::regclass
@@ -344,24 +357,44 @@ begin
     end loop;
     execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
     perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
+    execute format(
+        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
 comment on function pgqueue._create_partition(text, bigint) is
 'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
-queue, as the name of a queue can be longer than an identifier. Raises 22023 if messages_shared holds messages of the
-queue.';
+queue, as the name of a queue can be longer than an identifier. Its comment contains the name, by which create_queue
+finds the table after a restore without rows.';
+
+create or replace function pgqueue._drop_partition_left(queue_id bigint)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The first sweep takes the messages over.
+    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
+    execute format('drop table pgqueue.messages_%s cascade', queue_id);
+end;
+$$;
+comment on function pgqueue._drop_partition_left(bigint) is
+'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
 
 create or replace function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$
-    select case
-        when q.dedicated then format('pgqueue.%I', format('messages_%s', q.queue_id))::regclass
-        else 'pgqueue.messages_shared'::regclass
-    end
+    select format('pgqueue.messages_%s', case
+        when q.kind is null then 'shared'
+        when q.kind = 1 then 'grouped'
+        when q.kind = 2 then 'prioritized'
+        when q.kind = 3 then 'prioritized_limited'
+        when q.kind = 4 then 'limited'
+        else q.queue_id::text
+    end)::regclass
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition that holds the messages of a queue.';
+'The partition of the messages of a queue.';
 
 create or replace function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,
@@ -383,11 +416,13 @@ create or replace function pgqueue.alter_queue(
     rate_limit int default null,
     rate_period interval default null,
     counters boolean default null,
-    dead_letter_to pgqueue.queue_of_admin default null
+    dead_letter_to pgqueue.queue_of_admin default null,
+    priorities boolean default null
 )
 returns pgqueue.queue
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
 set jit = off
 as $$
 declare
@@ -408,15 +443,12 @@ begin
     q.archive_for := nullif(coalesce(alter_queue.archive_for, q.archive_for), '0');
     q.expires_after_idle := nullif(coalesce(alter_queue.expires_after_idle, q.expires_after_idle), '0');
     q.dedup_window := coalesce(alter_queue.dedup_window, q.dedup_window);
-    if alter_queue.group_limit is not null and q.group_limit is null then
-        perform pgqueue._raise_invalid('group_limit', alter_queue.group_limit::text,
-            format('null: queue %L was created without group_limit', q.name));
-    end if;
-    q.group_limit := coalesce(alter_queue.group_limit, q.group_limit);
+    q.group_limit := nullif(coalesce(alter_queue.group_limit, q.group_limit), 0);
     q.on_dead := coalesce(alter_queue.on_dead, q.on_dead);
     q.max_in_flight := nullif(coalesce(alter_queue.max_in_flight, q.max_in_flight), 0);
     q.rate_limit := nullif(coalesce(alter_queue.rate_limit, q.rate_limit), 0);
     q.rate_period := coalesce(alter_queue.rate_period, q.rate_period);
+    q.priorities := coalesce(alter_queue.priorities, q.priorities);
     if not alter_queue.counters and q.counters then
         perform pgqueue._raise_invalid('counters', 'false',
             format('true or null: calls use the counters of queue %L without a lock on the queue', q.name));
@@ -432,33 +464,106 @@ begin
         backoff_jitter = q.backoff_jitter, archive_for = q.archive_for,
         expires_after_idle = q.expires_after_idle, dedup_window = q.dedup_window,
         group_limit = q.group_limit, on_dead = q.on_dead, max_in_flight = q.max_in_flight,
-        rate_limit = q.rate_limit, rate_period = q.rate_period, counters = q.counters,
+        rate_limit = q.rate_limit, rate_period = q.rate_period, priorities = q.priorities, counters = q.counters,
         dead_letter_to = q.dead_letter_to, updated_at = pgqueue._now()
     where queues.name = queue_name collate "C"
     returning * into q;
+    if q.kind is distinct from before.kind then
+        q := pgqueue._change_kind(q);
+    end if;
     -- The repair that doctor suggests relies on this.
     if q.counters and pgqueue._missing_counters(q.name) <> '{}' then
         perform pgqueue._create_counters(q.name);
     end if;
     perform pgqueue._call_queue_handlers('queue_altered', q, before);
     return pgqueue._public_queue(q);
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'alter_queue');
+    return null;
 end;
 $$;
 comment on function pgqueue.alter_queue(
     pgqueue.queue_of_admin, interval, int, boolean, boolean, int, interval, double precision, interval,
-    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin
+    double precision, interval, interval, interval, int, text, int, int, interval, boolean, pgqueue.queue_of_admin,
+    boolean
 ) is
 'Changes the settings whose arguments are not null, and returns the queue. The limits are those of create_queue.
 Messages keep the max_attempts with which they were sent. A new archive_for also applies to messages that are archived
 already; a running transaction may not notice the change before it ends. archive_for 0 ends archiving, and archived
 messages are kept for the time set before. expires_after_idle 0 means that the queue never expires. A new dedup_window
-applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit applies
-to the next claims; a queue that was created without group_limit cannot get one. The same holds for max_in_flight. A new
-rate_limit or rate_period applies to the next claims. max_in_flight 0 and rate_limit 0 end these limits. A queue that
-has a stream gets neither of them: stream_claim would refuse it, and the open batch would be delivered again. counters
-true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that
-the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if
-archiving would begin or end for the relation of a transport while a longer transaction uses that relation.';
+applies to messages that are sent from then on; the keys of earlier ones may be free at once. A new group_limit,
+max_in_flight, rate_limit or rate_period applies to the next claims; group_limit 0, max_in_flight 0 and rate_limit 0 end
+these limits. To give a queue its first group_limit, max_in_flight or priorities, or to take the last away, moves all
+its messages to another table in one transaction. Other calls of this queue wait meanwhile, one to three seconds for
+100,000 messages; claims stay valid, and other queues are not affected. A dedicated queue cannot get them. A queue that
+has a stream gets none of them: stream_claim would refuse it, and the open batch would be delivered again. counters true
+begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that the
+queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if messages
+would be moved while a longer transaction uses the queue, or if archiving would begin or end for the relation of a
+transport while a longer transaction uses that relation.';
+
+create or replace function pgqueue._change_kind(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    s pgqueue.sweep_state;
+begin
+    -- The caller holds the lock shared. After this lock no other transaction uses the queue, as in drop_queue.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(q.name));
+    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
+    -- ones, so _get_locked_queue refuses it.
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s cascade',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    q := pgqueue._with_new_registers(q);
+    update pgqueue.queues
+    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
+        first_due_at = q.first_due_at, waiting_until = q.waiting_until
+    where queues.name = q.name;
+    perform setval(q.fresh_from_id, coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1));
+    update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
+    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
+    delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
+    insert into pgqueue.sweep_state select s.*;
+    return q;
+end;
+$$;
+comment on function pgqueue._change_kind(pgqueue.queues) is
+'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
+
+create or replace function pgqueue._adopt_messages(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[];
+begin
+    if q.kind is null then
+        return false;
+    end if;
+    ids := array(
+        select m.id from pgqueue.messages_shared m where m.queue_name = q.name
+            and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
+        order by m.id limit 1000 for update skip locked);
+    if ids <> '{}' then
+        update pgqueue.messages m set kind = q.kind
+        from pgqueue._lookup_keys(q.name, ids) k
+        where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    end if;
+    return ids <> '{}';
+end;
+$$;
+comment on function pgqueue._adopt_messages(pgqueue.queues) is
+'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
+of the queue. Returns whether there were any. Sweeps call it.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -545,15 +650,14 @@ begin
         select c.ctid from pgqueue.scheduled_messages c where c.queue_name = q.name order by c.id for update));
     get diagnostics removed = row_count;
     if q.dedicated then
-        n := pgqueue._truncate_or_drop_partition(q, true);
-    else
-        message_ids := array(
-            select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
-        delete from pgqueue.messages m
-        using pgqueue._lookup_keys(q.name, message_ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-        get diagnostics n = row_count;
+        removed := removed + pgqueue._truncate_or_drop_partition(q, true);
     end if;
+    message_ids := array(
+        select m.id from pgqueue.messages m where m.queue_name = q.name order by m.id for update);
+    delete from pgqueue.messages m
+    using pgqueue._lookup_keys(q.name, message_ids) k
+    where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    get diagnostics n = row_count;
     delete from pgqueue.requeued_messages r where r.queue_name = q.name;
     return removed + n;
 end;
@@ -598,7 +702,7 @@ begin
     end loop;
     close source;
     if truncates then
-        return removed + pgqueue._truncate_or_drop_partition(q, false);
+        removed := removed + pgqueue._truncate_or_drop_partition(q, false);
     end if;
     open source for
         select m.id, null::tid as place, pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers) as bytes

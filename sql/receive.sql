@@ -19,7 +19,7 @@ begin
     if pgqueue._count('acknowledged', queue_name, cardinality(candidates.ids)) >= 0
         and pgqueue._lock_queue_without_archive(queue_name)
     then
-        if not candidates.is_dedicated then
+        if candidates.kind is null then
             return query
             delete from pgqueue.messages_shared m
             using pgqueue._lookup_keys(receive.queue_name collate "C", candidates.ids) k

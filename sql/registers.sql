@@ -36,10 +36,10 @@ declare
 begin
     -- Keeps _drop_leftovers away.
     lock table only pgqueue.queues in row exclusive mode;
-    select substring(c.relname, '[0-9]+')::bigint into number
-    from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    select substring(i.inhrelid::regclass::text, '[0-9]+')::bigint into number
+    from pg_inherits i
     where i.inhparent = 'pgqueue.messages'::regclass
-        and pg_get_expr(c.relpartbound, c.oid) = format('FOR VALUES IN (%L)', queue_name);
+        and obj_description(i.inhrelid, 'pg_class') = format('The messages of queue %s.', queue_name);
     if found then
         -- No later queue gets this number.
         loop
@@ -53,23 +53,19 @@ begin
     end if;
     for leftover in
         select c.oid from pg_class c
-        where c.relnamespace = 'pgqueue'::regnamespace and (
+        where c.relnamespace = 'pgqueue'::regnamespace
             -- Range conditions on the name, which a catalog index supports. The sequence of a transport is kept.
-            c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
+            and c.relname >= format('queue_%s_', number)::name and c.relname < format('queue_%s_~', number)::name
             and c.relname <> format('queue_%s_seq', number)
-            or c.relname >= format('messages_%s_', number)::name and c.relname < format('messages_%s_~', number)::name
-            and c.relname ~ '_(group|group_attempted|level|attempted)$'
-        )
     loop
-        execute format(
-            case when leftover::text ~ '^pgqueue.queue_' then 'drop sequence %s cascade' else 'drop index %s' end, leftover);
+        execute format('drop sequence %s cascade', leftover);
     end loop;
     return number;
 end;
 $$;
 comment on function pgqueue._take_number(text) is
 'Returns the number of a new queue: that of a dedicated table that was left for it, otherwise the next one without such
-a table. Drops the registers and indexes that were left for this number, which the caller creates again.';
+a table. Drops the registers that were left for this number, which the caller creates again.';
 
 create or replace function pgqueue._create_register(queue_id bigint, role text)
 returns regclass

@@ -292,11 +292,11 @@ begin
     ),
     due as (
         insert into pgqueue.messages (
-            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         select
-            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts, pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload,
-            m.body, m.headers
+            coalesce(m.id, nextval('pgqueue.message_id')), q.name, at, at, q.max_attempts,
+            pgqueue._add_interval(at, m.expires_in), m.message_id, m.payload, m.body, m.headers, q.kind
         from staged m
         where coalesce(m.delay, '0') = interval '0' and m.id is distinct from 0
         returning messages.id

@@ -43,7 +43,7 @@ begin
     arrived as (
         insert into pgqueue.messages (
             id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, expires_at, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt
+            payload, body, headers, claimed_by, last_error, transport_headers, transport_seq, claimed_attempt, kind
         )
         select
             d.id, q.name, d.enqueued_at, d.due_at, d.attempt_count, d.max_attempts, d.expires_at, d.message_id,
@@ -51,7 +51,7 @@ begin
             -- At its old place, below those that claims have passed, only a sweep would find the message.
             case when q.priorities then nextval('pgqueue.message_id') end,
             -- No consumer has it, also if it is moved before it is due.
-            nullif(d.attempt_count, 0)
+            nullif(d.attempt_count, 0), q.kind
         from gone d
         returning messages.id, messages.expires_at
     )
@@ -71,11 +71,11 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
         returning m.*;
     else
         return query
@@ -97,13 +97,13 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         select
             array_agg(w.id), array_agg(w.id) filter (where w.visible_at <= at), array_agg(w.id) filter (where w.is_spent)
         into ids, visible_ids, spent_ids
         from (
             select m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit 1000
         ) w;
     else
@@ -128,10 +128,10 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at)
             for update of m skip locked
         );
     end if;
@@ -162,11 +162,11 @@ declare
 begin
     removed := 0;
     has_more := false;
-    if q.dedicated then
+    if q.kind is not null then
         select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
         into spent_ids, sizes
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-        where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_spent(m, at);
     else
         select array_agg(m.id), array_agg(pgqueue._moved_bytes(m.payload, m.body, m.headers, m.transport_headers))
         into spent_ids, sizes

@@ -770,21 +770,23 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if coalesce(before.max_in_flight, before.rate_limit) is not null or coalesce(after.max_in_flight, after.rate_limit) is null
+    if before.priorities or coalesce(before.max_in_flight, before.rate_limit) is not null
+        or not after.priorities and coalesce(after.max_in_flight, after.rate_limit) is null
     then
         return;
     end if;
     -- stream_claim would refuse the queue. It acknowledges the open batch, so this batch would be delivered again.
     perform pgqueue._require_current_snapshot(format('queue %L', after.name));
-    perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-        coalesce(after.rate_limit, after.max_in_flight)::text,
+    perform pgqueue._raise_invalid(
+        case when after.priorities then 'priorities' when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
+        case when after.priorities then 'true' else coalesce(after.rate_limit, after.max_in_flight)::text end,
         format('null while queue %L has a stream. End its query, then: select pgqueue.drop_stream(%L, %L);',
             after.name, after.name, t.stream_name))
     from pgqueue.streams t where t.queue_name = after.name;
 end;
 $$;
 comment on function pgqueue._on_queue_altered_streams(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a queue with a stream gets a limit, and 40001 if an old snapshot may hide a stream.';
+'Raises 22023 if a queue with a stream gets a limit or priorities, and 40001 if an old snapshot may hide a stream.';
 
 create or replace function pgqueue._on_queue_dropping_streams(q pgqueue.queues)
 returns void

@@ -94,10 +94,10 @@ as $$
 begin
     -- The result is ordered by id, as the index is searched for the ids in order. An explicit `order by` would add a
     -- sort.
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
-            where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
+            where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and m.id <> all (taken) and pgqueue._is_ready(m, at)
             limit wanted for update of m skip locked
         );
     end if;
@@ -322,6 +322,7 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
+    perform pgqueue._adopt_messages(q);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;
@@ -329,7 +330,7 @@ end;
 $$;
 comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Sweeps call it.';
+others, calls the handlers that do so. Takes over what plain SQL has sent. Sweeps call it.';
 
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void

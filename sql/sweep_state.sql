@@ -146,18 +146,18 @@ comment on function pgqueue._next_span(bigint) is
 'The number of ids that a walk reads in its next step, after a whole step of span ids. The clock is checked between
 steps. Inlined.';
 
--- A statement on messages locks and starts up the table of each dedicated queue. So sweeps read the messages of other
--- queues from messages_shared. These functions are stable: their statements have the snapshot of the caller.
+-- A statement on messages locks and starts up each partition. So sweeps read the messages of plain queues from
+-- messages_shared. These functions are stable: their statements have the snapshot of the caller.
 create or replace function pgqueue._ids_between(q pgqueue.queues, from_id bigint, below_id bigint, wanted int)
 returns bigint[]
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
+    if q.kind is not null then
         return array(
             select m.id from pgqueue.messages m
-            where m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted);
     end if;
     return array(
@@ -175,8 +175,8 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if q.dedicated then
-        return (select m.visible_at from pgqueue.messages m where m.queue_name = q.name and m.id = _visible_at_of.id);
+    if q.kind is not null then
+        return (select m.visible_at from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = _visible_at_of.id);
     end if;
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
@@ -384,7 +384,7 @@ as $$
     select pg_stat_get_xact_blocks_fetched('pgqueue.scheduled_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched('pgqueue.requeued_messages'::regclass)
         + pg_stat_get_xact_blocks_fetched(case
-            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else 'pgqueue.messages_shared'::regclass
+            when q.dedicated then to_regclass(format('pgqueue.messages_%s', q.queue_id)) else pgqueue._partition_of(q)
         end)
 $$;
 comment on function pgqueue._pages_read(pgqueue.queues) is

@@ -3,7 +3,7 @@
 
 create sequence pgqueue.queue_id;
 comment on sequence pgqueue.queue_id is
-'Numbers the queues. Registers and partitions are named by these numbers.';
+'Numbers the queues. Registers and dedicated tables are named by these numbers.';
 
 create table pgqueue.queues (
     name text collate "C" not null,
@@ -37,6 +37,13 @@ create table pgqueue.queues (
     priorities boolean not null default false,
     counters boolean not null default true,
     dead_letter_to text collate "C",
+    kind bigint generated always as (case
+        when dedicated then 1000 + queue_id
+        when group_limit is not null then 1
+        when priorities and max_in_flight is null then 2
+        when priorities then 3
+        when max_in_flight is not null then 4
+    end) stored,
     constraint queues_pkey primary key (name),
     constraint queues_queue_id_is_unique unique (queue_id),
     constraint queues_name_is_plain check (name ~ '^[a-z0-9_-]{1,128}$'),
@@ -55,12 +62,13 @@ create table pgqueue.queues (
     constraint queues_expires_after_idle_is_bounded check (expires_after_idle between '1 s' and '3652.5 days'),
     constraint queues_dedup_window_is_bounded check (dedup_window = '0' or dedup_window between '1 s' and '30 days'),
     constraint queues_group_limit_is_bounded
-    check (group_limit is null or group_limit between 1 and 1000 and dedicated),
+    check (group_limit between 1 and 1000),
     constraint queues_on_dead_is_known check (on_dead in ('skip', 'hold')),
     constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
     constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
     constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
-    constraint queues_priorities_have_a_table check (not priorities or dedicated and group_limit is null)
+    constraint queues_kind_is_one
+    check ((dedicated::int + priorities::int + (group_limit is not null)::int) <= 1 and not (dedicated and max_in_flight is not null))
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is
@@ -85,6 +93,9 @@ comment on column pgqueue.queues.counters is
 'Whether the queue has sequences that count its messages.';
 comment on column pgqueue.queues.dead_letter_to is
 'The queue that takes the dead letters of this queue and sends them as messages; null: they stay.';
+comment on column pgqueue.queues.kind is
+'The partition of messages for the messages of the queue: null messages_shared, 1 messages_grouped, 2
+messages_prioritized, 3 messages_prioritized_limited, 4 messages_limited, and from 1001 on a dedicated table.';
 comment on column pgqueue.queues.fresh_from_id is
 'Register: the lowest id that no claim has passed. Messages below it have been claimed before, except those that
 committed late. A hint.';
@@ -121,8 +132,9 @@ create table pgqueue.messages (
     claimed_at timestamptz,
     transport_headers text,
     transport_id uuid,
-    transport_seq bigint
-) partition by list (queue_name);
+    transport_seq bigint,
+    kind bigint
+) partition by list (kind);
 comment on table pgqueue.messages is
 'Messages that are ready (visible_at has passed) or in flight (claimed; visible_at is the end of the claim). A message
 has either a payload or a body.';
@@ -137,6 +149,9 @@ comment on column pgqueue.messages.transport_seq is
 'The position of the message in that relation. The id cannot serve as position: all queues share one sequence, so the
 gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
 of a message that came due, among those of its priority; null if the id is its place.';
+comment on column pgqueue.messages.kind is
+'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; the next sweep of
+a queue of another kind then moves the message to its partition.';
 comment on column pgqueue.messages.claimed_at is
 'When the claim of claimed_attempt was made. An extension does not change it.';
 
@@ -153,7 +168,7 @@ comment on column pgqueue.messages.claimed_at is
 -- a truncation takes an exclusive lock.
 create table pgqueue.messages_shared partition of pgqueue.messages (
     constraint messages_shared_pkey primary key (queue_name, id)
-) default with (
+) for values in (null) with (
     fillfactor = 50,
     autovacuum_vacuum_threshold = 10000,
     autovacuum_vacuum_scale_factor = 0,
@@ -163,7 +178,63 @@ create table pgqueue.messages_shared partition of pgqueue.messages (
     vacuum_truncate = false
 );
 comment on table pgqueue.messages_shared is
-'The messages of all queues without a dedicated partition.';
+'The messages of plain queues: those without groups, priorities, max_in_flight and a dedicated table.';
+
+-- The queues of a kind share a table, which has the indexes that the kind needs. So a queue costs the others nothing,
+-- and is created and altered without a lock on messages. In these indexes the queue and the id are expressions. As
+-- plain columns they would also serve a search by queue and id: a plan made on a small table would take that index, and
+-- read the whole queue later.
+do $$
+declare
+    name text;
+begin
+    foreach name in array array['messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited'] loop
+        execute format('create table pgqueue.%I (like pgqueue.messages_shared including defaults)', name);
+        execute format('alter table pgqueue.%I add primary key (queue_name, id)', name);
+        execute format(
+            'alter table pgqueue.%I set (%s)', name,
+            (select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+    end loop;
+end;
+$$;
+alter table pgqueue.messages attach partition pgqueue.messages_grouped for values in (1);
+alter table pgqueue.messages attach partition pgqueue.messages_prioritized for values in (2);
+alter table pgqueue.messages attach partition pgqueue.messages_prioritized_limited for values in (3);
+alter table pgqueue.messages attach partition pgqueue.messages_limited for values in (4);
+comment on table pgqueue.messages_grouped is 'The messages of queues with group_limit.';
+comment on table pgqueue.messages_prioritized is 'The messages of queues with priorities.';
+comment on table pgqueue.messages_prioritized_limited is 'The messages of queues with priorities and max_in_flight.';
+comment on table pgqueue.messages_limited is 'The messages of queues with max_in_flight alone.';
+
+-- The expression is the body of _group_position. A role that writes by plain SQL may not call that function.
+create index messages_grouped_position on pgqueue.messages_grouped (
+    (queue_name || ''),
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
+    (id + 0)
+);
+-- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind a
+-- backlog of its group would read the backlog.
+create index messages_grouped_attempted on pgqueue.messages_grouped (
+    (queue_name || ''),
+    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
+    (id + 0)
+) where attempt_count > 0;
+-- The expression is the body of _level_position. A claim changes none of its columns, so its update is HOT.
+create index messages_prioritized_level on pgqueue.messages_prioritized (
+    (queue_name || ''),
+    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (coalesce(transport_seq, id) & 576460752303423487))
+);
+create index messages_prioritized_limited_level on pgqueue.messages_prioritized_limited (
+    (queue_name || ''),
+    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
+        | (coalesce(transport_seq, id) & 576460752303423487))
+);
+-- Without these indexes, a count of the messages in flight would read the backlog.
+create index messages_prioritized_limited_claimed on pgqueue.messages_prioritized_limited ((queue_name || ''), (id + 0))
+where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
+create index messages_limited_claimed on pgqueue.messages_limited ((queue_name || ''), (id + 0))
+where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),

@@ -242,11 +242,11 @@ begin
         where q.name = any (names);
     else
         insert into pgqueue.messages (
-            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers
+            queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
         )
         select
             q.name, at, at, case when pgqueue._count('enqueued', q.name, 1) = 1 then q.max_attempts end,
-            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers
+            pgqueue._add_interval(at, expires_in), publish.message_id, publish.payload, publish.body, publish.headers, q.kind
         from pgqueue.queues q
         where q.name = any (names)
         order by q.name;

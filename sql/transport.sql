@@ -162,14 +162,14 @@ begin
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
-        transport_headers, transport_id
+        transport_headers, transport_id, kind
     )
     values (
         -- A transport reads a null body as an empty one. A message has either a payload or a body.
         q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, coalesce(body, ''), headers, wire_headers,
         -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
         -- back.
-        case when not pgqueue._is_transport_id(id) then id end
+        case when not pgqueue._is_transport_id(id) then id end, q.kind
     )
     returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
     perform pgqueue._wake_if_waiting(q, at);
@@ -394,6 +394,9 @@ begin
             where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
         );
     end if;
+    if is_locked and pgqueue._try_lock_existing_queue(q) then
+        perform pgqueue._adopt_messages(q);
+    end if;
     if is_locked then
         -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
         -- never have a claim, so remove them here, too.
@@ -432,32 +435,18 @@ calls this itself, at most once a second. A role that reads the relation needs a
 grant_access(role, ''transport''). Raises PQ001.';
 
 create or replace function pgqueue._make_dedicated(q pgqueue.queues)
-returns void
+returns pgqueue.queues
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-    partition constant text := format('pgqueue.%I', format('messages_%s', q.queue_id));
-    interim constant text := format('pgqueue.%I', format('messages_%s_moving', q.queue_id));
-    move constant text := format(
-        'with moved as (delete from pgqueue.messages_shared m where m.queue_name = %L returning m.*)'
-        ' insert into %s select m.* from moved m', q.name, interim);
 begin
-    -- Move the rows by way of another table: the partition cannot be created while its rows are in messages_shared.
-    execute format('create unlogged table %s (like pgqueue.messages_shared)', interim);
-    execute move;
-    -- Plain SQL inserts do not lock the queue. Take the lock that creating the partition needs anyway, and move the
-    -- rows that were inserted meanwhile.
-    lock table only pgqueue.messages, pgqueue.messages_shared in access exclusive mode;
-    execute move;
     perform pgqueue._create_partition(q.name, q.queue_id);
-    execute format('insert into %s select m.* from %s m', partition, interim);
-    execute format('drop table %s', interim);
-    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name;
+    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
+    return pgqueue._change_kind(q);
 end;
 $$;
 comment on function pgqueue._make_dedicated(pgqueue.queues) is
-'Moves the messages of a queue into a partition of its own.';
+'Moves the messages of a queue into a partition of its own, and returns the row of the queue.';
 
 create or replace function pgqueue._body_string(as_view text)
 returns text
@@ -536,8 +525,7 @@ begin
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        perform pgqueue._make_dedicated(q);
-        q.dedicated := true;
+        q := pgqueue._make_dedicated(q);
     end if;
     partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
@@ -662,15 +650,9 @@ begin
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
     return address;
-exception
-    when lock_not_available then
-        perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
-        return null;
-    when check_violation then
-        -- Plain SQL has inserted messages after the snapshot. They are still in messages_shared, so the partition
-        -- cannot be created.
-        perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
-        return null;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(queue_name, 'expose_transport');
+    return null;
 end;
 $$;
 comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
@@ -922,6 +904,12 @@ begin
     if to_regclass(pgqueue._transport_table(q)) is null then
         return;
     end if;
+    if not q.dedicated then
+        -- The relation was dropped with the table that such a queue cannot have.
+        execute format('drop table %s cascade', pgqueue._transport_table(q));
+        execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
+        return;
+    end if;
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
         'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
@@ -930,7 +918,7 @@ begin
         ' on conflict do nothing', pgqueue._transport_table(q))
     using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
     perform pgqueue._sync_archive_trigger(q);
-    if q.group_limit is not null or q.priorities or q.max_in_flight is not null or q.rate_limit is not null then
+    if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
     end if;
 end;
@@ -948,11 +936,8 @@ begin
     if not after.dedicated then
         return;
     end if;
-    if (after.max_in_flight is not null or after.rate_limit is not null)
-        and exists (select from pgqueue.transports t where t.queue_name = after.name)
-    then
-        perform pgqueue._raise_invalid(case when after.rate_limit is null then 'max_in_flight' else 'rate_limit' end,
-            coalesce(after.rate_limit, after.max_in_flight)::text,
+    if after.rate_limit is not null and exists (select from pgqueue.transports t where t.queue_name = after.name) then
+        perform pgqueue._raise_invalid('rate_limit', after.rate_limit::text,
             format('null: queue %L has the relation of a transport', after.name));
     end if;
     if after.archive_for is null and before.archive_for is not null then
@@ -963,9 +948,8 @@ begin
 end;
 $$;
 comment on function pgqueue._on_queue_altered_transport(pgqueue.queues, pgqueue.queues) is
-'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets
-limits, and 40001 if an old snapshot may hide
-that the queue is exposed.';
+'Creates or drops the archive trigger of the queue if archiving begins or ends. Raises 22023 if an exposed queue gets a
+rate_limit, and 40001 if an old snapshot may hide that the queue is exposed.';
 
 create or replace function pgqueue._on_queue_dropping_transport(q pgqueue.queues)
 returns void

@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches a table.
 lock table pgqueue.messages in access exclusive mode;
-select plan(101);
+select plan(113);
 
 create function pg_temp.rows_of(relation regclass) returns text language plpgsql as $$
 declare
@@ -32,6 +32,8 @@ select pgqueue.enqueue('compact', '1', delay => '1 h') as later \gset
 select pgqueue.enqueue('compact', '"dead"') as dead \gset
 select count(pgqueue.reject('compact', c.id, c.claim_token, 'why')) as rejected from pgqueue.claim('compact', 2) c \gset
 insert into pgqueue.requeued_messages values ('compact', '-infinity', :sent);
+select pgqueue.create_queue('compact_grouped', group_limit => 1), pgqueue.create_queue('compact_prioritized', priorities => true), pgqueue.create_queue('compact_limited', max_in_flight => 1), pgqueue.create_queue('compact_both', priorities => true, max_in_flight => 1) \g /dev/null
+select pgqueue.enqueue(format('compact_%s', k), '1') from unnest('{grouped,prioritized,limited,both}'::text[]) k \g /dev/null
 insert into pgqueue.dedup_keys select n, q.queue_id, 'key', 7, :sent, now() from pgqueue.queues q, generate_series(0, 8) n where q.name = 'compact';
 select pgqueue.stream_open('compact', 's') is not null as opened \gset
 select pgqueue.sink_stage('compact', gen_random_uuid(), 0, 0) as token \gset
@@ -58,7 +60,7 @@ select count(*) as sent_batch from pgqueue.enqueue_batch('compact_deep', array(s
 select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 10,000 rows is not compacted');
 select is((select count(*) from pgqueue.messages m where m.queue_name = 'compact_deep'), 10001::bigint, 'an attempt that compacts nothing changes no row');
 select is(pgqueue.purge_queue('compact_deep'), 10001::bigint, 'the queue is purged');
-insert into pgqueue.messages (queue_name, body) select 'compact_deep', decode(string_agg(md5((n * 1000 + g)::text), ''), 'hex') from generate_series(1, 9) n, generate_series(1, 65536) g group by n;
+insert into pgqueue.messages (queue_name, kind, body) select 'compact_deep', (select q.kind from pgqueue.queues q where q.name = 'compact_deep'), decode(string_agg(md5((n * 1000 + g)::text), ''), 'hex') from generate_series(1, 9) n, generate_series(1, 65536) g group by n;
 select is((pg_temp.compact(:'deep')).outcome, 'backlog', 'a table with more than 8 MB of living rows is not compacted');
 select is(pgqueue.purge_queue('compact_deep'), 9::bigint, 'the large messages are still there');
 

@@ -51,7 +51,7 @@ select results_eq(
     ('ack_batch', 'queue_name text, ids bigint[], claim_token uuid', 0, 'integer'),
     ('ack_claims', 'queue_name text, ids bigint[], claim_tokens uuid[]', 0, 'SETOF pgqueue.settled_claim'),
     ('advance_transport', 'queue_name text', 0, 'bigint'),
-    ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval, counters boolean, dead_letter_to pgqueue.queue_of_admin', 19, 'pgqueue.queue'),
+    ('alter_queue', 'queue_name text, visibility_timeout interval, max_attempts integer, dlq_enabled boolean, dead_letter_expired boolean, max_payload_bytes integer, backoff_base interval, backoff_factor double precision, backoff_max interval, backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval, group_limit integer, on_dead text, max_in_flight integer, rate_limit integer, rate_period interval, counters boolean, dead_letter_to pgqueue.queue_of_admin, priorities boolean', 20, 'pgqueue.queue'),
     ('alter_schedule', 'name text, cron text, payload jsonb, headers jsonb, time_zone text, paused boolean, catch_up boolean, priority integer, group_key text, caller pgqueue.caller', 9, 'timestamp with time zone'),
     ('browse', 'queue_name text, state text, max_messages integer, after_id bigint', 3, 'SETOF pgqueue.message'),
     ('browse_archived_messages', 'queue_name text, max_messages integer, before_id bigint', 2, 'SETOF pgqueue.archived_message'),
@@ -140,7 +140,7 @@ select isnt_empty($$ select from pg_namespace n where n.nspname = 'pgqueue' and 
 select is_empty($$ select t.typname from pg_type t join pg_class c on c.oid = t.typrelid and c.relkind = 'c' where t.typnamespace = 'pgqueue'::regnamespace and obj_description(t.oid, 'pg_type') is null $$,
     'every type has a comment');
 select columns_are('pgqueue', 'messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'visible_at', 'expires_at', 'attempt_count', 'max_attempts',
-    'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'transport_headers', 'transport_id', 'transport_seq', 'claimed_attempt', 'claimed_at'], 'messages has the columns of the contract');
+    'claimed_by', 'claim_token', 'last_error', 'message_id', 'body', 'transport_headers', 'transport_id', 'transport_seq', 'claimed_attempt', 'claimed_at', 'kind'], 'messages has the columns of the contract');
 select columns_are('pgqueue', 'scheduled_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'due_at', 'expires_at', 'attempt_count', 'max_attempts',
     'claimed_by', 'last_error', 'message_id', 'body', 'transport_headers'], 'scheduled_messages has the columns of the contract');
 select columns_are('pgqueue', 'dead_messages', array['id', 'queue_name', 'payload', 'headers', 'enqueued_at', 'died_at', 'expires_at', 'attempt_count', 'max_attempts',
@@ -162,9 +162,9 @@ select is_empty($$ select f.signature from functions f where f.prosrc like '%pgq
 select lives_ok($$ lock table pgqueue.messages in access exclusive mode $$, 'the test locks the messages before a table is attached');
 select lives_ok($$ select pgqueue.create_queue('house', dedicated => true) $$, 'a dedicated queue is created');
 select set_eq(
-    $$ select t.relname || ' ' || regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '') from pg_index i join relations t on t.oid = i.indrelid where t.relname ~ '^messages' and t.relkind = 'r' $$,
-    $$ select t.relname || ' ' || 'btree (queue_name, id)' from relations t where t.relname ~ '^messages' and t.relkind = 'r' $$,
-    'the primary key is the only index of every table of messages');
+    $$ select t.relname || ' ' || regexp_replace(pg_get_indexdef(i.indexrelid), '^.* USING ', '') from pg_index i join relations t on t.oid = i.indrelid where t.relname ~ '^messages_(shared|[0-9]+)$' $$,
+    $$ select t.relname || ' ' || 'btree (queue_name, id)' from relations t where t.relname ~ '^messages_(shared|[0-9]+)$' $$,
+    'the primary key is the only index of the tables of plain and of dedicated queues');
 select is_empty($$ select relname, o from relations cross join unnest(array['fillfactor', 'autovacuum_vacuum_threshold', 'autovacuum_vacuum_scale_factor']) o
     where relname ~ '^messages' and relkind = 'r' and not exists (select from unnest(reloptions) s where s like o || '=%') $$, 'every table of messages has the three storage parameters');
 select is_empty($$ select relname from relations where relkind = 'r' and relname !~ '^archived_messages_' and not 'vacuum_truncate=false' = any (coalesce(reloptions, '{}')) $$, 'vacuum truncates no table');

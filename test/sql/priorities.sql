@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(59);
+select plan(58);
 
 -- The names of messages are their priority and a letter. A name without a digit has no priority.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -40,11 +40,10 @@ $$;
 
 -- Settings
 select is((pgqueue.create_queue('jobs', '30 s', 3, priorities => true)).priorities, true, 'create_queue returns priorities');
-select is((pgqueue.get_queue('jobs')).dedicated, true, 'a queue with priorities is dedicated');
 select is((pgqueue.create_queue('plain')).priorities, false, 'a queue has no priorities by default');
 select throws_ok($$ select pgqueue.create_queue('x', priorities => null) $$, '22023', 'invalid priorities: null', 'create_queue refuses null as priorities');
 select throws_ok($$ select pgqueue.create_queue('x', priorities => true, group_limit => 1) $$, '22023', 'invalid priorities: ''true''', 'create_queue refuses priorities with group_limit');
-select throws_ok($$ select pgqueue.alter_queue('jobs', group_limit => 1) $$, '22023', 'invalid group_limit: ''1''', 'alter_queue gives no group_limit to a queue with priorities');
+select throws_ok($$ select pgqueue.alter_queue('jobs', group_limit => 1) $$, '22023', 'invalid priorities: ''true''', 'alter_queue gives no group_limit to a queue with priorities');
 select throws_ok($$ select pgqueue.expose_transport('jobs') $$, '22023', 'invalid queue_name: ''jobs''', 'expose_transport refuses a queue with priorities');
 select throws_ok($$ select pgqueue.stream_claim('jobs', 's', (pgqueue.stream_open('jobs', 's')).epoch, 0, null) $$, '22023', 'invalid queue_name: ''jobs''', 'stream_claim refuses a queue with priorities');
 
@@ -147,8 +146,8 @@ end;
 $$;
 select pgqueue.create_queue('expired', priorities => true) \g /dev/null
 select pgqueue.enqueue_batch('expired', array_fill('"late"'::jsonb, array[5000]), expires_in => '1 s', priorities => array_fill(9, array[5000])) \g /dev/null
-insert into pgqueue.messages (queue_name, payload, headers, enqueued_at, visible_at)
-select 'expired', '"hidden"', '{"pgqueue.priority": 5}', pgqueue._now(), pgqueue._now() + interval '1 h' from generate_series(1, 5000);
+insert into pgqueue.messages (queue_name, kind, payload, headers, enqueued_at, visible_at)
+select 'expired', 2, '"hidden"', '{"pgqueue.priority": 5}', pgqueue._now(), pgqueue._now() + interval '1 h' from generate_series(1, 5000);
 select pgqueue.enqueue_batch('expired', array_fill('"low"'::jsonb, array[100])), pg_temp.at('2030-01-01 12:06:10') \g /dev/null
 select setval(q.next_sweep_at, 1), setseed(0.5) from pgqueue.queues q where q.name = 'expired' \g /dev/null
 select is(pg_temp.claim('expired', 1), 'low', 'a claim passes messages that are not ready');

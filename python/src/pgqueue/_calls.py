@@ -268,7 +268,7 @@ alter_queue = Call(
     " max_payload_bytes int, backoff_base interval, backoff_factor double precision, backoff_max interval,"
     " backoff_jitter double precision, archive_for interval, expires_after_idle interval, dedup_window interval,"
     " group_limit int, on_dead text, max_in_flight int, rate_limit int, rate_period interval, counters boolean,"
-    " dead_letter_to text",
+    " dead_letter_to text, priorities boolean",
 )
 drop_queue = Call(int, "drop_queue", "queue_name text")
 get_queue = Call(QueueInfo, "get_queue", "queue_name text")

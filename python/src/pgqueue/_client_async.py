@@ -401,15 +401,15 @@ class AsyncQueue(_Calls):
         `expires_after_idle` (1 s to 3652.5 days; None: never) the queue is dropped when it was empty and unused for
         that time. `dedup_window` (1 s to 30 days; 5 min) is the time for which a `dedup_key` is taken; `timedelta(0)`
         means as long as its message lives, at most 30 days. `group_limit` (1 to 1000; None: no groups) is how many
-        messages with the same `group_key` may be in flight at a time, in the order of their ids; the queue is then
-        dedicated. `on_dead` is `"skip"` (a group goes on after a dead letter) or `"hold"` (it waits for it).
-        `max_in_flight` (1 to 10000; None: any number) is how many messages of the queue may be in flight at a time,
-        over all consumers; the queue is then dedicated, and `receive` refuses it. `rate_limit` (1 to 1000000; None:
-        any number) is how many messages claims and receives take in each `rate_period` (1 ms to 1 day; 1 s), and up to
-        `rate_limit` more that earlier claims have left. With `priorities` (false), messages with a higher `priority`
-        are claimed first; the queue is then dedicated, and cannot have a `group_limit`. Without `counters` (true) its
-        calls are faster, and the totals of `stats` are None. `dead_letter_to` (None: they stay) names another queue,
-        which takes the dead letters and sends them as new messages; it needs `dlq_enabled` and admin access to both.
+        messages with the same `group_key` may be in flight at a time, in the order of their ids. `on_dead` is `"skip"`
+        (a group goes on after a dead letter) or `"hold"` (it waits for it). `max_in_flight` (1 to 10000; None: any
+        number) is how many messages of the queue may be in flight at a time, over all consumers; `receive` refuses such
+        a queue. `rate_limit` (1 to 1000000; None: any number) is how many messages claims and receives take in each
+        `rate_period` (1 ms to 1 day; 1 s), and up to `rate_limit` more that earlier claims have left. With `priorities`
+        (false), messages with a higher `priority` are claimed first; the queue cannot have a `group_limit` then, and a
+        dedicated one can have neither. Without `counters` (true) its calls are faster, and the totals of `stats` are
+        None. `dead_letter_to` (None: they stay) names another queue, which takes the dead letters and sends them as new
+        messages; it needs `dlq_enabled` and admin access to both.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """
@@ -462,19 +462,21 @@ class AsyncQueue(_Calls):
         rate_period: timedelta | None = None,
         counters: bool | None = None,
         dead_letter_to: str | None = None,
+        priorities: bool | None = None,
     ) -> QueueInfo:
         """Change the settings that are given, and return the queue. Ranges are those of `create_queue`.
 
         Messages keep the `max_attempts` that they were sent with. A new `archive_for` also applies to messages that are
         already archived. `timedelta(0)` ends archiving; archived messages are then kept for the time that was promised.
         An `expires_after_idle` of `timedelta(0)` keeps the queue for good. A new `dedup_window` applies to messages
-        that are sent from then on; the keys of earlier ones may be free at once. A queue that was created
-        without `group_limit` or `max_in_flight` cannot get one. 0 ends `max_in_flight` and `rate_limit`.
-        `counters` can only become true. A `dead_letter_to` with the name of the queue itself ends it, and dead
-        letters stay.
+        that are sent from then on; the keys of earlier ones may be free at once. 0 ends `group_limit`,
+        `max_in_flight` and `rate_limit`. The first `group_limit`, `max_in_flight` or `priorities`, or the end of the
+        last, moves all messages to another table: other calls of this queue wait for one to three seconds for 100,000
+        messages, and claims stay valid. `counters` can only become true. A `dead_letter_to` with the name of the
+        queue itself ends it, and dead letters stay.
 
-        Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if archiving begins or ends for a queue with a
-        transport relation that a longer transaction uses.
+        Raises `InvalidArgument`, `QueueNotFound`, and `QueueBusy` if a longer transaction uses the queue while messages
+        would be moved, or its transport relation while archiving begins or ends.
         """
         return await self._one(
             _calls.alter_queue(
@@ -498,6 +500,7 @@ class AsyncQueue(_Calls):
                 rate_period,
                 counters,
                 dead_letter_to,
+                priorities,
             )
         )
 

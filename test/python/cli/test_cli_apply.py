@@ -131,6 +131,9 @@ def test_only_prune_drops_and_a_rename_is_a_drop_and_a_create(applied: Applied) 
     assert (refused.status, refused.out) == (1, "")
     assert "schedules.daily.queue_name = letters cannot be changed from orders; nothing was changed" in refused.err
     assert applied(moved, "--prune").out.splitlines()[0] == "- schedule daily"
+    # A queue does not get a table of its own.
+    refused = applied("[queues.orders]\ndedicated = true\n")
+    assert "queues.orders.dedicated = true cannot be changed from false; nothing was changed" in refused.err
     # What the file has no table for is not dropped.
     assert applied("[schedules]\n", "--prune").out == "- schedule daily\n"
     assert sorted(applied.queues()) == ["letters", "orders"]
@@ -176,10 +179,12 @@ def test_every_setting_of_sql_is_accepted_by_its_name(applied: Applied) -> None:
     named = {"queue_name": '"all"', "cron": '"@daily"', "time_zone": '"UTC"', "payload": "[1]", "headers": "{}"}
     named |= {"paused": "true", "catch_up": "false", "priority": "1", "group_key": '"g"'}
     assert schedule == named.keys()
-    text = "[queues.urgent]\npriorities = true\n"  # first, because the other names it
+    lines["dedicated"] = "false"  # A queue with a group_limit has no table of its own.
+    text = "[queues.urgent]\ndedicated = true\n"  # first, because the other names it
+    text += "[queues.first]\npriorities = true\n"
     text += "[queues.all]\n" + "".join(f"{name} = {value}\n" for name, value in lines.items())
     text += "[schedules.all]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
-    assert applied(text).err == "pgqueue: 3 changes made\n"
+    assert applied(text).err == "pgqueue: 4 changes made\n"
     assert applied(text).err == "pgqueue: there is no difference\n"
 
 
@@ -214,7 +219,7 @@ def test_a_change_that_the_server_refuses_leaves_nothing(applied: Applied) -> No
         "max_attempts = 101": "invalid max_attempts: '101'; nothing was changed\nhint: max_attempts must be",
         "[queues.'Bad Name']": "invalid queue_name: 'Bad Name'; nothing was changed",
         "[schedules.s]\nqueue_name = 'ordres'\ncron = '@daily'": "queue 'ordres' does not exist; nothing was changed",
-        "dedicated = false\ngroup_limit = 1": "queues.b.dedicated = false cannot be changed from true; nothing",
+        "dedicated = true\ngroup_limit = 1": "invalid dedicated: 'true'; nothing was changed",
     }.items():
         refused = applied(f"[queues.a]\n[queues.b]\n{wrong}\n")
         assert refused.status == 1

@@ -19,7 +19,7 @@ CACHE = Path(__file__).resolve().parents[3] / ".cache"
 MAY_BE_NULL = {
     "alter_queue": "visibility_timeout max_attempts dlq_enabled dead_letter_expired max_payload_bytes backoff_base"
     " backoff_factor backoff_max backoff_jitter archive_for expires_after_idle dedup_window group_limit on_dead"
-    " max_in_flight rate_limit rate_period counters dead_letter_to",
+    " max_in_flight rate_limit rate_period counters dead_letter_to priorities",
     "alter_schedule": "cron payload headers time_zone paused catch_up priority group_key",
     "browse_archived_messages": "before_id",
     "channel": "queue_name",
@@ -142,6 +142,7 @@ def good(verb: str, argument: str, kind: str) -> str:
         "queue_names": "'{arguments}'",
         "priorities": "'{1}'" if verb == "enqueue_batch" else "false",
         "group_limit": "1" if verb == "create_queue" else "null",
+        "dedicated": "false",
         "on_dead": "'skip'",
         "max_in_flight": "0" if verb == "alter_queue" else "1",
         "rate_limit": "0" if verb == "alter_queue" else "1000000",

@@ -274,7 +274,7 @@ class _Comparison:
             return
         changed = {key: (getattr(info, key), value) for key, value in settings.items() if value != getattr(info, key)}
         for key in _FIXED & changed.keys():
-            hint = "Only a new queue can have it. Groups, priorities and max_in_flight make a queue dedicated."
+            hint = "Only a new queue can have it."
             raise self._fixed(f"queues.{queue.name}.{key}", *changed[key], hint)
         if changed:
             none = {"interval": timedelta(0), "int": 0, "text": queue.name}

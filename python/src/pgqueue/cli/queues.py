@@ -82,7 +82,7 @@ DedupWindow = Annotated[
 GroupLimit = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1000, metavar="N", help="Messages of a group in flight at a time; 1: in order.", show_default=False
+        metavar="N", help="Messages of a group in flight (no groups; 1 to 1000); 1: in order.", show_default=False
     ),
 ]
 
@@ -205,13 +205,23 @@ def alter(
     rate_period: RatePeriod = None,
     counters: Counters = None,
     dead_letter_to: DeadLetterTo = None,
+    priorities: Annotated[
+        bool | None,
+        typer.Option(
+            "--priorities/--no-priorities",
+            help="Claim messages with a higher priority (send --priority) first.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Change settings of a queue; those that are not given stay.
 
     The defaults in parentheses are those of a new queue. Messages keep the attempts that they were sent with.
     --archive-for 0 ends archiving; archived messages are kept as long as the old setting said. --expires-after-idle 0
-    keeps the queue for good. --max-in-flight 0 and --rate-limit 0 end these limits. --dead-letter-to with the name of
-    the queue itself keeps the dead letters there.
+    keeps the queue for good. --group-limit 0, --max-in-flight 0 and --rate-limit 0 end these limits. The first
+    --group-limit, --max-in-flight or --priorities, or the end of the last, moves all messages to another table, and
+    other calls of the queue wait meanwhile. --dead-letter-to with the name of the queue itself keeps the dead letters
+    there.
     """
     settings = {
         "visibility_timeout": visibility_timeout,
@@ -233,6 +243,7 @@ def alter(
         "rate_period": rate_period,
         "counters": counters,
         "dead_letter_to": dead_letter_to,
+        "priorities": priorities,
     }
     if all(value is None for value in settings.values()):
         raise typer.BadParameter("nothing to change: give a setting, such as --max-attempts 7.")

@@ -244,8 +244,7 @@ class SnapshotReader(Shipped, DataSourceReader):
                 else:
                     connection.execute("select from pgqueue.get_queue(%s)", [queue])
             return list(options.queue)
-        # Messages of these two tables belong to an existing queue. A query on all queues of `messages` would lock each
-        # dedicated table, and there may be more of them than max_locks_per_transaction allows.
+        # Messages of these two tables belong to an existing queue.
         tables = set(_TABLES[options.source])
         names = {name for table in tables - {"messages", "scheduled_messages"} for name in names_in(connection, table)}
         if "messages" in tables:

@@ -81,14 +81,14 @@ _FIELDS: Final = (
     Field("archive_for", "Archive for (days)", "days", "empty: acknowledged messages are deleted"),
     Field("expires_after_idle", "Drop after idle (s)", "s", "empty: the queue is never dropped"),
     Field("dedup_window", "Deduplication window (s)", "s", "how long a key is taken; 0: while its message lives"),
-    Field("group_limit", "Group limit", "int", "messages of a group in flight; empty at creation: no groups"),
+    Field("group_limit", "Group limit", "int", "messages of a group in flight; empty: no groups"),
     Field("on_dead", "After a dead letter", "skip|hold", "its group goes on (skip) or waits (hold)"),
     Field("max_in_flight", "Most in flight", "int", "messages of the queue at a time; empty: no limit"),
     Field("rate_limit", "Rate limit", "int", "messages claimed in each period; empty: no limit"),
     Field("rate_period", "Rate period (s)", "s"),
+    Field("priorities", "Priorities", "bool", "messages with a higher priority are claimed first"),
 )
 _ONLY_NEW: Final = (  # what the page of the settings does not change
-    Field("priorities", "Priorities", "bool", "messages with a higher priority are claimed first"),
     Field("counters", "Counters", "bool", "count what is sent and acknowledged; costs some processor time"),
     Field("dedicated", "Table of its own", "bool", "for a few queues with a high load"),
 )
@@ -102,6 +102,7 @@ _PRIORITY: Final = Field("priority", "Priority", "int", "0 to 9; 9 is claimed fi
 _NULLABLE: Final = {
     "archive_for": timedelta(0),
     "expires_after_idle": timedelta(0),
+    "group_limit": 0,
     "max_in_flight": 0,
     "rate_limit": 0,
 }
