@@ -69,8 +69,10 @@ def pytest_xdist_auto_num_workers() -> int | None:
 # The files whose tests share the HTTP server of the run.
 SERVED = (
     "test_http_direct",
+    "test_http_long_polls",
     "test_http_managed",
     "test_http_page",
+    "test_http_page_actions",
     "test_http_rights",
     "test_http_schedules",
     "test_http_schema",

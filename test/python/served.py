@@ -327,3 +327,35 @@ __all__ = [
     "terminate",
     "waiters",
 ]
+
+
+class DirectQueue:
+    def __init__(self, web: Server, name: str) -> None:
+        self.web, self.name, self.path = web, name, f"/v1/queues/{name}"
+
+    def post(self, verb: str, body: Any = None, key: str | None = None, **more: Any) -> httpx.Response:
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return self.web.post(f"{self.path}/{verb}", {} if body is None else body, headers=headers, **more)
+
+    def send(self, *payloads: Any) -> list[int]:
+        answer = self.post("enqueue", {"messages": [{"payload": each} for each in payloads]})
+        assert answer.status_code == 201, answer.text
+        ids: list[int] = answer.json()["message_ids"]
+        return ids
+
+    def claim(self, **body: Any) -> list[dict[str, Any]]:
+        answer = self.post("claim", body)
+        assert answer.status_code == 200, answer.text
+        claimed: list[dict[str, Any]] = answer.json()["messages"]
+        return claimed
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.web.get(f"{self.path}/stats").json()
+        return stats
+
+
+def code_of(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "field", "value", "limit"}
+    return str(error["code"])

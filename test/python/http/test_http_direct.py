@@ -1,51 +1,27 @@
-"""The direct routes: the verbs of a queue in one round trip, long polls, and repeated requests."""
+"""The direct routes: the verbs of a queue in one round trip, and repeated requests."""
 
-import asyncio
 import base64
 import json
-import re
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psycopg
 import pytest
-from clients import PATIENCE
-from served import ADMIN, SERVICE, Server, configuration, in_process, locked, make_conninfo, new_name, waiters
+from served import (
+    SERVICE,
+    DirectQueue,
+    Server,
+    code_of,
+    configuration,
+    in_process,
+    locked,
+    make_conninfo,
+    new_name,
+)
 
 TOKEN = "00000000-0000-4000-8000-000000000000"
-
-
-class DirectQueue:
-    def __init__(self, web: Server, name: str) -> None:
-        self.web, self.name, self.path = web, name, f"/v1/queues/{name}"
-
-    def post(self, verb: str, body: Any = None, key: str | None = None, **more: Any) -> httpx.Response:
-        headers = {} if key is None else {"Idempotency-Key": key}
-        return self.web.post(f"{self.path}/{verb}", {} if body is None else body, headers=headers, **more)
-
-    def send(self, *payloads: Any) -> list[int]:
-        answer = self.post("enqueue", {"messages": [{"payload": each} for each in payloads]})
-        assert answer.status_code == 201, answer.text
-        ids: list[int] = answer.json()["message_ids"]
-        return ids
-
-    def claim(self, **body: Any) -> list[dict[str, Any]]:
-        answer = self.post("claim", body)
-        assert answer.status_code == 200, answer.text
-        claimed: list[dict[str, Any]] = answer.json()["messages"]
-        return claimed
-
-    def stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self.web.get(f"{self.path}/stats").json()
-        return stats
 
 
 @pytest.fixture
@@ -54,13 +30,6 @@ def queue(web: Server, sql: psycopg.Connection[Any]) -> DirectQueue:
     name = new_name()
     sql.execute("select pgqueue.create_queue(%s, max_attempts => 2, backoff_base => '0')", [name])
     return DirectQueue(web, name)
-
-
-def code(answer: httpx.Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"code", "message", "field", "value", "limit"}
-    return str(error["code"])
 
 
 def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None:
@@ -103,8 +72,8 @@ def test_a_message_passes_through_every_direct_route(queue: DirectQueue) -> None
 def test_a_lost_claim_is_410(queue: DirectQueue, verb: str) -> None:
     queue.send(1)
     (message,) = queue.claim()
-    assert code(queue.post(verb, {"id": message["id"], "claim_token": TOKEN}), 410) == "claim_lost"
-    assert code(queue.post(verb, {"id": 10**15, "claim_token": TOKEN}), 410) == "claim_lost"
+    assert code_of(queue.post(verb, {"id": message["id"], "claim_token": TOKEN}), 410) == "claim_lost"
+    assert code_of(queue.post(verb, {"id": 10**15, "claim_token": TOKEN}), 410) == "claim_lost"
     assert queue.post(verb, {"id": message["id"], "claim_token": message["claim_token"]}).status_code == 200
 
 
@@ -164,7 +133,7 @@ def test_values_at_a_limit_are_accepted_and_values_beyond_are_refused(
     if verb == "ack_batch":
         needed = {"ids": [1], "claim_token": TOKEN}
     answer = queue.post(verb, needed | {field: bad})
-    code(answer, 422)
+    code_of(answer, 422)
     assert answer.json()["error"]["field"].startswith(field)
     if good is not None:
         assert queue.post(verb, needed | {field: good}).status_code in (200, 410)
@@ -179,13 +148,13 @@ def test_contents_over_a_limit_are_refused(queue: DirectQueue, sql: psycopg.Conn
     ):
         assert queue.post("enqueue", {"messages": [fits]}).status_code == 201
         answer = queue.post("enqueue", {"messages": [exceeds]})
-        assert code(answer, 413) == "payload_too_large"
+        assert code_of(answer, 413) == "payload_too_large"
         assert answer.json()["error"]["field"] == f"messages[0].{field}"
-    assert code(queue.post("enqueue", {"messages": [{"payload": 1}] * 101}), 422) == "invalid"
+    assert code_of(queue.post("enqueue", {"messages": [{"payload": 1}] * 101}), 422) == "invalid"
     sql.execute("select pgqueue.alter_queue(%s, max_payload_bytes => 10)", [queue.name])
     for large in ({"payload": "x" * 20}, {"body": bodies[0][:20]}):
         answer = queue.post("enqueue", {"messages": [{"payload": 1}, large]})
-        assert code(answer, 413) == "payload_too_large"
+        assert code_of(answer, 413) == "payload_too_large"
         assert answer.json()["error"]["field"] == f"messages[1].{next(iter(large))}"
 
 
@@ -269,7 +238,7 @@ def test_a_message_has_a_group_or_a_priority(
 def test_invalid_arguments_of_a_message_are_named(queue: DirectQueue, message: dict[str, Any], field: str) -> None:
     for key in (None, new_name()):
         answer = queue.post("enqueue", {"messages": [{"payload": 1}, message]}, key)
-        assert code(answer, 422) == "invalid"
+        assert code_of(answer, 422) == "invalid"
         assert answer.json()["error"]["field"] == f"messages[1].{field}"
     assert queue.post("enqueue", {"messages": [{"payload": 1, "expires_in_seconds": 315_576_000}]}).status_code == 201
 
@@ -278,10 +247,10 @@ def test_nack_merges_headers_into_those_of_the_message(queue: DirectQueue) -> No
     queue.post("enqueue", {"messages": [{"payload": 1, "headers": {"event": "created", "n": 1}}]})
     (claimed,) = queue.claim()
     settled = {"id": claimed["id"], "claim_token": claimed["claim_token"], "delay_seconds": 0}
-    assert code(queue.post("nack", settled | {"headers": [1]}), 422) == "invalid"
+    assert code_of(queue.post("nack", settled | {"headers": [1]}), 422) == "invalid"
     for headers in ('{"a": 1e131072}', '{"a": "\\u0000"}'):
         answer = queue.post("nack", f'{json.dumps(settled)[:-1]}, "headers": {headers}}}')
-        assert code(answer, 422) == "invalid"
+        assert code_of(answer, 422) == "invalid"
         assert answer.json()["error"]["field"] == "headers"
     for depth in (300, 400, 500, 900, 100_000):  # Python can read some of these, but not write them
         nested = f'{{"a": {"[" * depth}{"]" * depth}}}'
@@ -366,7 +335,7 @@ def test_long_numbers_pass_unchanged_up_to_the_limit(queue: DirectQueue) -> None
     bodies = [f'{{"messages": [{{"payload": {text}}}]}}' for text in texts]
     assert [queue.post("enqueue", body).status_code for body in bodies] == [201, 201, 201]
     answer = queue.post("enqueue", bodies[2].replace("67", "68"))
-    assert code(answer, 413) == "payload_too_large"
+    assert code_of(answer, 413) == "payload_too_large"
     assert answer.json()["error"]["value"] == "262145 bytes"
 
 
@@ -393,7 +362,7 @@ def test_the_routes_work_with_any_encoding_and_style_of_a_database(server: str, 
                 assert message["payload"] == "é"
                 assert message["visible_at"].endswith("Z")
                 assert web.get("/queue", params={"service": SERVICE, "database": made, "name": name}).status_code == 200
-                assert code(queue.post("enqueue", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
+                assert code_of(queue.post("enqueue", {"messages": [{"payload": "☃"}]}), 422) == "invalid"
         finally:
             connection.execute(f'drop database "{made}" with (force)')
 
@@ -404,7 +373,7 @@ def test_dead_letters_are_sent_to_another_queue_by_its_admins(
     (sent,) = queue.send(1)
     sql.execute("select pgqueue.reject(%s, id, claim_token) from pgqueue.claim(%s)", [queue.name, queue.name])
     answer = queue.post("redrive", {"to_queue": "nowhere"})
-    assert (code(answer, 404), "nowhere" in answer.text) == ("queue_not_found", True)
+    assert (code_of(answer, 404), "nowhere" in answer.text) == ("queue_not_found", True)
     other = DirectQueue(web, new_name())
     sql.execute("select pgqueue.create_queue(%s)", [other.name])
     assert queue.post("redrive", {"to_queue": other.name}).json() == {"count": 1}
@@ -432,7 +401,7 @@ def test_the_service_and_the_database_can_be_named(web: Server, queue: DirectQue
     where = {"service_id": SERVICE, "database_name": web.site.databases[0]}
     assert web.get(f"{queue.path}/stats", params=where).json()["ready_messages"] == 1
     where["database_name"] = web.site.databases[1]
-    assert code(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
+    assert code_of(web.get(f"{queue.path}/stats", params=where), 404) == "queue_not_found"
 
 
 def test_unknown_resources_are_404(queue: DirectQueue) -> None:
@@ -445,336 +414,14 @@ def test_unknown_resources_are_404(queue: DirectQueue) -> None:
         ("redrive", {}),
         ("purge_dead_messages", {}),
     ]:
-        assert code(nobody.post(verb, body), 404) == "queue_not_found"
+        assert code_of(nobody.post(verb, body), 404) == "queue_not_found"
         error = nobody.post(verb, body).json()["error"]
         assert (error["field"], error["value"]) == ("queue_name", nobody.name)
     for page in ("stats", "browse_dead_messages"):
         answer = nobody.web.get(f"{nobody.path}/{page}")
-        assert code(answer, 404) == "queue_not_found"
+        assert code_of(answer, 404) == "queue_not_found"
         assert (answer.json()["error"]["field"], answer.json()["error"]["value"]) == ("queue_name", nobody.name)
-    assert code(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
-
-
-# Long polls
-
-
-def test_claim_any_claims_from_several_queues_in_their_order(web: Server, sql: psycopg.Connection[Any]) -> None:
-    urgent, normal = (DirectQueue(web, new_name()) for _ in range(2))
-    for each in urgent, normal:
-        sql.execute("select pgqueue.create_queue(%s)", [each.name])
-    names = [urgent.name, normal.name]
-
-    def claim(**body: Any) -> list[tuple[str, Any, int]]:
-        answer = web.post("/v1/queues/claim_any", {"queue_names": names} | body)
-        assert answer.status_code == 200, answer.text
-        assert all(
-            DirectQueue(web, each["queue_name"]).post("ack", {"id": each["id"], "claim_token": each["claim_token"]})
-            for each in answer.json()["messages"]
-        )
-        return [(each["queue_name"], each["payload"], each["attempt_count"]) for each in answer.json()["messages"]]
-
-    normal.send(1, 2)
-    urgent.send(3)
-    assert claim(max_messages=2) == [(urgent.name, 3, 1), (normal.name, 1, 1)]
-    assert claim(max_messages=2) == [(normal.name, 2, 1)]
-    assert claim() == []
-    urgent.send(5)
-    keyed = [
-        web.post("/v1/queues/claim_any", {"queue_names": names}, headers={"Idempotency-Key": urgent.name}).json()
-        for _ in range(2)
-    ]
-    assert keyed[0] == keyed[1]
-    assert [each["payload"] for each in keyed[0]["messages"]] == [5]
-
-
-@pytest.mark.parametrize("names", [[], ["a", "a"], [f"q{number}" for number in range(101)], ["a", None], None])
-def test_claim_any_refuses_names_that_are_missing_repeated_null_or_more_than_100(web: Server, names: Any) -> None:
-    answer = web.post("/v1/queues/claim_any", {"queue_names": names})
-    assert code(answer, 422) == "invalid"
-    assert answer.json()["error"]["field"].startswith("queue_names")
-
-
-def test_claim_any_names_the_queue_that_is_missing(queue: DirectQueue) -> None:
-    for name in ("missing", "pgqueue-http-tasks", "Not a name"):
-        answer = queue.web.post("/v1/queues/claim_any", {"queue_names": [queue.name, name], "wait_seconds": 1})
-        assert code(answer, 404) == "queue_not_found"
-        assert answer.json()["error"]["value"] == name
-
-
-def listens(sql: psycopg.Connection[Any], name: str) -> bool:
-    """Whether a session waits: the register of waiting sessions says until when."""
-    ((register,),) = sql.execute("select waiting_until from pgqueue.queues where name = %s", [name]).fetchall()
-    ((value,),) = sql.execute("select coalesce(pg_sequence_last_value(%s), 0)", [register]).fetchall()
-    ((now,),) = sql.execute("select (extract(epoch from clock_timestamp()) * 1000000)::bigint").fetchall()
-    return bool(value > now)
-
-
-class Patient:
-    """A direct queue of an application whose long polls do not look by themselves: only what wakes them does."""
-
-    def __init__(self, queue: DirectQueue, looked: threading.Semaphore) -> None:
-        self.queue = queue
-        self._looked = looked
-
-    @contextmanager
-    def claiming(self, path: str, *names: str) -> Iterator[Callable[[], list[Any]]]:
-        """A claim that waits during the block, in which it has looked in vain twice: before it listened, and after."""
-        body = {"wait_seconds": 20} | ({"queue_names": names} if names else {})
-        with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(self.queue.web.post, path, body)
-            self.has_looked(2)
-            yield lambda: [each["payload"] for each in waiting.result(PATIENCE).json()["messages"]]
-
-    def has_looked(self, times: int) -> None:
-        for _ in range(times):
-            assert self._looked.acquire(timeout=PATIENCE)
-
-
-@pytest.fixture
-def patient(web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Patient]:
-    from pgqueue.http.direct import claims
-
-    looked = threading.Semaphore(0)
-    run_once = claims.ClaimOperation.run_once
-
-    async def run_and_tell(self: Any) -> Any:
-        answer = await run_once(self)
-        looked.release()
-        return answer
-
-    monkeypatch.setattr(claims.ClaimOperation, "run_once", run_and_tell)
-    monkeypatch.setattr(claims, "_POLL_INTERVAL", timedelta(hours=1))
-    with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 600})) as application:
-        yield Patient(DirectQueue(application, queue.name), looked)
-
-
-def test_a_long_poll_is_woken_by_a_notification(patient: Patient, sql: psycopg.Connection[Any]) -> None:
-    """Also that of several queues, by a message in each of them."""
-    name, other = patient.queue.name, new_name()
-    sql.execute("select pgqueue.create_queue(%s)", [other])
-    for path, names, queue in (
-        (f"/v1/queues/{name}/claim", (), name),
-        ("/v1/queues/claim_any", (name, other), name),
-        ("/v1/queues/claim_any", (name, other), other),
-    ):
-        with patient.claiming(path, *names) as claimed:
-            sql.execute("select pgqueue.enqueue(%s, to_jsonb(%s::text))", [queue, path])
-            assert claimed() == [path]
-        patient.has_looked(1)
-
-
-def test_an_empty_long_poll_ends_after_its_wait_seconds(queue: DirectQueue) -> None:
-    began = time.monotonic()
-    assert queue.claim(wait_seconds=1) == []
-    assert time.monotonic() - began > 0.9
-
-
-def test_a_long_poll_returns_due_messages_although_the_clocks_differ(
-    web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server's clock is a minute behind that of the database, which says when a message is due."""
-    real = time.time
-    with in_process(web.site.configuration(tmp_path)) as behind:
-        monkeypatch.setattr(time, "time", lambda: real() - 60)
-        behind_queue = DirectQueue(behind, queue.name)
-        sent = behind_queue.post("enqueue", {"messages": [{"payload": 1, "delay_seconds": 1}]})
-        assert sent.status_code == 201
-        assert len(behind_queue.claim(wait_seconds=20)) == 1
-
-
-def test_a_long_poll_ends_before_the_time_limit_of_its_request(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
-    with in_process(web.site.configuration(tmp_path, limits={"request_seconds": 5})) as hasty:
-        # A first claim that takes long leaves too little time for the poll, which is answered by 503 then.
-        hasty.until(lambda: DirectQueue(hasty, queue.name).post("claim", {"wait_seconds": 20}).status_code == 200)
-
-
-def test_a_waiting_long_poll_has_no_open_transaction(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    with ThreadPoolExecutor(30) as threads:
-        waiting = [threads.submit(queue.claim, wait_seconds=20) for _ in range(30)]
-        queue.web.until(lambda: listens(sql, queue.name))
-        idle = "select from pg_stat_activity where datname = current_database() and state like 'idle in transaction%'"
-        queue.web.until(lambda: not sql.execute(idle).fetchall())  # a sweep of the server can have one for a moment
-        # Thirty requests wait; there are ten connections, and other requests are served.
-        assert queue.stats()["ready_messages"] == 0
-        sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[30]))", [queue.name])
-        assert sum(len(each.result(PATIENCE)) for each in waiting) == 30
-
-
-def test_a_disconnected_long_poll_claims_nothing(queue: DirectQueue) -> None:
-    with (
-        httpx.Client(base_url=queue.web.url, auth=ADMIN, trust_env=False) as client,
-        pytest.raises(httpx.ReadTimeout),
-    ):
-        client.post(f"{queue.path}/claim", json={"wait_seconds": 20}, timeout=httpx.Timeout(PATIENCE, read=0.5))
-    queue.send(1)
-    assert len(queue.claim(wait_seconds=20)) == 1
-
-
-def end_listeners(sql: psycopg.Connection[Any]) -> int:
-    """End the connections on which servers listen, and return their number."""
-    return len(
-        sql.execute(
-            "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
-            " where datname = current_database() and query ~ '^(un)?listen '"
-        ).fetchall()
-    )
-
-
-def test_the_server_works_on_when_the_listening_connection_is_lost(
-    queue: DirectQueue, sql: psycopg.Connection[Any]
-) -> None:
-    """The socket is closed, and the next client may get a socket with the same number: the loop must read from it."""
-    for _ in range(3):
-        assert queue.claim(wait_seconds=1) == []  # the connection stays open for a while
-        assert end_listeners(sql)
-        host, port = queue.web.url.removeprefix("http://").split(":")
-        with ExitStack() as stack:
-            clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
-            for client in clients:
-                client.settimeout(PATIENCE)
-                client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-            for client in clients:
-                assert client.recv(100).startswith(b"HTTP/1.1 200")
-
-
-def test_a_long_poll_continues_when_the_listening_connection_is_lost(
-    patient: Patient, sql: psycopg.Connection[Any]
-) -> None:
-    with patient.claiming(f"/v1/queues/{patient.queue.name}/claim") as claimed:
-        assert end_listeners(sql)
-        patient.has_looked(1)  # which it does when it listens again
-        sql.execute("select pgqueue.enqueue(%s, '3')", [patient.queue.name])
-        assert claimed() == [3]
-
-
-CLAIM = "%from pgqueue.claim($1%"  # not the claim of an agent, which has named arguments
-
-
-@contextmanager
-def asked(web: Server, path: str, body: Any, key: str = "") -> Iterator[None]:
-    """A request whose client disconnects at the end of the block, whatever its state is."""
-    host, port = web.url.removeprefix("http://").split(":")
-    text = json.dumps(body)
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: x",
-        f"Authorization: Basic {base64.b64encode(':'.join(ADMIN).encode()).decode()}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(text)}",
-        *([f"Idempotency-Key: {key}"] if key else []),
-    ]
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall("\r\n".join([*lines, "", text]).encode())
-        yield
-    assert web.get("/healthz").status_code == 200  # The server has read the end of the connection before this request.
-
-
-@pytest.mark.parametrize(("wait_seconds", "path"), [(0, None), (20, None), (0, "/v1/queues/claim_any")])
-def test_messages_claimed_for_a_disconnected_client_are_released(
-    queue: DirectQueue, wait_seconds: int, path: str | None
-) -> None:
-    """The client disconnects while a lock delays its claim; the messages already exist."""
-    body = {"queue_names": [queue.name]} if path else {}
-    sent = queue.send(1, 2)
-    with (
-        locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
-        asked(queue.web, path or f"{queue.path}/claim", body | {"max_messages": 2, "wait_seconds": wait_seconds}),
-    ):
-        queue.web.until(lambda: waiters(queue.web.site.target, "%pgqueue.claim_any(%" if path else CLAIM))
-    of_queue = f'queue="{queue.name}",service="{SERVICE}"'
-    queue.web.until(lambda: f'operation="released",{of_queue}}} 2.0' in queue.web.get("/metrics").text)
-    claimed = queue.claim(max_messages=2)
-    assert [each["id"] for each in claimed] == sent
-    assert {each["attempt_count"] for each in claimed} == {1}  # the attempt of the other claim is not counted
-
-
-def test_messages_claimed_with_a_key_stay_claimed_after_a_disconnect(queue: DirectQueue) -> None:
-    (sent,) = queue.send(1)
-    key = new_name()
-    assert queue.post("redrive", {}, new_name()).json() == {"count": 0}  # creates the table of stored responses
-    with (
-        locked(queue.web.site.target, "lock table pgqueue.messages in access exclusive mode"),
-        asked(queue.web, f"{queue.path}/claim", {}, key),
-    ):
-        queue.web.until(lambda: waiters(queue.web.site.target, CLAIM))
-    queue.web.until(lambda: queue.stats()["inflight_messages"] == 1)
-    assert [each["id"] for each in queue.post("claim", {}, key).json()["messages"]] == [sent]
-
-
-def test_messages_claimed_for_a_timed_out_request_are_released(web: Server, queue: DirectQueue, tmp_path: Path) -> None:
-    (sent,) = queue.send(1)
-    limits = {"request_seconds": 3, "database_seconds": 60}
-    with in_process(web.site.configuration(tmp_path, limits=limits)) as hasty:
-        with locked(web.site.target, "lock table pgqueue.messages in access exclusive mode"):
-            assert code(DirectQueue(hasty, queue.name).post("claim", {}), 503) == "timeout"
-        (claimed,) = web.until(queue.claim)
-        assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
-
-
-def test_a_release_runs_after_the_end_of_its_request(queue: DirectQueue, sql: psycopg.Connection[Any]) -> None:
-    """The client is gone when its claim ends, and a lock delays the release."""
-    web, target = queue.web, queue.web.site.target
-    ended = re.compile(r'^pgqueue_http_request_seconds_count\{.*"/v1/queues/\{queue_name\}/claim".*', re.MULTILINE)
-    sql.execute("select pgqueue.alter_queue(%s, visibility_timeout => '1 h')", [queue.name])
-    (sent,) = queue.send(1)
-    before = ended.findall(web.get("/metrics").text)
-    # A release writes to this table. A claim only reads it if no message is due.
-    with locked(target, "lock table pgqueue.scheduled_messages in share mode"):
-        with (
-            locked(target, "lock table pgqueue.messages in access exclusive mode"),
-            asked(web, f"{queue.path}/claim", {}),
-        ):
-            web.until(lambda: waiters(target, CLAIM))
-        web.until(lambda: waiters(target, "%release(%"))
-        web.until(lambda: ended.findall(web.get("/metrics").text) != before)  # the request has ended
-    (claimed,) = web.until(queue.claim)
-    assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
-
-
-@pytest.mark.parametrize("path", ["/v1/queues/{}/claim", "/v1/queues/claim_any"])
-def test_messages_whose_response_exceeds_the_memory_are_released(
-    web: Server, queue: DirectQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    from pgqueue.http import memory
-
-    (sent,) = queue.send("é" * 100_000)
-    monkeypatch.setattr(memory, "BODIES_LIMIT", 200_000)
-    with in_process(web.site.configuration(tmp_path)) as small:
-        body = {"queue_names": [queue.name]} if path.endswith("any") else {}
-        assert code(small.post(path.format(queue.name), body), 503) == "overloaded"
-    # The server has waited for the release before it stopped.
-    (claimed,) = queue.claim()
-    assert (claimed["id"], claimed["attempt_count"]) == (sent, 1)
-
-
-def test_a_stopping_server_releases_undelivered_messages_first(
-    web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from pgqueue.http import Settings, create_app
-
-    monkeypatch.setenv("TEST_PASSWORD", ADMIN[1])
-    app = create_app(Settings.load(web.site.configuration(tmp_path)))
-    context = app.state.context
-    seen: list[str] = []
-    close = context.databases.close
-
-    async def give_back() -> None:
-        await asyncio.wait({task for task in asyncio.all_tasks() if task.get_name() == "pgqueue agent"})
-        for _ in range(1000):  # turns of the event loop, in which a task that does not wait continues
-            await asyncio.sleep(0)
-        seen.append("given back")
-
-    async def closed() -> None:
-        seen.append("databases closed")
-        await close()
-
-    async def run() -> None:
-        async with app.router.lifespan_context(app):
-            context.run_in_background(give_back())
-
-    monkeypatch.setattr(context.databases, "close", closed)
-    asyncio.run(run())
-    assert seen == ["given back", "databases closed"]
+    assert code_of(DirectQueue(queue.web, "pgqueue-http-tasks").post("claim", {}), 404) == "queue_not_found"
 
 
 # Repeated requests
@@ -807,7 +454,7 @@ def test_a_key_cannot_be_reused_for_another_request(queue: DirectQueue) -> None:
     key = new_name()
     assert queue.post("enqueue", {"messages": [{"payload": 1}]}, key).status_code == 201
     answer = queue.post("enqueue", {"messages": [{"payload": 2}]}, key)
-    assert code(answer, 422) == "idempotency_key_reused"
+    assert code_of(answer, 422) == "idempotency_key_reused"
     for bad in ("", "x" * 256, "ä".encode(), "a b"):
         headers = {"Idempotency-Key": bad}
         assert queue.web.post(f"{queue.path}/claim", {}, headers=headers).status_code == 422
@@ -844,7 +491,7 @@ def test_a_request_that_waits_too_long_for_its_key_is_409(web: Server, queue: Di
         locked(web.site.target, insert, key),
     ):
         answer = DirectQueue(hasty, queue.name).post("enqueue", {"messages": [{"payload": 1}]}, key)
-    assert code(answer, 409) == "idempotency_key_in_use"
+    assert code_of(answer, 409) == "idempotency_key_in_use"
 
 
 def test_a_repeated_managed_request_with_a_key_takes_effect_once(web: Server) -> None:

@@ -1,0 +1,553 @@
+"""The page operates queues: forms, redriving and deleting, schedules, consumers, findings, and charts."""
+
+import asyncio
+import html
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from browsers import expect
+from clients import PATIENCE
+from pages import (
+    ALERT,
+    DONE,
+    PAYLOAD,
+    at,
+    context,
+    dead_letters,
+    filled,
+    follow,
+    name,
+    page,
+    queue,
+    row,
+    submit,
+    texts,
+    url,
+    window,
+)
+from psycopg.conninfo import conninfo_to_dict
+from served import ADMIN, Server, Site, configuration, in_process, serving
+
+import pgqueue
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+SHOTS = os.environ.get("PGQUEUE_TEST_SCREENSHOTS")
+
+
+def test_errors_are_grouped_and_a_group_is_redriven(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    declined = [f"CardDeclined: order {number} was declined\nat line {number % 7}" for number in range(1001, 1024)]
+    dead_letters(sql, name, *declined, "HTTP 503 from the warehouse", "HTTP 404 from the warehouse", "")
+    page = web.get("/queue", params=at)
+    groups = re.findall(r'<li><b class="figure">(\d+)</b><a [^>]*>(.*?)</a>', page.text)
+    assert groups[0] == ("23", "CardDeclined: order … was declined")
+    assert sorted(groups[1:]) == [
+        ("1", each) for each in ("HTTP 404 from the warehouse", "HTTP 503 from the warehouse", "attempts exhausted")
+    ]
+    page = follow(web, page, groups[0][1])
+    assert page.text.count("<article") == 20
+    page = follow(web, page, "Next")
+    assert page.text.count("<article") == 3
+    page = follow(web, page, "First")
+    assert page.text.count("<article") == 20
+    asked = follow(web, page, "Redrive all found…")
+    assert texts(asked, "h1") == [f"Redrive 23 dead letters of {name}?"]
+    page = submit(web, asked, "Redrive")
+    assert texts(page, DONE) == ["Redriven: 23 dead letters"]
+    assert page.text.count("<article") == 3
+    assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(23, 3)]
+
+
+def test_the_page_works_without_scripts(
+    browser: "Browser", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    ids = dead_letters(sql, name, "one", "two", "three")
+    web.look(web.site.databases[0], name)
+    opened = context(browser, web, java_script_enabled=False)
+    page = opened.new_page()
+    page.goto(f"/?find={name}")
+    row(page, name).get_by_role("button", name="Pause").click()
+    expect(row(page, name).locator(".state")).to_have_text("Paused")
+    sql.execute("select pgqueue.enqueue(%s, '1')", [name])
+    expect(row(page, name).locator('[data-label="Ready"]')).to_have_text("1")  # the page reloads itself
+    page.goto(url("/queue", at | {"state": "dead"}))
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("alert")).to_have_text("no message is selected: select at least one")
+    page.go_back()
+    for each in ids[:2]:
+        page.get_by_label(f"Select {each}", exact=True).check()
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Delete 2 dead letters of {name}?")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_have_text("Deleted: 2 dead letters")
+    expect(page.locator("article.letter h3")).to_have_text([str(ids[2])])
+    opened.close()
+
+
+def test_selected_ready_and_scheduled_messages_are_deleted(
+    page: "Page", name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
+    sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
+    page.goto(url("/queue", at))
+    letters = page.locator("article.letter")
+    for each in ("1", "3"):
+        letters.filter(has=page.locator("pre", has_text=each)).get_by_role("checkbox").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    expect(page.get_by_role("heading")).to_have_text(f"Delete 2 messages of {name}?")
+    sql.execute("select pgqueue.claim(%s)", [name])  # a consumer takes the first one meanwhile
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("status")).to_have_text("Deleted: 1 message; 1 left the state meanwhile")
+    expect(letters.locator("pre.payload")).to_have_text(["2"])
+    page.get_by_role("link", name="Scheduled", exact=True).click()
+    page.get_by_label("All on this page").check()
+    page.get_by_role("button", name="Delete selected…").click()
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("No scheduled messages.")).to_be_visible()
+    found = "select ready_messages, inflight_messages, scheduled_messages from pgqueue.stats(%s)"
+    assert sql.execute(found, [name]).fetchall() == [(1, 1, 0)]
+
+
+def test_a_dead_letter_is_edited_and_retried(
+    page: "Page", web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    (dead,) = dead_letters(sql, name, "ValueError: unknown SKU")
+    page.goto(url("/queue/message", at | {"state": "dead", "id": str(dead)}))
+    page.get_by_label(f"Edit and retry {dead}").click()
+    expect(page.get_by_role("heading", name=f"Edit and retry dead letter {dead}")).to_be_visible()
+    payload = page.get_by_label("Payload, as JSON")
+    expect(payload).to_have_value(re.compile('"total": 19.90,'))
+    payload.fill(payload.input_value().replace("A-1001", "B-1001"))
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("status")).to_contain_text(f"dead letter {dead} is deleted")
+    expect(page.locator("article.letter")).to_contain_text('"sku": "B-1001"')
+    found = "select payload #>> '{items,0,sku}', payload ->> 'total', headers ->> 'tenant' from pgqueue.browse(%s)"
+    assert sql.execute(found, [name]).fetchall() == [("B-1001", "19.90", "acme")]
+    # A dead letter that is gone is not sent a second time.
+    answer = web.http.post(url("/queue/send", at), data={"payload": "1", "replaces": str(dead)})
+    assert (answer.status_code, "is not there any more" in answer.text) == (409, True)
+    assert sql.execute("select ready_messages, dead_messages from pgqueue.stats(%s)", [name]).fetchall() == [(1, 0)]
+
+
+def test_a_message_is_sent(web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    form = follow(web, web.get("/queue", params=at), "Send a message")
+    payload = '{"order_id": 1001, "total": 12345678901234567890.10}'
+    sent = submit(web, form, "Send", payload=payload, headers='{"tenant": "acme"}', delay="90.5")
+    assert "Sent as message" in texts(sent, DONE)[0]
+    assert '"total": 12345678901234567890.10' in texts(sent, PAYLOAD)[0]
+    ((seconds, headers),) = sql.execute(
+        "select extract(epoch from visible_at - enqueued_at)::float8, headers from pgqueue.browse(%s, 'scheduled')",
+        [name],
+    ).fetchall()
+    assert (round(seconds, 1), headers) == (90.5, {"tenant": "acme"})
+
+
+def test_a_message_is_sent_with_a_key_and_a_priority_or_a_group(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    """The form has the fields that the settings of the queue allow."""
+    for setting, field, other, value, headers in (
+        ("priorities => true", "priority", "group_key", "7", {"pgqueue.priority": 7}),
+        ("group_limit => 1", "group_key", "priority", "customer 5", {"pgqueue.group": "customer 5"}),
+    ):
+        queue = f"{name}-{field.partition('_')[0]}"
+        sql.execute(f"select pgqueue.create_queue(%s, {setting})".encode(), [queue])
+        place = url("/queue/send", at | {"name": queue})
+        form = web.get(place).text
+        assert (f'name="{field}"' in form, f'name="{other}"' in form) == (True, False)
+        for payload in "12":
+            sent = web.http.post(place, data={"payload": payload, "dedup_key": "invoice-9", field: value})
+            assert (sent.status_code, "has+the+key+invoice-9" in sent.headers["location"]) == (303, True)
+        assert sql.execute("select payload, headers from pgqueue.browse(%s)", [queue]).fetchall() == [(1, headers)]
+
+
+def test_the_form_for_a_dead_letter_takes_no_key(web: Server, filled: dict[str, str]) -> None:
+    dead = (
+        web.http.get(url("/queue", filled | {"state": "dead"}))
+        .text.partition("state=dead&amp;id=")[2]
+        .partition('"')[0]
+    )
+    form = web.http.get(url("/queue/send", filled | {"state": "dead", "id": dead})).text
+    assert ('name="replaces"' in form, 'name="dedup_key"' in form) == (True, False)
+    assert 'name="dedup_key"' in web.http.get(url("/queue/send", filled)).text
+
+
+def test_an_invalid_message_is_not_sent_and_the_form_keeps_it(web: Server, filled: dict[str, str]) -> None:
+    forms: list[tuple[dict[str, str], str]] = [
+        ({"payload": '{"a": '}, "the field payload is not JSON"),
+        ({"payload": ""}, "the payload is empty"),
+        ({"payload": "[" * 5000}, "the field payload is nested too deeply"),
+        ({"payload": "1e131072"}, "PostgreSQL cannot store payload: value overflows"),
+        ({"payload": "1", "headers": "[1]"}, "the headers are not a JSON object"),
+        ({"payload": "1", "delay": "soon"}, "Delay (s) is invalid: soon; must be a number"),
+        ({"payload": "1", "delay": "-5"}, "invalid delay"),
+        ({"payload": "1", "delay": "1e99"}, "Delay (s) is invalid"),
+        ({"payload": "1", "priority": "high"}, "Priority is invalid: high; must be a whole number"),
+        ({"payload": "1", "priority": "10"}, "invalid priority"),
+        ({"payload": "1", "dedup_key": "k" * 256}, "invalid dedup_key"),
+        ({"payload": '"\\u0000"'}, "PostgreSQL cannot store payload"),
+    ]
+    for form, problem in forms:
+        answer = web.http.post(url("/queue/send", filled), data=form | {"copy_of": "'\"<script>"})
+        text = html.unescape(answer.text)
+        said = text.partition('role="alert"')[2].partition("</p>")[0]
+        assert (answer.status_code, problem in said, form["payload"] in text) == (422, True, True), (form, said)
+        assert "<script>" not in answer.text.partition("<main")[2]
+
+
+def test_a_queue_is_created_and_its_settings_are_changed(web: Server, name: str, sql: psycopg.Connection[Any]) -> None:
+    settings = "select max_attempts, visibility_timeout::text, archive_for::text, dlq_enabled, dedicated, rate_limit"
+    got = f"{settings} from pgqueue.get_queue(%s)"
+    given = {"name": name, "max_attempts": "7", "archive_for": "30", "rate_limit": "5"}
+    place = f"{web.place(name)['service']}/{web.site.databases[0]}"
+    made = submit(web, follow(web, web.get("/health"), "Create a queue"), "Create", database=place, **given)
+    assert texts(made, DONE) == [f"{name} is created"]
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:00:30", "30 days", True, False, 5)]
+    form = follow(web, made, "Settings")
+    changed = submit(web, form, "Change", visibility_timeout="90", archive_for="", rate_limit="", dlq_enabled=None)
+    assert texts(changed, DONE) == ["The settings are changed"]
+    assert sql.execute(got, [name]).fetchall() == [(7, "00:01:30", None, False, False, None)]
+
+
+def test_invalid_settings_are_explained(web: Server, queue: str, at: dict[str, str]) -> None:
+    database = f"{at['service']}/{at['database']}"
+    for form, status, problem in (
+        ({"name": "Orders!"}, 422, "invalid queue_name"),
+        ({"name": queue}, 409, "exists"),
+        ({"name": "x", "max_attempts": "many"}, 422, "Attempts is invalid: many; must be a whole number"),
+        ({"name": "x", "max_attempts": "101"}, 422, "invalid max_attempts"),
+        ({"name": "x", "max_attempts": "9" * 30}, 422, "invalid max_attempts"),
+        ({"name": "x", "visibility_timeout": "nan"}, 422, "Visibility timeout (s) is invalid: nan"),
+        ({"name": "x", "backoff_factor": "nan"}, 422, "invalid backoff_factor"),
+    ):
+        answer = web.http.post("/create", data=form | {"database": database})
+        assert (answer.status_code, problem in html.unescape(answer.text)) == (status, True), (form, answer.text)
+    answer = web.http.post(url("/queue/settings", at), data={"visibility_timeout": "0.5"})
+    assert (answer.status_code, "invalid visibility_timeout" in answer.text) == (422, True)
+    assert 'value="0.5"' in answer.text
+    answer = web.http.post(url("/queue/settings", at), data={"max_attempts": ""})
+    assert (answer.status_code, "is empty; it must have a value" in answer.text) == (422, True)
+
+
+def test_a_queue_is_purged_and_dropped_after_its_name_was_typed(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    dead_letters(sql, name, "one", "two")
+    sql.execute("select pgqueue.enqueue_batch(%s, '{1,2,3}')", [name])
+    sql.execute("select pgqueue.claim(%s)", [name])
+    sql.execute("select pgqueue.enqueue(%s, '4', delay => '1 h')", [name])
+    sql.execute("select pgqueue.subscribe('orders.#', %s)", [name])
+    sql.execute("select pgqueue.stream_open(%s, 'warehouse', 'spark-1')", [name])
+    asked = follow(web, web.get("/queue", params=at), "Purge…")
+    assert texts(asked, "h1") == [f"Purge {name}?"]
+    assert texts(asked, "li") == ["2 ready messages", "1 message in flight", "1 scheduled message"]
+    refused = submit(web, asked, "Purge", typed="another")
+    assert texts(refused, ALERT) == [f"the typed name is 'another'; type {name} to confirm"]
+    figures = "select ready_messages + inflight_messages + scheduled_messages, dead_messages from pgqueue.stats(%s)"
+    assert sql.execute(figures, [name]).fetchall() == [(4, 2)]
+    purged = submit(web, refused, "Purge", typed=name)
+    assert texts(purged, DONE) == ["Purged: 4 messages"]
+    assert sql.execute(figures, [name]).fetchall() == [(0, 2)]
+    sql.execute("select pgqueue.enqueue(%s, '5')", [name])
+    sql.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
+    asked = follow(web, purged, "Drop…")
+    assert texts(asked, "h1") == [f"Drop {name}?"]
+    assert texts(asked, "li") == [
+        "1 ready message",
+        "2 dead letters",
+        "the stream warehouse",
+        "1 subscription",
+        f'the relation "{name}" of expose_transport',
+    ]
+    dropped = submit(web, asked, "Drop", typed=name)
+    assert texts(dropped, DONE) == [f"{name} is dropped with 3 messages"]
+    assert texts(dropped, "h1") == ["Queues"]
+    assert sql.execute("select from pgqueue.queues q where q.name = %s", [name]).fetchall() == []
+
+
+def test_a_queue_in_use_is_not_dropped_and_the_page_says_why(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    with psycopg.connect(web.site.target) as other:
+        other.execute("select pgqueue.enqueue(%s, '1')", [name])
+        busy = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert busy.status_code == 409
+    text = html.unescape(busy.text)
+    assert f"queue '{name}' is busy: drop_queue could not obtain a lock" in text
+    assert "Nothing was changed." in text
+    assert f'value="{name}"' in text
+    sql.execute("select pgqueue.expose_transport(%s, table_name => %s)", [name, name])
+    sql.execute(f'create view "{name}-view" as select id from "{name}"')
+    used = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert (used.status_code, f"view public.{name}-view depends on" in used.text.replace("&#34;", "")) == (409, True)
+    sql.execute(f'drop view "{name}-view"')
+    for verb in ("drop_queue", "purge_queue"):
+        for typed in ({}, {"typed": name.upper()}):
+            assert web.http.post(url(f"/queue/{verb}", at), data=typed).status_code == 422
+        assert web.get(f"/queue/{verb}", params=at | {"name": "gone"}).status_code == 404
+        assert web.http.post(url(f"/queue/{verb}", at | {"name": "gone"}), data={"typed": "gone"}).status_code == 404
+    assert sql.execute("select count(*) from pgqueue.queues q where q.name = %s", [name]).fetchone() == (1,)
+
+
+def test_a_managed_queue_that_is_dropped_on_its_page_is_deleted(web: Server, at: dict[str, str], name: str) -> None:
+    web.create(name)
+    dropped = web.http.post(url("/queue/drop_queue", at), data={"typed": name})
+    assert dropped.status_code == 303
+    web.until(lambda: web.status(name) is None)
+
+
+def test_findings_of_doctor_are_shown_with_their_remedies(
+    web: Server, queue: str, sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.pause_queue(%s)", [queue])
+    health = follow(web, web.get("/"), "Health")
+    findings = re.findall(r'<article class="finding.*?</article>', health.text, re.DOTALL)
+    (finding,) = [each for each in findings if f">{queue}</a>" in each and "<h2>paused queue</h2>" in each]
+    assert '<span class="state info">info</span>' in finding
+    assert f'aria-label="Remedy">select pgqueue.resume_queue(&#39;{queue}&#39;);</pre>' in finding
+    assert texts(follow(web, health, queue), "h1") == [queue]
+
+
+def test_consumers_and_streams_are_shown(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[4]))", [name])
+    sql.execute("select pgqueue.stream_open(%s, 'warehouse', 'spark-1')", [name])
+    began, go_on = threading.Semaphore(0), threading.Event()
+
+    def work(_delivery: pgqueue.Delivery) -> None:
+        began.release()
+        go_on.wait(PATIENCE)
+
+    with pgqueue.Consumer(web.site.target, name, work, concurrency=3, claimed_by="worker-<b>"):
+        for _ in range(3):
+            assert began.acquire(timeout=PATIENCE)
+        page = follow(web, web.get("/queue", params=at), "Consumers")
+        go_on.set()
+    rows = {texts(each, "th")[0]: each for each in re.findall("<tr>.*?</tr>", page.text, re.DOTALL)}
+    assert re.search('data-label="Messages">[34]<', rows["worker-<b>"])
+    assert rows["worker-<b>"].count("<time ") == 3
+    assert "postgres" in rows[f"pgqueue {name}"]
+    assert "spark-1" in rows["warehouse"]
+    assert "No message is in flight." in web.get("/queue/consumers", params=at).text
+
+
+def test_schedules_are_run_and_paused_and_topics_are_subscribed(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+    sql.execute("select pgqueue.create_schedule(%s, %s, '0 3 * * *', '{\"total\": 1.10}')", [f"{name}-nightly", name])
+    page = follow(web, web.get("/queue", params=at), "Schedules and topics")
+    assert ("0 3 * * *" in page.text, '"total": 1.10' in html.unescape(page.text)) == (True, True)
+    page = submit(web, page, f"Run now {name}-nightly")
+    assert "Sent as message" in texts(page, DONE)[0]
+    assert sql.execute("select payload ->> 'total' from pgqueue.browse(%s)", [name]).fetchall() == [("1.10",)]
+    paused = "select paused from pgqueue.list_schedules(%s)"
+    for action, expected in (("Pause", True), ("Resume", False)):
+        page = submit(web, page, f"{action} {name}-nightly")
+        assert sql.execute(paused, [name]).fetchall() == [(expected,)]
+    page = submit(web, page, "Subscribe", topic="orders.#")
+    assert texts(page, DONE) == [f"{name} is subscribed to orders.#"]
+    page = submit(web, page, "Unsubscribe orders.#")
+    assert "The queue is subscribed to no topic." in page.text
+    # What a user may not do has no button, and a schedule of another queue is not found.
+    page = web.get("/queue/schedules", params=at, auth=("viewer", ADMIN[1]))
+    assert (page.status_code, "<form" in page.text.partition("<main")[2]) == (200, False)
+    form = {"schedule": f"{name}-nightly", "topic": "a"}
+    for action in ("run_schedule", "pause_schedule", "subscribe", "unsubscribe"):
+        refused = web.http.post(url(f"/queue/{action}", at), data=form, auth=("viewer", ADMIN[1]))
+        assert refused.status_code == 403, action
+    sql.execute("select pgqueue.create_queue(%s)", [f"{name}-other"])
+    for action in ("run_schedule", "pause_schedule", "resume_schedule"):
+        assert web.http.post(url(f"/queue/{action}", at | {"name": f"{name}-other"}), data=form).status_code == 404
+
+
+def test_the_sessions_of_consumers_show_their_last_statement(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    """An idle consumer is seen as long as it lives."""
+    sql.execute("select pgqueue.create_queue(%s)", [name])
+
+    def moments() -> list[datetime]:
+        """Since when there are sessions, and when the last statement ran; empty if there is no session."""
+        section = web.get("/queue/consumers", params=at).text.partition('id="sessions"')[2].partition("</section>")[0]
+        found = re.findall(r'data-label="(?:Since|Last statement)"><time datetime="(.*?)">', section)
+        return [datetime.fromisoformat(each) for each in found]
+
+    begun = sql.execute("select clock_timestamp()").fetchall()[0][0]
+    with pgqueue.Consumer(web.site.target, name, lambda _: None, peek_delay=timedelta(milliseconds=100)):
+        web.until(moments)
+        for _ in range(2):
+            now = sql.execute("select clock_timestamp()").fetchall()[0][0]
+            since, last = web.until(lambda now=now: (found := moments())[1] >= now and found)  # type: ignore[misc]
+            assert begun <= since < last
+    web.until(lambda: moments() == [])
+
+
+def test_charts_show_an_hour_and_a_day(
+    web: Server, name: str, at: dict[str, str], sql: psycopg.Connection[Any]
+) -> None:
+    dead_letters(sql, name, "CardDeclined: order 1001 was declined", "HTTP 503 from the warehouse")
+    place = (at["service"], at["database"], name)
+    for _ in range(2):  # a new queue is drawn from its samples
+        web.look(web.site.databases[0], name)
+    young = web.get("/queue", params=at).text
+    assert 'data-clock="8"' in young
+    # The server may have looked before the messages were rejected.
+    assert re.search('aria-label="Depth, from 0 to [0-2]"', young)
+    with psycopg.connect(web.site.control, autocommit=True) as control:
+        record_history(control, place)
+    hour, day = (web.get("/queue", params=at | {"range": each}) for each in ("hour", "day"))
+    lines = re.findall(r'<svg[^>]*aria-label="([^"]*)">(.*?)</svg>', hour.text, re.DOTALL)
+    for label, parts in (("Depth, from 0 to 1[0-9]{2}", 1), ("Out a second", 2)):  # a gap where it is unknown
+        (drawn,) = [each for name, each in lines if re.match(label, name)]
+        assert drawn.count("<polyline") == parts
+    assert "A gap: not recorded, or unknown." in hour.text
+    assert "Last day" in texts(day, "h2")
+    points = re.findall(r'aria-label="Depth.*?points="(.*?)"', day.text, re.DOTALL)[0]
+    assert points.startswith("0,")  # a chart begins with the first quarter that is recorded
+    assert int(points.split()[-1].partition(",")[0]) in (90, 91)  # of 96; one can end meanwhile
+    assert hour.text.count("data-clock") == 5 * 3  # a chart has ticks at its begin, in its middle and at its end
+
+
+def record_history(control: psycopg.Connection[Any], place: tuple[str, str, str], scale: float = 1) -> None:
+    """Fill the charts of a queue: 50 minutes with a gap in what goes out, and 90 quarters of an hour."""
+    for minutes, points in ((1, 50), (15, 90)):
+        control.execute(
+            "insert into pgqueue_http.depth_history select %s, %s, %s, %s,"
+            " date_bin(make_interval(mins => %s), now(), '2000-01-01 00:00+00') - n * make_interval(mins => %s),"
+            " %s * (60 + (40 * sin(n / 6.0))::int + n %% 7), greatest(26 - n, 0) / 5,"
+            " 2 + abs(sin(n / 9.0)) * 8, 12 + 5 * sin(n / 8.0), case when n <> 20 then 11 + 6 * cos(n / 8.0) end"
+            " from generate_series(0, %s) n on conflict do nothing",
+            [*place, minutes, minutes, minutes, scale, points],
+        )
+
+
+def test_the_server_records_each_queue(site: Site, name: str, tmp_path: Path) -> None:
+    """A server records when it starts, and then each minute. The rate is null if there was only one sample."""
+    recorded = "from pgqueue_http.depth_history where queue_name = %s and minutes = 1"
+    found = f"select depth, dead, coalesce(outgoing, 0) {recorded}"
+    with psycopg.connect(site.target, autocommit=True) as sql:
+        sql.execute("create extension pgqueue")
+        dead_letters(sql, name, "declined")
+        sql.execute("select pgqueue.enqueue_batch(%s, array['1', '2']::jsonb[])", [name])
+    with (
+        in_process(site.configuration(tmp_path)) as application,
+        psycopg.connect(site.control, autocommit=True) as control,
+    ):
+        application.until(lambda: control.execute(found, [name]).fetchall() == [(2, 1, 0.0)])
+
+
+def test_the_history_is_bounded(web: Server, name: str) -> None:
+    """The quarter of an hour is summarized, what was recorded twice is kept once, and what is old is deleted."""
+    from pgqueue.http import depth_history
+
+    quarter = "date_bin('15 min', now(), '2000-01-01 00:00+00')"
+    insert = (
+        "insert into pgqueue_http.depth_history select 's', 'd', %s, %s, {at}, 10 * n, n, n, n, nullif(n, 2)"
+        " from generate_series(1, 3) n"
+    )
+
+    async def record() -> list[tuple[Any, ...]]:
+        """In one transaction, in which the time is the same, and which the server of the run waits for."""
+        async with await psycopg.AsyncConnection.connect(web.site.control) as connection:
+            await connection.execute("lock table pgqueue_http.depth_history in share row exclusive mode")
+            await connection.execute("delete from pgqueue_http.depth_history where minutes = 15")
+            for minutes, begin in (
+                (1, f"{quarter} + n * interval '1 s'"),
+                (1, "now() - interval '76 min' - n * interval '1 min'"),
+                (15, "now() - interval '25 h' - n * interval '15 min'"),
+            ):
+                await connection.execute(insert.format(at=begin).encode(), [name, minutes])
+            for depth in (7, 8):
+                await depth_history.record(connection, [("s", "d", name, depth, 1, 2.0, 3.0, None)])
+            kept = await connection.execute(
+                "select minutes, depth, dead, outgoing from pgqueue_http.depth_history where queue_name = %s"
+                " order by minutes desc, depth",
+                [name],
+            )
+            rows = await kept.fetchall()
+            await connection.rollback()
+            return rows
+
+    with ThreadPoolExecutor() as pool:  # Playwright's event loop runs in this thread
+        kept = pool.submit(asyncio.run, record()).result()
+    assert kept == [(15, 17, 3, 2.0), (1, 7, 1, None), (1, 10, 1, 1.0), (1, 20, 2, None), (1, 30, 3, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "indented"),
+    [
+        (
+            '{"a": 1.10, "b": [1, {}], "c": [], "d": "x: {[,]}\\" "}',
+            '{|  "a": 1.10,|  "b": [|    1,|    {}|  ],|  "c": [],|  "d": "x: {[,]}\\" "|}',
+        ),
+        ("12345678901234567890", "12345678901234567890"),
+        ('{"a": {"cut', '{|  "a": {|    "cut'),
+        ('["\\\\", "\\"", "cut\\', '[|  "\\\\",|  "\\"",|  "cut\\'),
+    ],
+)
+def test_json_is_indented_and_keeps_its_numbers(text: str, indented: str) -> None:
+    from pgqueue.http.page.rendering import pretty_json
+
+    assert pretty_json(text, 1000).split("\n") == indented.split("|")
+    assert len(pretty_json("[" * 100_000, 1000)) == 1001
+
+
+if SHOTS:  # only then, as it proves nothing
+
+    def test_the_screenshots_of_the_readme_are_written(
+        browser: "Browser", empty_database: Callable[[], str], tmp_path: Path
+    ) -> None:
+        control, shop = empty_database(), empty_database()
+        database = str(conninfo_to_dict(shop)["dbname"])
+        config = configuration(tmp_path, control, {"shop": (shop, [database])})
+        with serving(config, tmp_path) as web, psycopg.connect(shop, autocommit=True) as sql:
+            web.http.post("/create", data={"database": f"shop/{database}", "name": "invoices", "dlq_enabled": "on"})
+            sql.execute("select pgqueue.create_queue('emails', dedicated => true)")
+            declined = [f"CardDeclined: order {number} was declined\nretry later" for number in range(1001, 1006)]
+            dead_letters(sql, "orders", *declined, "HTTP 503 from the warehouse")
+            with psycopg.connect(control, autocommit=True) as connection:
+                record_history(connection, ("shop", database, "orders"))
+            opened = context(browser, web, viewport={"width": 1200, "height": 900})
+            page = opened.new_page()
+            page.goto("/")
+            for number in range(1, 40):
+                sql.execute(
+                    "select pgqueue.enqueue_batch(%s, array_fill('1'::jsonb, array[%s]))", ["orders", 1 + number % 3]
+                )
+                sql.execute(
+                    "select pgqueue.enqueue_batch('emails', array_fill('1'::jsonb, array[%s]))", [2 + number % 5]
+                )
+                sql.execute("select pgqueue.receive('emails', %s)", [1 + number % 6])
+                sql.execute("select pgqueue.claim('orders', 1, '1 h', 'worker-1')") if number % 4 == 0 else None
+                page.wait_for_timeout(400)
+            expect(row(page, "emails").locator('[data-label="Out"] polyline')).to_have_count(1)
+            page.screenshot(
+                path=str(Path(SHOTS or "") / "page-queues.png"), clip={"x": 0, "y": 0, "width": 1200, "height": 380}
+            )
+            page.get_by_role("link", name="orders", exact=True).click()
+            page.screenshot(path=str(Path(SHOTS or "") / "page-queue.png"))
+            opened.close()
+            phone = context(browser, web, viewport={"width": 390, "height": 844}, color_scheme="dark")
+            page = phone.new_page()
+            page.goto(url("/queue", {"service": "shop", "database": database, "name": "orders"}))
+            page.get_by_role("heading", name="Dead letters").scroll_into_view_if_needed()
+            page.evaluate("document.querySelector('.states').scrollIntoView()")
+            page.screenshot(path=str(Path(SHOTS or "") / "page-phone.png"))
+            phone.close()
