@@ -94,6 +94,8 @@ verify: setup  ## are generated files current, versions equal, modules in order,
 	done
 	@# Databases of every encoding read these scripts.
 	@! LC_ALL=C grep -n '[^ -~]' extension/*.sql || { echo 'extension/ has characters that are not ASCII'; exit 1; }
+	@[ ! -e extension/frozen.sha256 ] || { cd extension && sha256sum --quiet --check frozen.sha256; } || \
+	    { echo 'a script of a release has changed: "make version VERSION=…" begins the next version'; exit 1; }
 	@$(PYTHON) test/versions.py
 	@$(PYTHON) test/modules.py $(BEHAVIOUR)
 	@$(PYTHON) test/descriptions.py
@@ -185,7 +187,7 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 	@$(PYTHON) test/tools.py llvm && touch $@ || [ -z "$$CI" ]
 
 # The parts of the long tests. A test names its part: @pytest.mark.long(part="spark").
-PARTS = spark clusters soak http consumer engine brokers postgres mutants
+PARTS = spark clusters soak http consumer engine brokers postgres mutants release
 
 # verify runs before any target that builds, because it checks extension/ as committed. The SQL suites and lint run beside
 # the Python tests, which often wait. The end of the output shows the time of each part and the last line of pytest.
@@ -264,8 +266,21 @@ lint: setup  ## check the style of SQL, Python and the Dockerfile
 	@cd python && ../.venv/bin/ruff format --quiet --check . ../test
 	@cd python && ../$(python) -m mypy --no-error-summary
 	@cd python && { report=$$(../.venv/bin/lint-imports) || { echo "$$report"; exit 1; }; }
-	@.venv/bin/hadolint test/docker/Dockerfile test/docker/standin.Dockerfile test/bench/harness/Dockerfile
+	@.venv/bin/hadolint test/docker/Dockerfile test/docker/s*.Dockerfile test/bench/harness/Dockerfile
 	@.venv/bin/sqlfluff lint --disable-progress-bar --nocolor sql | sed '/ PASS *$$/d;/^All Finished/d'
+
+release: .venv/release  ## verify, write version and date, build into .cache/release, commit, tag [VERSION=0.2.0]
+	@$(python) test/release.py $(VERSION)
+
+artefacts: .venv/release  ## build .cache/release from the last commit
+	@$(python) test/release.py
+
+version: setup  ## begin the version after a release [VERSION=0.3.0-dev]
+	@$(python) test/release.py --begin $(VERSION)
+
+.venv/release: python/pyproject.toml test/tools.py | .venv/ready
+	@$(PYTHON) test/tools.py group release
+	@touch $@
 
 docker-test: build  ## build the image and run it, with docker or podman
 	@test/docker/test.sh
@@ -302,5 +317,5 @@ distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
 .PHONY: help build verify client reference install uninstall installcheck setup test-tools test-long-tools test \
-	test-long test-python test-sql long-postgres long-mutants tap spec py stop format lint docker-test demo demo-spark \
+	test-long test-python test-sql long-postgres long-mutants tap spec py stop format lint release artefacts version docker-test demo demo-spark \
 	bench bench-full clean distclean
