@@ -402,7 +402,7 @@ def test_an_exception_given_as_a_reason_is_recorded(case: Case) -> None:
 
 
 @each_of(MIXED)
-def test_an_error_keeps_the_characters_that_the_encoding_of_the_database_has(
+def test_an_error_is_recorded_in_ascii_where_the_encoding_of_the_database_lacks_characters(
     form: Form, server: str, name: str
 ) -> None:
     dsn = make_conninfo(server, dbname=f"pgqueue_{secrets.token_hex(6)}", client_encoding="utf8")
@@ -415,8 +415,8 @@ def test_an_error_keeps_the_characters_that_the_encoding_of_the_database_has(
             queue.enqueue(1)
             with form.consuming(dsn, name, failing(ValueError("5 € für Öl"))):
                 [dead] = wait_for(queue.browse_dead_messages)
-            assert (dead.last_error or "").startswith("ValueError: 5 ? für Öl")
-            assert (dead.headers or {})["pgqueue.exception_message"] == "5 ? für Öl"
+            assert (dead.last_error or "").startswith("ValueError: 5 &#8364; f&#252;r &#214;l")
+            assert (dead.headers or {})["pgqueue.exception_message"] == "5 &#8364; f&#252;r &#214;l"
         maintenance.execute(f"drop database {database} with (force)")
 
 
@@ -444,10 +444,10 @@ def test_the_claim_of_a_message_that_cannot_be_settled_is_not_extended(
     queue.enqueue_batch(["bad", "runs"])
     go_on = threading.Event()
 
-    def mistaken(settings: Any, held: Any, error: BaseException) -> Any:
+    def mistaken(runtime: Any, held: Any, error: BaseException) -> Any:
         if held.message.attempt_count == 1:
             raise ZeroDivisionError("a mistake of ours")
-        return settlement(settings, held, error)
+        return settlement(runtime, held, error)
 
     monkeypatch.setattr("pgqueue.consumer.handlers.settlement", mistaken)
 

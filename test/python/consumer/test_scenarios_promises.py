@@ -101,20 +101,6 @@ def test_no_message_is_missed_while_the_consumer_waits(case: Case) -> None:
     assert run.returned == list(range(40))
 
 
-@each_of(PAIR)
-def test_a_time_to_live_shorter_than_the_peek_delay_logs_a_warning(
-    case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
-    queue = case.prepare()
-    with case.consuming(peek_delay=10 * SECOND) as run:
-        for number in range(3):
-            wait_for(case.waits)
-            queue.enqueue(number, expires_in=9 * SECOND)
-            wait_for(lambda: number in run.returned)  # noqa: B023
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1, said
-
-
 # Leases
 
 

@@ -1,9 +1,7 @@
 """Connections of a consumer: how they are opened, shared, kept while idle and aborted."""
 
 import asyncio
-import codecs
 import inspect
-import json
 import os
 import selectors
 import socket
@@ -21,8 +19,6 @@ from psycopg import AsyncConnection, Connection, pq
 from psycopg.adapt import AdaptersMap
 from psycopg.pq import PipelineStatus, PollingStatus, TransactionStatus
 from psycopg.pq.abc import PGcancelConn, PGconn
-from psycopg.types.json import Jsonb, JsonbDumper
-from psycopg.types.string import StrDumperUnknown
 
 from .. import _calls
 from .._adapters import Adapters, AsyncOwnCursor, JsonLoads, OwnCursor, client_adapters
@@ -71,35 +67,6 @@ _attributes = attrgetter(*_ATTRIBUTES)
 _characteristics = attrgetter("isolation_level", "read_only", "deferrable")
 
 
-class _FittingStrDumper(StrDumperUnknown):
-    """Replaces characters that the encoding of the database lacks. The text of an error can have such characters."""
-
-    def dump(self, obj: str) -> Any:
-        return super().dump(_fitting(obj, _codec_of(self.connection)))
-
-
-class _FittingJsonbDumper(JsonbDumper):
-    """The same for headers."""
-
-    def dump(self, obj: Jsonb) -> Any:
-        return _fitting(json.dumps(obj.obj, ensure_ascii=False), _codec_of(self.connection)).encode()
-
-
-def _codec_of(connection: Any) -> str:
-    """Python's name of the encoding of a database, or nothing if the database can store every character."""
-    encoding = connection.pgconn.parameter_status(b"server_encoding").decode()
-    if encoding in ("UTF8", "SQL_ASCII"):
-        return ""
-    try:
-        return codecs.lookup(encoding.replace("WIN", "cp")).name
-    except LookupError:
-        return "ascii"
-
-
-def _fitting(text: str, codec: str) -> str:
-    return text.encode(codec, "replace").decode(codec)
-
-
 def new_cursor(connection: Any, row_factory: Any = None) -> Any:
     """A cursor for the consumer's statements, on a connection of either kind."""
     kind: Any = OwnCursor if isinstance(connection, Connection) else AsyncOwnCursor
@@ -118,6 +85,7 @@ class ConnectionFactory:
         self._conninfo = ""
         if isinstance(source, str):
             self._conninfo = complete_conninfo(source, application, **DEFAULTS)
+        self.stores_all_characters = True  # the encoding of the database has every character
         self.proxied: bool | None = None  # whether there is a pooler between; None: not known yet
 
     async def open(self, on_loop: bool, setting: bytes = b"", for_handlers: bool = False) -> Any:
@@ -133,10 +101,8 @@ class ConnectionFactory:
                 await done(connection.commit())
                 await done(connection.set_autocommit(True))
             _adapters[connection] = self._adapters
-            if _codec_of(connection):
-                _adapters[connection] = adapters = Adapters(self._adapters)
-                adapters.register_dumper(str, _FittingStrDumper)
-                adapters.register_dumper(Jsonb, _FittingJsonbDumper)
+            encoding = connection.pgconn.parameter_status(b"server_encoding")
+            self.stores_all_characters = encoding in (b"UTF8", b"SQL_ASCII")
             correction = correction_statement(connection)
             self.proxied = await done(connection.wait(set_up(connection, setting, proxied=self.proxied)))
             if for_handlers:

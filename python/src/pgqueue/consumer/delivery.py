@@ -157,12 +157,10 @@ class HandlerCall:
         "task",
         "thread",
         "timeout",
-        "unreadable",
     )
 
     def __init__(self, cancels_task: bool) -> None:
         self.messages: list[ClaimedMessage] = []
-        self.unreadable: list[tuple[Any, Exception]] = []  # received messages that no handler can get
         self.is_cancelled = False  # by a forced stop or a timeout; threads read this, too
         self.in_hand: list[ClaimedMessage] = []  # the messages that the handler or the policy has got last
         self.began_at = math.inf  # of the function of the user that runs now, on the monotonic clock

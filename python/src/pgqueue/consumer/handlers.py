@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,10 +20,10 @@ from .._wording import counted
 from ..errors import is_conflict, is_trouble
 from .claims import Claims
 from .delivery import ClaimedMessage, HandlerCall, Result, State, by_queue
-from .policy import Reject, Retry
+from .policy import Reject, Retry, refusal
 from .runtime import Runtime
 from .timings import timings
-from .transactions import Attempt, Transactions, failure_record, rejection, settlement, split_readable
+from .transactions import Attempt, Transactions, failure_record, settlement
 from .workers import Workers
 
 T = TypeVar("T")
@@ -58,7 +58,6 @@ class HandlerCalls:
         self._workers = workers
         self._transactions = Transactions(runtime, workers)
         self._round = ReceiveRound(0, False)
-        self._warned_of_expiry = False
         self.claims = Claims(runtime)
         self.running: set[HandlerCall] = set()
         self._abandoned: set[HandlerCall] = set()  # given up after their time limit; they have not ended
@@ -79,17 +78,12 @@ class HandlerCalls:
 
     def add(self, rows: list[Any], claimed_at: float) -> None:
         """Give claimed messages to the handler, when it is free. They were claimed not before `claimed_at`."""
-        messages, unreadable = split_readable(rows)
-        for row, error in unreadable:
-            self._runtime.report_unreadable(row, error)
-            fallback = _calls.reject(row.queue_name, row.id, row.claim_token, None, None, None)
-            self.claims.send(rejection(row, error), None, fallback)
-        if messages:
-            self.claims.add(messages, claimed_at)
-            self.waiting.extend(messages)
-            self.start_next()
-            for part in by_queue(messages):
-                self._runtime.event("claimed", len(part), queue_name=part[0].queue_name)
+        messages = [ClaimedMessage(row) for row in rows]
+        self.claims.add(messages, claimed_at)
+        self.waiting.extend(messages)
+        self.start_next()
+        for part in by_queue(messages):
+            self._runtime.event("claimed", len(part), queue_name=part[0].queue_name)
 
     async def receive(self, messages: int, expected_by_peek: bool) -> ReceiveRound:
         """Receive messages until one receive finds nothing, and handle each in its transaction."""
@@ -127,25 +121,8 @@ class HandlerCalls:
                 if not message.is_lost:
                     messages.append(message)
             if messages:
-                self._warn_of_expiry(messages)
                 self._start(messages, self._handle)
         self._runtime.stats.prefetched = len(self.waiting)
-
-    def _warn_of_expiry(self, messages: Iterable[ClaimedMessage]) -> None:
-        """Warn once if messages may expire between two peeks."""
-        if self._warned_of_expiry:
-            return
-        for message in (one.message for one in messages):
-            if message.expires_at and message.expires_at - message.enqueued_at < self._settings.peek_delay:
-                self._warned_of_expiry = True
-                self._runtime.log(
-                    logging.WARNING,
-                    f"messages live for {message.expires_at - message.enqueued_at} only, less than the peek_delay"
-                    f" of {self._settings.peek_delay}: they may expire unseen",
-                    queue=message.queue_name,
-                    message_id=message.id,
-                )
-                break
 
     def _start(self, messages: list[ClaimedMessage], work: Callable[[HandlerCall], Awaitable[None]]) -> None:
         call = HandlerCall(self._workers.is_async)
@@ -293,6 +270,9 @@ class HandlerCalls:
         """Call the handler without a transaction, and queue the acknowledgements."""
         deliveries = [message.deliver(None, self._settings.delivers_copies) for message in messages]
         argument = self._settings.argument(deliveries)
+        for message in messages:
+            if refused := refusal(message.message):
+                return refused, None
         call.in_hand = messages
         started = time.monotonic()
         answer = await self._retry_until_done(call, partial(self._workers.call, call, self._workers.attempt, argument))
@@ -349,7 +329,7 @@ class HandlerCalls:
 
     def _send_failure(self, message: ClaimedMessage, error: BaseException, seconds: float | None) -> None:
         """Settle a message without a policy."""
-        state, statement, next_step = settlement(self._settings, message, error)
+        state, statement, next_step = settlement(self._runtime, message, error)
         fallback = _calls.nack(message.queue_name, message.id, message.token, None, None, None)
         self.claims.send(statement, Result(message, state, seconds, error, next_step), fallback)
 
@@ -390,12 +370,8 @@ class HandlerCalls:
             raise
         else:
             self._runtime.succeeded("work")
-            self._warn_of_expiry(call.messages)
             for result in attempt.results:
                 self.claims.settled(result)
-            if attempt.kind == "done":
-                for row, reason in call.unreadable:
-                    self._runtime.report_unreadable(row, reason)
             if attempt.kind == "undone":
                 self._record_failures(call, call.messages, attempt.error)
         finally:
@@ -420,7 +396,7 @@ class HandlerCalls:
         """Count the attempt of messages that are in the queue again, because their transaction was rolled back."""
         for message in messages:
             fault = error or psycopg.OperationalError("the connection was lost")
-            statement, next_step = failure_record(self._settings, message, fault)
+            statement, next_step = failure_record(self._runtime, message, fault)
             self._runtime.report_failure(message, fault, next_step)
             self.claims.record_failure(message, statement, call)
 

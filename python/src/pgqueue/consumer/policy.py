@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from .._calls import as_duration
-from ..message import Message
+from ..message import Message, UnreadableJson
 
 FAILURES = "pgqueue.failures"
 RECORD_HEADERS = frozenset(
@@ -30,7 +30,7 @@ _TYPE_CHARACTERS = 500
 _MESSAGE_CHARACTERS = 4_096
 _PAST_MESSAGE_CHARACTERS = 500
 _STACK_CHARACTERS = 16_384
-_LAST_ERROR_CHARACTERS = 65_536
+LAST_ERROR_CHARACTERS = 65_536
 _MOST_FAILURES = 20
 _HEADERS_BYTES = 65_536
 _UNSTORABLE = dict.fromkeys((0, *range(0xD800, 0xE000)), "\ufffd")
@@ -69,6 +69,10 @@ class Reject(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Unreadable(Reject):
+    """No handler can get the message. The cause says why."""
 
 
 class Exhausted(Reject):
@@ -123,6 +127,23 @@ class Retries:
         return Retry(self.delays[min(rounds, len(self.delays)) - 1])
 
 
+def refusal(message: Message) -> Unreadable | None:
+    """Why no handler can get a message: its JSON is beyond Python, or its headers are no object; else None."""
+    headers: Any = message.headers
+    fault: Exception | None = None
+    if isinstance(headers, UnreadableJson):
+        fault = headers.error
+    elif not isinstance(headers, (dict, type(None))):
+        fault = TypeError(f"the headers are no JSON object but {type(headers).__name__}")
+    if isinstance(message.payload, UnreadableJson):
+        fault = message.payload.error
+    if fault is None:
+        return None
+    refused = Unreadable(f"{type_name(fault)}: {text_of(fault)}")
+    refused.__cause__ = fault
+    return refused
+
+
 def checked(answer: object) -> Decision | None:
     """The return value of a policy as a decision. Raises `TypeError` if it is none."""
     if answer is None or isinstance(answer, (Retry, Reject, Handled)):
@@ -164,6 +185,11 @@ def clean(text: str, limit: int) -> str:
         head = (limit - len(mark)) // 2
         text = text[:head] + mark + text[head + len(mark) - limit :]
     return text.translate(_UNSTORABLE)
+
+
+def in_ascii(text: str) -> str:
+    """A text in which each other character is replaced by its number, such as `&#8364;`."""
+    return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def type_name(error: BaseException) -> str:
@@ -209,9 +235,9 @@ def describe(error: BaseException, decision: Decision | None = None) -> str:
         text = decision.error
     cause = cause_of(error)
     if isinstance(cause, (Retry, Reject)):
-        return text_of(cause if text is None else text, _LAST_ERROR_CHARACTERS)
-    account = f"{type_name(cause)}: {text_of(cause)}\n\n{stack_of(cause, _LAST_ERROR_CHARACTERS - 8_192)}"
-    return clean(account if text is None else f"{text_of(text)}\n\n{account}", _LAST_ERROR_CHARACTERS)
+        return text_of(cause if text is None else text, LAST_ERROR_CHARACTERS)
+    account = f"{type_name(cause)}: {text_of(cause)}\n\n{stack_of(cause, LAST_ERROR_CHARACTERS - 8_192)}"
+    return clean(account if text is None else f"{text_of(text)}\n\n{account}", LAST_ERROR_CHARACTERS)
 
 
 def failures_of(message: Message) -> list[Any]:
@@ -222,8 +248,8 @@ def failures_of(message: Message) -> list[Any]:
 
 def without_record(message: Message) -> Message:
     """A message with the headers that its sender set."""
-    headers = message.headers
-    if not headers or RECORD_HEADERS.isdisjoint(headers):
+    headers: Any = message.headers
+    if not isinstance(headers, dict) or RECORD_HEADERS.isdisjoint(headers):
         return message
     kept = {name: value for name, value in headers.items() if name not in RECORD_HEADERS}
     return replace(message, headers=kept or None)

@@ -17,7 +17,7 @@ from .._calls import Bound
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble, is_unreachable
 from .connections import ConnectionFactory, SharedConnection
 from .delivery import EVENTS, ClaimedMessage, ConsumerStats, Event, EventKind, Result
-from .policy import Reject, Retry, cause_of, text_of
+from .policy import Reject, Retry, Unreadable, cause_of, text_of
 from .settings import Settings
 from .timings import timings
 
@@ -302,7 +302,7 @@ class Runtime:
         """
         self.stats.failed += 1
         cause = database_error(cause_of(error))
-        if isinstance(error, (Retry, Reject)):
+        if isinstance(error, (Retry, Reject)) and not isinstance(error, Unreadable):
             reason = _one_line(error) + (f", because of {_one_line(cause)}" if cause is not error else "")
             text = f"message {message.id}, attempt {message.message.attempt_count}: {reason}; {next_step}"
             self._log_message(logging.INFO, text, message.message)
@@ -316,11 +316,6 @@ class Runtime:
         """Count and tell a lost claim."""
         self._log_message(logging.WARNING, f"the claim of message {message.id} was lost", message.message)
         self._tell("lost", message.message)
-
-    def report_unreadable(self, row: Any, error: Exception) -> None:
-        """Count and tell a message that is rejected because no handler can get it."""
-        self._log_message(logging.ERROR, f"message {row.id} cannot be read, and is rejected: {error}", row)
-        self._tell("dead", row, error)
 
     def _log_message(self, level: int, text: str, message: Any, error: BaseException | None = None) -> None:
         self.log(level, text, error, queue=message.queue_name, message_id=message.id, attempt=message.attempt_count)

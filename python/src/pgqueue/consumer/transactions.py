@@ -1,5 +1,6 @@
 """The transactions in which handlers and policies work, and how failed attempts are settled."""
 
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -16,13 +17,11 @@ from .. import _calls
 from .._calls import Bound
 from .._connections import is_broken
 from ..errors import QueueNotFound, database_error, is_conflict, is_trouble
-from ..message import Message, UnreadableJson
 from . import policy
 from .connections import begin_statement, is_busy, is_outside_transaction
 from .delivery import ClaimedMessage, Delivery, Failure, HandlerCall, Result, State, by_queue, claims_of
 from .policy import Decision, Exhausted, Handled, Reject, Retry
 from .runtime import Runtime
-from .settings import Settings
 from .timings import timings
 from .workers import Session, Workers
 
@@ -38,60 +37,44 @@ _PRIVILEGE_HINT = (
 
 
 def settlement(
-    settings: Settings, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
+    runtime: Runtime, claimed: ClaimedMessage, error: BaseException, answer: Decision | None = None
 ) -> tuple[State, Bound[Any], str]:
     """The outcome of a failed attempt, by the answer of a policy or without one, the statement that settles it, and
     what follows.
     """
-    message, name, by = claimed.message, claimed.queue_name, settings.claimed_by or ""
-    decision = policy.decide(error, answer, message.attempt_count, settings.retries)
+    claim = claimed.queue_name, claimed.id, claimed.token
+    decision = policy.decide(error, answer, claimed.message.attempt_count, runtime.settings.retries)
     if isinstance(decision, Handled):
-        return State.ACKED, _calls.ack(name, claimed.id, claimed.token), "the policy has handled it"
-    is_rejected = isinstance(decision, Reject)
-    dies = is_rejected or claimed.is_last_attempt
-    headers = policy.failure_headers(message, error, by, dies)
-    text = policy.describe(error, decision)
+        return State.ACKED, _calls.ack(*claim), "the policy has handled it"
+    dies = isinstance(decision, Reject) or claimed.is_last_attempt
+    record = _record(runtime, claimed, error, decision, dies)
     if isinstance(decision, Retry):
-        statement = _calls.nack(name, claimed.id, claimed.token, decision.after, text, headers)
+        statement = _calls.nack(*claim, decision.after, *record)
     else:
-        reason = "attempts_exhausted" if isinstance(decision, Exhausted) else None
-        statement = _calls.reject(name, claimed.id, claimed.token, text, headers, reason)
+        statement = _calls.reject(*claim, *record, "attempts_exhausted" if isinstance(decision, Exhausted) else None)
     return State.DEAD if dies else State.RETRIED, statement, policy.describe_next_step(decision, dies)
 
 
-def failure_record(settings: Settings, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
+def failure_record(runtime: Runtime, claimed: ClaimedMessage, error: BaseException) -> tuple[Bound[bool], str]:
     """The statement that counts an attempt whose transaction was rolled back, and what follows."""
-    decision = policy.decide(error, None, claimed.message.attempt_count, settings.retries)
-    statement = _calls.record_failure(
-        claimed.queue_name,
-        claimed.id,
-        claimed.message.attempt_count,
-        decision.after if isinstance(decision, Retry) else None,
-        policy.describe(error, decision),
-        policy.failure_headers(claimed.message, error, settings.claimed_by or "", claimed.is_last_attempt),
-    )
-    return statement, policy.describe_next_step(decision, claimed.is_last_attempt)
+    attempt, dies = claimed.message.attempt_count, claimed.is_last_attempt
+    decision = policy.decide(error, None, attempt, runtime.settings.retries)
+    after = decision.after if isinstance(decision, Retry) else None
+    record = _record(runtime, claimed, error, decision, dies)
+    statement = _calls.record_failure(claimed.queue_name, claimed.id, attempt, after, *record)
+    return statement, policy.describe_next_step(decision, dies)
 
 
-def rejection(message: Message, error: Exception) -> Bound[bool]:
-    """The statement that makes a dead letter of a message that cannot be read."""
-    headers = policy.dead_letter_headers(message.queue_name, message.attempt_count, error)
-    return _calls.reject(message.queue_name, message.id, message.claim_token, policy.describe(error), headers, None)
-
-
-def split_readable(rows: list[Any]) -> tuple[list[ClaimedMessage], list[tuple[Message, Exception]]]:
-    """The messages that a handler can get, and those that it cannot, each with the reason."""
-    messages: list[ClaimedMessage] = []
-    unreadable: list[tuple[Message, Exception]] = []
-    for row in rows:
-        if isinstance(row.payload, UnreadableJson):
-            unreadable.append((row, row.payload.error))
-        elif row.headers is not None and not isinstance(row.headers, dict):
-            fault = TypeError(f"the headers are no JSON object but {type(row.headers).__name__}")
-            unreadable.append((row, row.headers.error if isinstance(row.headers, UnreadableJson) else fault))
-        else:
-            messages.append(ClaimedMessage(row))
-    return messages, unreadable
+def _record(
+    runtime: Runtime, claimed: ClaimedMessage, error: BaseException, decision: Decision, dies: bool
+) -> tuple[str, dict[str, Any]]:
+    """The text and the headers about a failure, in ASCII if the encoding of the database lacks characters."""
+    text = policy.describe(error, decision)
+    headers = policy.failure_headers(claimed.message, error, runtime.settings.claimed_by or "", dies)
+    if runtime.connections.stores_all_characters:
+        return text, headers
+    headers = json.loads(policy.in_ascii(json.dumps(headers, ensure_ascii=False)))
+    return policy.in_ascii(text)[: policy.LAST_ERROR_CHARACTERS], headers
 
 
 # Transactions
@@ -184,10 +167,8 @@ class Transactions:
     async def _receive(self, call: HandlerCall, session: Session, again: bool) -> Attempt | None:
         """The same once; None after a conflict, if `again`."""
         rows = await session.execute(self._claim(session.connection))
-        messages, call.unreadable = split_readable(rows)
+        messages = [ClaimedMessage(row) for row in rows]
         call.take(messages)
-        for row, reason in call.unreadable:
-            await session.execute(rejection(row, reason))
         if not rows:  # A claim that finds nothing can lock a group, from which the next claim would take nothing.
             await session.command(_calls.COMMIT)
         if call.received is not None:  # After a conflict the call receives once more.
@@ -196,9 +177,7 @@ class Transactions:
         if not rows:
             return Attempt("done")
         results: list[Result] = []
-        if messages and not call.is_cancelled:
-            if call.unreadable:
-                await session.command(_calls.SAVEPOINT)
+        if not call.is_cancelled:
             results, error, seconds = await self._work_from_savepoint(call, messages, session, _calls.COMMIT)
             if results:
                 return Attempt("done", results)
@@ -246,7 +225,9 @@ class Transactions:
         deliveries = [message.deliver(connection, True) for message in messages]
         call.in_hand = messages
         started = time.monotonic()
-        _, error = await session.call(self._workers.attempt, self._settings.argument(deliveries))
+        error: BaseException | None = next(filter(None, [policy.refusal(one.message) for one in messages]), None)
+        if error is None:
+            _, error = await session.call(self._workers.attempt, self._settings.argument(deliveries))
         seconds = time.monotonic() - started
         if is_busy(connection):
             await session.abort_connection(call)
@@ -310,7 +291,7 @@ class Transactions:
                 message.try_become(State.WORKING)
                 await session.execute(undo)
                 return Result(message, State.LOST)
-            state, statement, next_step = settlement(self._settings, message, error, answer)
+            state, statement, next_step = settlement(self._runtime, message, error, answer)
             (kept,) = await session.execute(statement)
             if kept:
                 await session.command(commit)
@@ -330,7 +311,7 @@ class Transactions:
         for message, delivery in zip(messages, deliveries, strict=True):
             state, error, next_step = State.ACKED, delivery.outcome, ""
             if error is not None:
-                state, statements[message.id], next_step = settlement(self._settings, message, error)
+                state, statements[message.id], next_step = settlement(self._runtime, message, error)
             results.append(Result(message, state, seconds, error, next_step))
         if statements or len({message.token for message in messages}) > 1:
             # One by one, by id: heartbeats lock messages in this order.
