@@ -156,12 +156,8 @@ class Claims:
     def _note_lock(self, message: ClaimedMessage) -> None:
         if not message.is_locked and message.state is not State.COMMITTING:
             message.is_locked = True
-            self._runtime.log(
-                logging.WARNING,
-                f"message {message.id} is locked by a transaction: it is neither extended nor settled before that ends",
-                queue=message.queue_name,
-                message_id=message.id,
-            )
+            text = f"message {message.id} is locked by a transaction, and is not extended or settled before that ends"
+            self._runtime.log_about(message, logging.WARNING, text)
 
     def _postpone(self, again: Callable[[], None]) -> None:
         """Queue a settlement again in a moment, because its message is locked now."""

@@ -63,6 +63,7 @@ class HandlerCalls:
         self._abandoned: set[HandlerCall] = set()  # given up after their time limit; they have not ended
         self._aborts: set[asyncio.Task[None]] = set()
         self.waiting: deque[ClaimedMessage] = deque()
+        runtime.on_signal = self.start_next
 
     @property
     def free(self) -> int:
@@ -96,12 +97,6 @@ class HandlerCalls:
         finally:
             current.left = 0
         return current
-
-    async def start_when_free(self) -> None:
-        """Start calls when the limit of calls rises, endlessly. When a call ends, the next is started at once."""
-        while True:
-            await self._runtime.wait_until(self._can_start)
-            self.start_next()
 
     def _can_start(self) -> bool:
         return (bool(self.waiting) or self._round.can_start) and self.free > 0 and not self._runtime.is_stopping
@@ -189,13 +184,9 @@ class HandlerCalls:
         stats.overdue = sum(call.is_late for call in self.running)
         seconds = time.monotonic() - call.began_at
         for message in call.in_hand:
-            self._runtime.log(
-                logging.WARNING,
-                f"the handler of message {message.id} has run for {seconds:.0f} s, and there is no handler_timeout;"
-                f" {stats.overdue} of {self._settings.slots} handlers run for that long",
-                queue=message.queue_name,
-                message_id=message.id,
-            )
+            text = f"the handler of message {message.id} has run for {seconds:.0f} s, and there is no handler_timeout;"
+            text += f" {stats.overdue} of {self._settings.slots} handlers run for that long"
+            self._runtime.log_about(message, logging.WARNING, text)
 
     def _time_out(self, call: HandlerCall, limit: timedelta) -> None:
         """Cancel a call. If it does not end soon, give it up."""
@@ -424,14 +415,11 @@ class HandlerCalls:
         for call in calls:
             call.cancel()
         await self._runtime.wait_until(lambda: not self.running, time.monotonic() + timings.cancel)
-        locked: list[ClaimedMessage] = []
-        if self._settings.mode == "lease":
-            locked = await self.release([message for call in calls for message in call.messages], once_more=True)
+        # A handler may have locked its message.
         aborts = [asyncio.create_task(in_thread(call.abort_connection)) for call in self.running]
+        if self._settings.mode == "lease":
+            await self.release([message for call in calls for message in call.messages])
         await self._runtime.wait_until(lambda: not self.running, deadline)
-        for message in locked:
-            message.is_locked = False  # A handler may have locked it, whose connection is aborted now.
-        await self.release(locked)
         if aborts:
             await asyncio.wait(aborts, timeout=max(0.0, deadline - time.monotonic()))
         for abort in aborts:
@@ -445,30 +433,26 @@ class HandlerCalls:
             call.cancel()
             call.task.cancel()
 
-    async def release(self, messages: list[ClaimedMessage], once_more: bool = False) -> list[ClaimedMessage]:
+    async def release(self, messages: list[ClaimedMessage]) -> None:
         """Give messages back as they were before the claim, except those that are lost or settled.
 
-        Returns the locked ones: they come back when their claims expire, unless the caller tries `once_more`.
+        What could not be given back for `timings.release` comes back when its claim expires.
         """
         held = (State.CLAIMED, State.WORKING, State.COMMITTING, State.RELEASED)
         messages = [message for message in messages if message.state in held]
         deadline = time.monotonic() + timings.release
         while messages:
+            left = max(timings.end_retry, deadline - time.monotonic())
+            is_final = left <= timings.end_retry
             try:
-                locked = await within(
-                    max(timings.end_retry, deadline - time.monotonic()), self.claims.release(messages)
-                )
+                messages = await within(left, self.claims.release(messages))
+                why = "other transactions have locked them"
             except (psycopg.Error, OSError) as error:
-                if time.monotonic() < deadline and (is_trouble(error) or is_conflict(error)):
-                    await asyncio.sleep(timings.end_retry)
-                    continue
-                self._warn_not_released(messages, str(error).strip() or "no answer from the server")
-                return []
-            if locked and not once_more:
-                self._warn_not_released(locked, "other transactions have locked them")
-            return locked
-        return []
-
-    def _warn_not_released(self, messages: list[ClaimedMessage], why: str) -> None:
-        told = ("message comes back when its claim runs out", "messages come back when their claims run out")
-        self._runtime.log(logging.WARNING, f"{counted(len(messages), *told)}: {why}")
+                is_final = is_final or not (is_trouble(error) or is_conflict(error))
+                why = str(error).strip() or "no answer from the server"
+            if messages and is_final:
+                told = ("message comes back when its claim runs out", "messages come back when their claims run out")
+                self._runtime.log(logging.WARNING, f"{counted(len(messages), *told)}: {why}")
+                break
+            if messages:
+                await asyncio.sleep(timings.end_retry)

@@ -69,7 +69,6 @@ class Poller:
             elif self._settings.listen:
                 tasks.append(runtime.keep_running("listening", self._listen))
             tasks.append(runtime.keep_running("settling", self._claims.send_settlements))
-            tasks.append(runtime.keep_running("starting", self._calls.start_when_free))
             if self._settings.mode == "lease":
                 tasks.append(runtime.keep_running("extending", self._claims.keep_extended))
             tasks.append(runtime.keep_running("watching", self._calls.watch))

@@ -100,6 +100,7 @@ class Runtime:
         self.has_news = False  # The queue may have messages that the last look has not seen.
         self.error: Exception | None = None  # why the consumer stops by itself
         self.grace = settings.grace_period.total_seconds()
+        self.on_signal: Callable[[], None] = lambda: None  # what does not need a task of its own
         self._waiters: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._not_before = 0.0
         self._connect_at = 0.0
@@ -134,6 +135,7 @@ class Runtime:
 
     def signal(self) -> None:
         """Wake the tasks whose condition is true now."""
+        self.on_signal()
         for waiter, happened in list(self._waiters.items()):
             if not waiter.done() and happened():
                 waiter.set_result(None)
@@ -292,7 +294,7 @@ class Runtime:
         """Count and tell the outcome of a message that is acknowledged, given back, or a dead letter."""
         if result.error is not None:
             self.report_failure(result.message, result.error, result.next_step)
-        self._tell(EVENTS[result.state], result.message.message, result.error, result.seconds)
+        self._tell(EVENTS[result.state], result.message, result)
 
     def report_failure(self, message: ClaimedMessage, error: BaseException, next_step: str) -> None:
         """Count and log a failed attempt.
@@ -301,34 +303,31 @@ class Runtime:
         attempt fails, so the traceback of such an error is only for debugging.
         """
         self.stats.failed += 1
-        cause = database_error(cause_of(error))
+        cause, attempt = database_error(cause_of(error)), message.message.attempt_count
         if isinstance(error, (Retry, Reject)) and not isinstance(error, Unreadable):
             reason = _one_line(error) + (f", because of {_one_line(cause)}" if cause is not error else "")
-            text = f"message {message.id}, attempt {message.message.attempt_count}: {reason}; {next_step}"
-            self._log_message(logging.INFO, text, message.message)
+            self.log_about(message, logging.INFO, f"message {message.id}, attempt {attempt}: {reason}; {next_step}")
             return
         reason = _one_line(cause) if is_unreachable(cause) else type(error).__name__
-        text = f"message {message.id} failed on attempt {message.message.attempt_count}: {reason}; {next_step}"
         has_trace = not is_unreachable(cause) or logger.isEnabledFor(logging.DEBUG)
-        self._log_message(logging.WARNING, text, message.message, error if has_trace else None)
+        text = f"message {message.id} failed on attempt {attempt}: {reason}; {next_step}"
+        self.log_about(message, logging.WARNING, text, error if has_trace else None)
 
     def report_loss(self, message: ClaimedMessage) -> None:
         """Count and tell a lost claim."""
-        self._log_message(logging.WARNING, f"the claim of message {message.id} was lost", message.message)
-        self._tell("lost", message.message)
+        self.log_about(message, logging.WARNING, f"the claim of message {message.id} was lost")
+        self._tell("lost", message)
 
-    def _log_message(self, level: int, text: str, message: Any, error: BaseException | None = None) -> None:
-        self.log(level, text, error, queue=message.queue_name, message_id=message.id, attempt=message.attempt_count)
+    def log_about(self, message: ClaimedMessage, level: int, text: str, error: BaseException | None = None) -> None:
+        """Log a text about a message."""
+        about = {"queue": message.queue_name, "message_id": message.id, "attempt": message.message.attempt_count}
+        self.log(level, text, error, **about)
 
-    def _tell(
-        self, kind: EventKind, message: Any, error: BaseException | None = None, seconds: float | None = None
-    ) -> None:
-        if self.settings.observe is None:
-            self.event(kind)
-            return
-        detail = None if error is None else type(error).__name__
-        ids = {"queue_name": message.queue_name, "message_id": message.id, "attempt": message.attempt_count}
-        self.event(kind, seconds=seconds, detail=detail, **ids)
+    def _tell(self, kind: EventKind, message: ClaimedMessage, result: Result | None = None) -> None:
+        about: dict[str, Any] = {"message_id": message.id, "attempt": message.message.attempt_count}
+        if result is not None:
+            about |= {"seconds": result.seconds, "detail": result.error and type(result.error).__name__}
+        self.event(kind, queue_name=message.queue_name, **about)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
         try:
