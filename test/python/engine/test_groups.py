@@ -1,12 +1,11 @@
 """Message groups by concurrent sessions and on a standby, and plain SQL on them."""
 
 import time
-from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Any
 
 import psycopg
@@ -63,79 +62,6 @@ def test_order_and_limit_hold_although_a_standby_takes_over(tmp_path: Path) -> N
     assert history.violations == []
     # The answers to acknowledgements can be lost.
     assert len({each for group in history.acked.values() for each, _ in group}) >= 2 * len(keys) - 2 * 5
-
-
-@pytest.mark.parametrize(
-    ("consumers", "number"),
-    [(4, 300), pytest.param(64, 3000, marks=pytest.mark.long(part="soak"))],
-    ids=["short", "at length"],
-)
-@pytest.mark.parametrize("on_dead", ["skip", "hold"])
-def test_many_consumers_process_each_group_in_order(
-    database: str, connection: psycopg.Connection[Any], name: str, on_dead: str, consumers: int, number: int
-) -> None:
-    own = pgqueue.Queue(connection, name)
-    own.create_queue(timedelta(hours=1), group_limit=1, on_dead=on_dead, max_attempts=100, backoff_base=timedelta(0))
-    keys = [f"group {place % (number // 30)}" for place in range(number)]
-    waiting: dict[str, deque[int]] = defaultdict(deque)
-    for each, key in zip(own.enqueue_batch(keys, group_keys=keys), keys, strict=True):
-        waiting[key].append(each)
-    lock, stopped = Lock(), Event()
-    held: dict[str, int] = {}
-    failed: set[int] = set()
-    violations: list[str] = []
-
-    def take(message: pgqueue.Message) -> str:
-        """Note a message that a claim has returned."""
-        group = str((message.headers or {})["pgqueue.group"])
-        with lock:
-            if group in held:
-                violations.append(f"{message.id} of {group} is in flight beside {held[group]}")
-            if waiting[group][0] != message.id:
-                violations.append(f"{message.id} of {group} comes before {waiting[group][0]}")
-            held[group] = message.id
-        return group
-
-    def settle(queue: pgqueue.Queue, message: pgqueue.Message, group: str) -> None:
-        assert message.claim_token is not None
-        # Each message in ten is given back once, and each in twenty is rejected.
-        kind = 20 if message.id in failed else message.id % 20
-        with lock:
-            failed.add(message.id)
-            # The next claim of the group can return before the call below does.
-            del held[group]
-            if kind > 2 or (kind == 0 and on_dead == "skip"):
-                waiting[group].popleft()
-        if kind > 2:
-            assert queue.ack(message.id, message.claim_token)
-        elif kind:
-            assert queue.nack(message.id, message.claim_token)
-        else:
-            assert queue.reject(message.id, message.claim_token)
-            if on_dead == "hold":
-                assert queue.redrive(ids=[message.id]) == 1
-
-    def consume(_: int) -> None:
-        with connect(database) as session:
-            queue = pgqueue.Queue(session, name)
-            while not stopped.is_set():
-                claimed = [(each, take(each)) for each in queue.claim(3)]
-                for message, group in claimed:
-                    settle(queue, message, group)
-                if not claimed:
-                    stopped.wait(0.02)
-
-    with ThreadPoolExecutor(consumers) as pool:
-        working = [pool.submit(consume, place) for place in range(consumers)]
-        try:
-            wait_for(lambda: violations or not any(waiting.values()) or any(each.done() for each in working))
-        finally:
-            stopped.set()
-        for consumer in working:
-            consumer.result()
-    assert violations == []
-    assert not any(waiting.values())
-    assert is_empty(connection, name)
 
 
 def test_a_role_with_raw_access_sends_and_claims_by_plain_sql(
