@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ class Shop:
         return subprocess.Popen(command, cwd=PROJECT, env=self.environment())
 
     @contextmanager
-    def working(self, queue: str, handler: str, *options: str) -> "Iterator[subprocess.Popen[bytes]]":
+    def working(self, *words: str) -> "Iterator[subprocess.Popen[bytes]]":
         """A worker. Unless the test has killed it, it is stopped, and ends without an error."""
-        with self.manage("pgqueue_work", queue, handler, *options) as worker:
+        with self.manage("pgqueue_work", *words) as worker:
             try:
                 yield worker
                 if worker.poll() is None:
@@ -68,10 +69,26 @@ class Shop:
                 worker.kill()
 
 
-def set_up(patch: pytest.MonkeyPatch, *databases: str) -> Shop:
+_shops: list[Shop] = []
+
+
+@pytest.fixture(scope="module")
+def shop(empty_database: Callable[[], str]) -> Iterator[Shop]:
+    """The project in this process. Only modules with this fixture make it a process of Django."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = _shops[0].dsns.values() if _shops else (empty_database(), empty_database())
+        patch.setenv("PGQUEUE_DSN", next(iter(made)))
+        patch.setenv("DJANGO_SETTINGS_MODULE", "shop.settings")
+        if not _shops:
+            _shops.append(set_up(*made))
+        yield _shops[0]
+        from django.db import connections
+
+        connections.close_all()
+
+
+def set_up(*databases: str) -> Shop:
     """Make this process one of the project, with the tables of the project in both databases."""
-    patch.setenv("PGQUEUE_DSN", databases[0])
-    patch.setenv("DJANGO_SETTINGS_MODULE", "shop.settings")
     sys.path[:0] = [str(PROJECT), str(HERE)]
     import django
     from django.conf import settings
@@ -81,6 +98,11 @@ def set_up(patch: pytest.MonkeyPatch, *databases: str) -> Shop:
     settings.DATABASES["other"] = {**settings.DATABASES["default"], "NAME": other}
     router = Router()
     settings.DATABASE_ROUTERS = [router]
+    settings.TASKS["other"] = {
+        **settings.TASKS["default"],
+        "QUEUES": [],
+        "OPTIONS": {"database": "other", "expires_in": timedelta(days=1)},
+    }
     settings.LOGGING_CONFIG = None  # for the other tests of this process
     django.setup()
     dsns = dict(zip(("default", "other"), databases, strict=True))

@@ -5,7 +5,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from decimal import Decimal
@@ -17,9 +17,10 @@ import psycopg
 import pytest
 from clients import PATIENCE, value, wait_for
 from psycopg.types.json import Jsonb
-from shops import Shop, handled, set_up
+from shops import Shop, handled, shop
 
 import pgqueue
+from pgqueue.testing import drain
 
 if TYPE_CHECKING:
     from django.apps import apps
@@ -33,19 +34,13 @@ if TYPE_CHECKING:
     from pgqueue.contrib.django import consumer, queue, queues
     from pgqueue.contrib.django.operations import AlterQueue, CreatePgqueue, CreateQueue, DropQueue
 
+__all__ = ["shop"]
+
 NOW = timedelta(0)
 WAITING = (
     "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
     " where l.locktype = 'advisory' and not l.granted and d.datname = current_database()"
 )
-
-
-@pytest.fixture(scope="module")
-def shop(empty_database: Callable[[], str]) -> Iterator[Shop]:
-    """The project in this process. No other module of tests makes it a process of Django."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield set_up(patch, empty_database(), empty_database())
-        connections.close_all()
 
 
 @pytest.fixture(autouse=True)
@@ -389,8 +384,30 @@ def test_a_killed_worker_leaves_the_effect_once(shop: Shop) -> None:
     assert shipments() == 1
 
 
+def test_a_worker_ends_when_its_queue_is_empty(caplog: pytest.LogCaptureFixture) -> None:
+    queue("orders").alter_queue(max_attempts=2)  # the retry is due within a minute
+    new_order()
+    new_order(101)
+    call_command("pgqueue_work", "orders", "shop.handlers:ship", "--until-empty", "--log-level", "warning")
+    assert (shipments(), queue("orders").stats().dead_messages, queue("orders").peek()) == (1, 1, 0)
+    assert {record.levelname for record in caplog.records if record.name.startswith("pgqueue")} <= {"WARNING", "ERROR"}
+    logging.getLogger("pgqueue").setLevel(logging.NOTSET)
+
+
+def test_a_consumer_is_refused_where_it_would_see_nothing() -> None:
+    with transaction.atomic():
+        new_order()
+        with pytest.raises(transaction.TransactionManagementError, match="in tests use TransactionTestCase"):
+            drain(consumer("orders", ship))
+        transaction.set_rollback(True)
+
+
 def test_options_and_handlers_of_the_command_are_checked() -> None:
     for words, error in (
+        (["orders", "shop.handlers:ship", "--backend", "default"], "invalid --backend: it is for tasks"),
+        (["--backend", "third"], "invalid --backend: 'third'; must be an alias of TASKS"),
+        (["--backend", "other"], "invalid queue: none; TASKS['other'] names no QUEUES"),
+        (["--mode", "lease"], "invalid --mode: it is for a handler"),
         (["missing", "shop.handlers:ship"], "queue 'missing' does not exist; the operation CreateQueue"),
         (["orders", "shop.handlers"], "must be MODULE:HANDLER"),
         (["orders", "shop.handler:ship"], "there is no module 'shop.handler'"),
@@ -604,8 +621,13 @@ def test_the_admin_sends_dead_letters_again_and_deletes_them(letters: list[int])
     one, other = queue("orders", json_loads=bytes.decode).claim(2)
     assert one.id == letters[1]
     assert [other.payload, other.headers] == [new, '{"tenant": "blue"}']
-    log = apps.get_model("admin", "LogEntry").objects.values_list("change_message", flat=True)
-    assert len([line for line in log if "of queue orders" in line]) == 3
+    new_order()
+    (message,) = queue("orders").claim()
+    queue("orders").reject(message.id, message.claim_token)
+    clerk.post(action="redrive_all")
+    log = list(apps.get_model("admin", "LogEntry").objects.values_list("change_message", flat=True))
+    assert len([line for line in log if "of queue orders" in line]) == 4
+    assert any("all 1 sent again, of queue orders" in line for line in log)
 
 
 def test_the_admin_obeys_permissions_and_tokens(letters: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The tests of test_django.py with Django 6, which needs Python 3.12: where there is an interpreter."""
+"""The tests of Django with Django 6, which needs Python 3.12: where there is an interpreter."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+FILES = ("test/python/contrib/test_django.py", "test/python/contrib/test_django_tasks.py")
 # What the helpers of the tests import.
 TOOLS = ("httpx", "hypothesis", "pytest", "pytest-asyncio", "pytest-randomly", "pytest-xdist")
 
@@ -47,4 +48,4 @@ def test_all_holds_with_django_6(server: str, tmp_path: Path) -> None:
     left = {name: text for name, text in os.environ.items() if not name.startswith(("PYTEST", "DJANGO", "PGQUEUE"))}
     variables = left | {"PGQUEUE_TEST_DSN": server, "PYTHONPATH": str(ROOT / "python/src")}
     words = ["-m", "pytest", "-q", "-c", "python/pyproject.toml", "--rootdir", ".", "-p", "no:cacheprovider"]
-    subprocess.run([own, *words, "test/python/contrib/test_django.py"], cwd=ROOT, env=variables, check=True)
+    subprocess.run([own, *words, *FILES], cwd=ROOT, env=variables, check=True)

@@ -9,6 +9,7 @@ class Order(models.Model):
     article = models.CharField(max_length=100)
     pieces = models.PositiveIntegerField(default=1)
     shipped_at = models.DateTimeField(null=True)
+    invoice = models.CharField(max_length=200, default="")
 
     def __str__(self) -> str:
         return f"{self.pieces} x {self.article}"

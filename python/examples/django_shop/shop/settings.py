@@ -45,6 +45,7 @@ TEMPLATES = [
         },
     }
 ]
+TASKS = {"default": {"BACKEND": "pgqueue.contrib.django.PgqueueBackend"}}
 ROOT_URLCONF = "shop.urls"
 SECRET_KEY = "the shop has no secrets"  # noqa: S105 - it is an example
 DEBUG = True

@@ -1,5 +1,6 @@
 """Tests of the shop: `manage.py test`."""
 
+from django.core.management import call_command
 from django.test import TestCase, TransactionTestCase
 from django.urls import reverse
 
@@ -26,9 +27,10 @@ class WorkerTest(TransactionTestCase):
     """A worker has connections of its own: it sees what is committed. Messages stay, so the test purges the queue."""
 
     def setUp(self) -> None:
-        """Begin with an empty queue."""
-        orders.purge_queue()
-        orders.purge_dead_messages()
+        """Begin with empty queues."""
+        for used in (orders, queue("default")):
+            used.purge_queue()
+            used.purge_dead_messages()
 
     def test_the_worker_ships_an_order_once(self) -> None:
         """The shipment is committed with the acknowledgement."""
@@ -46,3 +48,9 @@ class WorkerTest(TransactionTestCase):
         self.assertIsNone(Order.objects.get().shipped_at)
         (letter,) = orders.browse_dead_messages()
         self.assertIn("do not fit", letter.last_error or "")
+
+    def test_a_task_writes_the_invoice(self) -> None:
+        """The worker ends when it has run all tasks."""
+        self.client.post(reverse("order"), {"article": "pencils"})
+        call_command("pgqueue_work", until_empty=True)
+        self.assertIn("1 x pencils", Order.objects.get().invoice)

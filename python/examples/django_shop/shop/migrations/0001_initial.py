@@ -1,4 +1,4 @@
-"""Creates the tables and the queue of the shop."""
+"""Creates the tables and the queues of the shop."""
 
 from datetime import timedelta
 from typing import ClassVar
@@ -10,7 +10,7 @@ from pgqueue.contrib.django.operations import CreatePgqueue, CreateQueue
 
 
 class Migration(migrations.Migration):
-    """The tables, pgqueue, and the queue, in one transaction."""
+    """The tables, pgqueue, and the queues, in one transaction."""
 
     initial = True
     operations: ClassVar = [
@@ -21,6 +21,7 @@ class Migration(migrations.Migration):
                 ("article", models.CharField(max_length=100)),
                 ("pieces", models.PositiveIntegerField(default=1)),
                 ("shipped_at", models.DateTimeField(null=True)),
+                ("invoice", models.CharField(default="", max_length=200)),
             ],
         ),
         migrations.CreateModel(
@@ -38,4 +39,5 @@ class Migration(migrations.Migration):
         ),
         CreatePgqueue(),
         CreateQueue("orders", max_attempts=3, backoff_base=timedelta(seconds=1)),
+        CreateQueue("default", max_attempts=3),  # of tasks
     ]

@@ -198,8 +198,9 @@ class DeadLetterAdmin(admin.ModelAdmin):
                     number, done = place.queue.purge_dead_messages(ids), "deleted"
                 else:
                     number, done = place.queue.redrive(None, ids), "sent again"
-            for one in ids or ():
-                self.log_change(request, DeadLetter(id=one), f"{done}, of queue {place.name}")
+            for one in [None] if ids is None else ids:
+                what = done if one else f"all {number} {done}"
+                self.log_change(request, DeadLetter(id=one), f"{what}, of queue {place.name}")
             messages.success(request, f"{counted(number, 'dead letter')} {done}.")
         except DatabaseError as error:
             messages.error(request, str(error))

@@ -64,6 +64,11 @@ def consumer(
 def _connect(using: str) -> Any:
     """A new connection of psycopg with what Django has set up, which keeps the connection of Django that opened it."""
     pattern = connections[using]
+    if pattern.in_atomic_block:  # of `TestCase`, for example
+        raise transaction.TransactionManagementError(
+            f"a consumer sees nothing of the transaction.atomic() of database {using!r} in which it is run here: run it"
+            " outside; in tests use TransactionTestCase instead of TestCase"
+        )
     # The consumer prepares no statement where it finds a pooler.
     options = {**DEFAULTS, "prepare_threshold": 5, **pattern.settings_dict["OPTIONS"]}
     options.pop("pool", None)

@@ -1,4 +1,4 @@
-"""`manage.py demo`: the site and a worker, in an empty database."""
+"""`manage.py demo`: the site and two workers, in an empty database."""
 
 import signal
 import subprocess
@@ -10,19 +10,21 @@ from django.core.management.base import BaseCommand
 
 
 class Command(BaseCommand):
-    """Prepares the database, and runs the worker and the site until Ctrl-C."""
+    """Prepares the database, and runs the workers and the site until Ctrl-C."""
 
-    help = "Run the shop at http://127.0.0.1:8000/ with a worker."
+    help = "Run the shop at http://127.0.0.1:8000/ with workers."
 
     def handle(self, *_: object, **__: object) -> None:
         """Run them."""
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the worker is stopped, too
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that the workers are stopped, too
         call_command("migrate", verbosity=0)
         users = get_user_model().objects
         if not users.filter(username="admin").exists():
             users.create_superuser("admin", password="admin")  # noqa: S106 - it is an example
-        with subprocess.Popen([sys.executable, sys.argv[0], "pgqueue_work", "orders", "shop.handlers:ship"]) as worker:
+        start = [sys.executable, sys.argv[0], "pgqueue_work"]
+        with subprocess.Popen([*start, "orders", "shop.handlers:ship"]) as worker, subprocess.Popen(start) as tasks:
             try:
                 call_command("runserver", "127.0.0.1:8000", use_reloader=False)
             finally:
                 worker.terminate()
+                tasks.terminate()

@@ -1,0 +1,77 @@
+"""Tasks that test_django_tasks.py sends."""
+
+from typing import Any
+
+from django.db import connection, transaction
+
+try:
+    from django.tasks import TaskContext, task
+    from django.tasks.exceptions import TaskResultDoesNotExist
+    from django.tasks.signals import task_enqueued, task_finished, task_started
+except ImportError:
+    from django_tasks import TaskContext, task
+    from django_tasks.exceptions import TaskResultDoesNotExist
+    from django_tasks.signals import task_enqueued, task_finished, task_started
+
+from shop.models import Order
+
+from pgqueue.contrib.django import queue
+
+__all__ = ["TaskResultDoesNotExist", "task_enqueued", "task_finished", "task_started"]
+
+
+@task
+def add(a: int, b: int = 2) -> int:
+    """Return the sum."""
+    return a + b
+
+
+@task
+async def order_async(article: str) -> int:
+    """Create an order by the asynchronous ORM."""
+    return int((await Order.objects.acreate(article=article)).id)
+
+
+@task(takes_context=True)
+def fail_twice(context: TaskContext) -> int:
+    """Create an order, and raise in the first two attempts."""
+    Order.objects.create(article=f"of attempt {context.attempt}")
+    if context.attempt < 3:
+        raise ValueError(f"attempt {context.attempt}")
+    return int(context.attempt)
+
+
+@task
+def fail() -> None:
+    """Raise."""
+    Order.objects.create(article="of a task that fails")
+    raise ValueError("never")
+
+
+@task
+def lose() -> None:
+    """Create an order while the message is removed."""
+    Order.objects.create(article="of a lost task")
+    connection.cursor().execute("select pgqueue.purge_queue('default')")
+
+
+@task
+def return_object() -> Any:
+    """Return what is no JSON."""
+    return object()
+
+
+@task
+def order_and_wait() -> bool:
+    """Create an order, and return when the test has released its lock. Returns whether there is a transaction."""
+    Order.objects.create(article="of a killed worker")
+    with connection.cursor() as cursor:
+        cursor.execute("select pg_advisory_lock_shared(2), pg_advisory_unlock_shared(2)")
+    return bool(transaction.get_connection().in_atomic_block)
+
+
+@task
+def send_another() -> str:
+    """Send a task and a message in the transaction of this one."""
+    queue("orders").enqueue(1)
+    return str(add.enqueue(1).id)
