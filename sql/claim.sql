@@ -327,7 +327,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if cardinality(candidate_ids) > 1 and kind in (2, 3) and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') then
+    if cardinality(candidate_ids) > 1 and candidate_ids <> pgqueue._array_except(candidate_ids, '{}') and exists (
+        select from pgqueue.queues q where q.name = _claim_special.queue_name collate "C" and q.priorities
+    ) then
         -- A full join is a hash join by any plan. A nested loop would compare each message with each id.
         return query
         select c.*

@@ -133,10 +133,6 @@ begin
     if q.priorities and q.group_limit is not null then
         perform pgqueue._raise_invalid('priorities', 'true', 'false for a queue with group_limit: its claims follow the groups');
     end if;
-    if q.dedicated and (q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null) then
-        perform pgqueue._raise_invalid('dedicated', 'true',
-            'false for a queue with group_limit, priorities or max_in_flight: the queues of such a kind share a table');
-    end if;
     if q.counters is null then
         perform pgqueue._raise_invalid('counters', null, 'true or false');
     end if;
@@ -195,6 +191,8 @@ set jit = off
 as $$
 declare
     q pgqueue.queues;
+    model pgqueue.queues;
+    is_left boolean := false;
 begin
     if not pgqueue._is_name(queue_name) then
         perform pgqueue._raise_invalid('queue_name', queue_name,
@@ -228,8 +226,8 @@ begin
     q.priorities := priorities;
     q.counters := counters;
     q.dead_letter_to := dead_letter_to;
-    q.dedicated := dedicated;
     perform pgqueue._check_settings(q);
+    model := q;
 
     -- The lookup before the lock avoids a wait for the users of an existing queue. The lookup is repeated under the
     -- lock, which serializes this call with other create_queue and drop_queue calls.
@@ -246,12 +244,15 @@ begin
                 insert into pgqueue.sweep_state (queue_name) values (create_queue.queue_name) on conflict do nothing;
                 q.queue_id := pgqueue._take_number(queue_name collate "C");
                 if to_regclass(format('pgqueue.messages_%s', q.queue_id)) is not null then
-                    dedicated := not priorities and coalesce(group_limit, max_in_flight) is null;
-                    if not dedicated then
+                    if not priorities and coalesce(group_limit, max_in_flight) is null then
+                        dedicated := true;
+                        is_left := true;
+                    else
                         perform pgqueue._drop_partition_left(q.queue_id);
                     end if;
-                elsif dedicated then
-                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id);
+                end if;
+                if dedicated and not is_left then
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model));
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
@@ -336,7 +337,7 @@ over what is left of the former queue of this name: its dedicated table, the rel
 of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
 attached.';
 
-create or replace function pgqueue._create_partition(queue_name text, queue_id bigint)
+create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model text)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -346,8 +347,7 @@ declare
     option text;
 begin
     -- Other queues go on meanwhile: to attach a table locks the parent against other changes of its partitions only.
-    execute format(
-        'create table pgqueue.%I (like pgqueue.messages_shared including defaults, primary key (queue_name, id))', partition);
+    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
     for option in
         select o from pg_class c cross join lateral unnest(c.reloptions) as o
         where c.oid = 'pgqueue.messages_shared'::regclass
@@ -361,10 +361,10 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition(text, bigint) is
-'Creates a partition for one queue, with the storage settings of messages_shared. Its name contains the number of the
-queue, as the name of a queue can be longer than an identifier. Its comment contains the name, by which create_queue
-finds the table after a restore without rows.';
+comment on function pgqueue._create_partition(text, bigint, text) is
+'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
+name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
+name, by which create_queue finds the table after a restore without rows.';
 
 create or replace function pgqueue._drop_partition_left(queue_id bigint)
 returns void
@@ -380,18 +380,26 @@ $$;
 comment on function pgqueue._drop_partition_left(bigint) is
 'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
 
+create or replace function pgqueue._shared_table(q pgqueue.queues)
+returns text
+language sql stable
+as $$
+    select 'pgqueue.messages_' || case
+        when q.group_limit is not null then 'grouped'
+        when q.priorities and q.max_in_flight is not null then 'prioritized_limited'
+        when q.priorities then 'prioritized'
+        when q.max_in_flight is not null then 'limited'
+        else 'shared'
+    end
+$$;
+comment on function pgqueue._shared_table(pgqueue.queues) is
+'The partition for queues with these settings that are not dedicated.';
+
 create or replace function pgqueue._partition_of(q pgqueue.queues)
 returns regclass
 language sql stable
 as $$
-    select format('pgqueue.messages_%s', case
-        when q.kind is null then 'shared'
-        when q.kind = 1 then 'grouped'
-        when q.kind = 2 then 'prioritized'
-        when q.kind = 3 then 'prioritized_limited'
-        when q.kind = 4 then 'limited'
-        else q.queue_id::text
-    end)::regclass
+    select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
 $$;
 comment on function pgqueue._partition_of(pgqueue.queues) is
 'The partition of the messages of a queue.';
@@ -457,6 +465,9 @@ begin
     -- The domain of the argument accepts no empty text from a role that has access to some queues only.
     q.dead_letter_to := nullif(coalesce(alter_queue.dead_letter_to::text, q.dead_letter_to) collate "C", q.name);
     perform pgqueue._check_settings(q);
+    if q.dedicated then
+        perform pgqueue._check_dedicated(before, q);
+    end if;
     update pgqueue.queues
     set visibility_timeout = q.visibility_timeout, max_attempts = q.max_attempts, dlq_enabled = q.dlq_enabled,
         dead_letter_expired = q.dead_letter_expired, max_payload_bytes = q.max_payload_bytes,
@@ -495,12 +506,32 @@ applies to messages that are sent from then on; the keys of earlier ones may be 
 max_in_flight, rate_limit or rate_period applies to the next claims; group_limit 0, max_in_flight 0 and rate_limit 0 end
 these limits. To give a queue its first group_limit, max_in_flight or priorities, or to take the last away, moves all
 its messages to another table in one transaction. Other calls of this queue wait meanwhile, one to three seconds for
-100,000 messages; claims stay valid, and other queues are not affected. A dedicated queue cannot get them. A queue that
-has a stream gets none of them: stream_claim would refuse it, and the open batch would be delivered again. counters true
-begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the dead letters that the
-queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001, and PQ004 if messages
-would be moved while a longer transaction uses the queue, or if archiving would begin or end for the relation of a
-transport while a longer transaction uses that relation.';
+100,000 messages; claims stay valid, and other queues are not affected. A dedicated queue keeps what it was created
+with. A queue that has a stream gets none of them: stream_claim would refuse it, and the open batch would be delivered
+again. counters true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the
+dead letters that the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001,
+and PQ004 if messages would be moved while a longer transaction uses the queue, or if archiving would begin or end for
+the relation of a transport while a longer transaction uses that relation.';
+
+create or replace function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid(s.name, s.value,
+        format('unchanged: the table of the dedicated queue %L was made without it', after.name))
+    from (
+        values
+        ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
+        ('priorities', after.priorities::text, after.priorities <> before.priorities),
+        ('max_in_flight', after.max_in_flight::text, after.max_in_flight is not null and before.max_in_flight is null)
+    ) s (name, value, is_changed)
+    where s.is_changed;
+end;
+$$;
+comment on function pgqueue._check_dedicated(pgqueue.queues, pgqueue.queues) is
+'Raises 22023 if a dedicated queue would need another index, or other registers.';
 
 create or replace function pgqueue._change_kind(q pgqueue.queues)
 returns pgqueue.queues

@@ -67,8 +67,7 @@ create table pgqueue.queues (
     constraint queues_max_in_flight_is_bounded check (max_in_flight between 1 and 10000),
     constraint queues_rate_limit_is_bounded check (rate_limit between 1 and 1000000),
     constraint queues_rate_period_is_bounded check (rate_period between '1 ms' and '1 day'),
-    constraint queues_kind_is_one
-    check ((dedicated::int + priorities::int + (group_limit is not null)::int) <= 1 and not (dedicated and max_in_flight is not null))
+    constraint queues_priorities_exclude_groups check (not priorities or group_limit is null)
 );
 create index queues_dead_letter_to on pgqueue.queues (dead_letter_to) where dead_letter_to is not null;
 comment on table pgqueue.queues is

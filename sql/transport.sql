@@ -440,7 +440,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    perform pgqueue._create_partition(q.name, q.queue_id);
+    perform pgqueue._create_partition(q.name, q.queue_id, 'pgqueue.messages_shared');
     update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
     return pgqueue._change_kind(q);
 end;
@@ -904,7 +904,7 @@ begin
     if to_regclass(pgqueue._transport_table(q)) is null then
         return;
     end if;
-    if not q.dedicated then
+    if not q.dedicated or q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null then
         -- The relation was dropped with the table that such a queue cannot have.
         execute format('drop table %s cascade', pgqueue._transport_table(q));
         execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);

@@ -19,7 +19,7 @@ CALLS = (*CLAIMS, "enqueue", "ack")
 
 
 class CrowdedPgqueue(Pgqueue):
-    """A plain queue beside queues with groups or priorities, each of which has a table of its own."""
+    """A plain queue beside queues with groups or priorities."""
 
     name = f"pgqueue beside {SPECIAL} special queues"
 

@@ -6,7 +6,7 @@ as $$ select current_setting('test.now')::timestamptz $$;
 set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.at(moment text) returns text language sql as $$ select set_config('test.now', moment || '+00', true) $$;
 
-select plan(94);
+select plan(93);
 
 -- Claims and receives in one call, as "payload payload ..." by id. The claims are kept for the calls that settle them.
 create temporary table claims (payload text primary key, id bigint, token uuid);
@@ -42,7 +42,6 @@ select throws_ok($$ select pgqueue.create_queue('x', group_limit => 0) $$, '2202
 select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1001) $$, '22023', 'invalid group_limit: ''1001''', 'create_queue refuses a group_limit above 1000');
 select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, on_dead => 'wait') $$, '22023', 'invalid on_dead: ''wait''', 'create_queue refuses an unknown on_dead');
 select throws_ok($$ select pgqueue.create_queue('x', on_dead => null) $$, '22023', 'invalid on_dead: null', 'create_queue refuses null as on_dead');
-select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, dedicated => true) $$, '22023', 'invalid dedicated: ''true''', 'create_queue gives no dedicated table to a queue with group_limit');
 select throws_ok($$ select pgqueue.create_queue('x', group_limit => 1, on_dead => 'hold', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'create_queue refuses on_dead hold without dead letters');
 select throws_ok($$ select pgqueue.alter_queue('plain', on_dead => 'hold', dlq_enabled => false) $$, '22023', 'invalid on_dead: ''hold''', 'alter_queue refuses on_dead hold without dead letters');
 select is((pgqueue.alter_queue('fifo', on_dead => 'hold')).on_dead, 'hold', 'alter_queue changes on_dead');

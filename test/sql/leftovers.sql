@@ -55,7 +55,7 @@ $$;
 
 -- What a new queue of each kind consists of; with_table: if it is dedicated, too.
 create temp table fresh as
-select k.kind, w.with_table, pg_temp.make(format('fresh-%s-%s', k.kind, w.with_table), k.kind, case when w.with_table and k.kind not in ('dedicated', 'grouped', 'prioritized', 'limited') then 'dedicated => true' end) as made
+select k.kind, w.with_table, pg_temp.make(format('fresh-%s-%s', k.kind, w.with_table), k.kind, case when w.with_table and k.kind <> 'dedicated' then 'dedicated => true' end) as made
 from kinds k cross join (values (false), (true)) w (with_table);
 select pgqueue.expose_transport(format('fresh-%s-%s', k.kind, true), table_name => 'fresh_' || k.kind) as exposed from kinds k where k.kind = 'exposed' \g /dev/null
 create temp table expected as select f.kind, f.with_table, pg_temp.parts(format('fresh-%s-%s', f.kind, f.with_table)) as parts from fresh f;

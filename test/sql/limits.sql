@@ -7,7 +7,7 @@ set local test.now = '2030-01-01 12:00:00+00';
 create function pg_temp.pass(span interval) returns void language sql
 as $$ select set_config('test.now', (current_setting('test.now')::timestamptz + span)::text, true) $$;
 
-select plan(80);
+select plan(79);
 
 -- Claims return the number of messages. They are kept for the calls that settle them.
 create temporary table claims (queue text, id bigint, token uuid);
@@ -92,7 +92,6 @@ select is(pg_temp.claim('unlimited'), 1::bigint, 'a claim takes a message when t
 select is((pgqueue.create_queue('few', '30 s', max_in_flight => 3)).max_in_flight, 3, 'create_queue returns max_in_flight');
 select throws_ok($$ select pgqueue.create_queue('x', max_in_flight => 0) $$, '22023', 'invalid max_in_flight: ''0''', 'create_queue refuses a max_in_flight below 1');
 select throws_ok($$ select pgqueue.create_queue('x', max_in_flight => 10001) $$, '22023', 'invalid max_in_flight: ''10001''', 'create_queue refuses a max_in_flight above 10000');
-select throws_ok($$ select pgqueue.create_queue('x', max_in_flight => 1, dedicated => true) $$, '22023', 'invalid dedicated: ''true''', 'create_queue gives no dedicated table to a queue with max_in_flight');
 select pg_temp.send('few', 20) \g /dev/null
 select is(pgqueue.peek('few', 10), 3, 'peek counts no more messages than may be claimed');
 select is(pg_temp.claim('few', 2), 2::bigint, 'a claim takes as many messages as it wants while max_in_flight allows them');

@@ -193,8 +193,8 @@ select pg_temp.finds_few('slices-few', false);
 select pg_temp.finds_few('slices-few-dedicated', true);
 select pg_temp.walks('slices-walk', false);
 select pg_temp.walks('slices-walk-dedicated', true);
-select pg_temp.walks('slices-walk-ungrouped', false, group_limit => 1);
-select pg_temp.walks('slices-walk-priorities', false, priorities => true);
+select pg_temp.walks('slices-walk-ungrouped', true, group_limit => 1);
+select pg_temp.walks('slices-walk-priorities', true, priorities => true);
 
 select * from finish();
 rollback;

@@ -406,10 +406,10 @@ class AsyncQueue(_Calls):
         number) is how many messages of the queue may be in flight at a time, over all consumers; `receive` refuses such
         a queue. `rate_limit` (1 to 1000000; None: any number) is how many messages claims and receives take in each
         `rate_period` (1 ms to 1 day; 1 s), and up to `rate_limit` more that earlier claims have left. With `priorities`
-        (false), messages with a higher `priority` are claimed first; the queue cannot have a `group_limit` then, and a
-        dedicated one can have neither. Without `counters` (true) its calls are faster, and the totals of `stats` are
-        None. `dead_letter_to` (None: they stay) names another queue, which takes the dead letters and sends them as new
-        messages; it needs `dlq_enabled` and admin access to both.
+        (false), messages with a higher `priority` are claimed first; the queue cannot have a `group_limit` then.
+        Without `counters` (true) its calls are faster, and the totals of `stats` are None. `dead_letter_to` (None: they
+        stay) names another queue, which takes the dead letters and sends them as new messages; it needs `dlq_enabled`
+        and admin access to both.
 
         Raises `InvalidArgument`, `QueueExists`, `QueueBusy`.
         """

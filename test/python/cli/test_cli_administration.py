@@ -113,9 +113,9 @@ def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgq
     fixed = {"name", "dedicated", "paused_at", "created_at", "updated_at"}
     # They exclude --on-dead hold and --group-limit: the tests below have their options.
     fixed |= {"dead_letter_to", "priorities"}
-    words = ("create", orders.name, "--json", "--dlq", "--dead-letter-expired", "--no-counters")
+    words = ("create", orders.name, "--json", "--dedicated", "--dlq", "--dead-letter-expired", "--no-counters")
     (made,) = cli(*words, *options).records
-    assert made == made | expected | {"dedicated": False, "dlq_enabled": True, "counters": False, "paused_at": None}
+    assert made == made | expected | {"dedicated": True, "dlq_enabled": True, "counters": False, "paused_at": None}
     assert datetime.fromisoformat(made["created_at"]).utcoffset() == timedelta(0)
     orders.drop_queue()
     orders.create_queue(group_limit=1, max_in_flight=1, counters=False, dlq_enabled=False)
@@ -131,14 +131,11 @@ def test_create_and_alter_have_an_option_for_every_setting(cli: Cli, orders: pgq
     assert (ended["dlq_enabled"], ended["dead_letter_expired"]) == (False, False)
 
 
-def test_priorities_and_a_table_of_its_own_have_options(cli: Cli, orders: pgqueue.Queue) -> None:
+def test_priorities_have_an_option(cli: Cli, orders: pgqueue.Queue) -> None:
     (given,) = cli("alter", orders.name, "--json", "--priorities").records
     assert given["priorities"]
     (ended,) = cli("alter", orders.name, "--json", "--no-priorities").records
     assert not ended["priorities"]
-    orders.drop_queue()
-    (made,) = cli("create", orders.name, "--json", "--dedicated").records
-    assert made["dedicated"]
 
 
 def test_dead_letters_go_to_another_queue(cli: Cli, orders: pgqueue.Queue) -> None:

@@ -179,12 +179,10 @@ def test_every_setting_of_sql_is_accepted_by_its_name(applied: Applied) -> None:
     named = {"queue_name": '"all"', "cron": '"@daily"', "time_zone": '"UTC"', "payload": "[1]", "headers": "{}"}
     named |= {"paused": "true", "catch_up": "false", "priority": "1", "group_key": '"g"'}
     assert schedule == named.keys()
-    lines["dedicated"] = "false"  # A queue with a group_limit has no table of its own.
-    text = "[queues.urgent]\ndedicated = true\n"  # first, because the other names it
-    text += "[queues.first]\npriorities = true\n"
+    text = "[queues.urgent]\npriorities = true\n"  # first, because the other names it
     text += "[queues.all]\n" + "".join(f"{name} = {value}\n" for name, value in lines.items())
     text += "[schedules.all]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
-    assert applied(text).err == "pgqueue: 4 changes made\n"
+    assert applied(text).err == "pgqueue: 3 changes made\n"
     assert applied(text).err == "pgqueue: there is no difference\n"
 
 
@@ -219,7 +217,6 @@ def test_a_change_that_the_server_refuses_leaves_nothing(applied: Applied) -> No
         "max_attempts = 101": "invalid max_attempts: '101'; nothing was changed\nhint: max_attempts must be",
         "[queues.'Bad Name']": "invalid queue_name: 'Bad Name'; nothing was changed",
         "[schedules.s]\nqueue_name = 'ordres'\ncron = '@daily'": "queue 'ordres' does not exist; nothing was changed",
-        "dedicated = true\ngroup_limit = 1": "invalid dedicated: 'true'; nothing was changed",
     }.items():
         refused = applied(f"[queues.a]\n[queues.b]\n{wrong}\n")
         assert refused.status == 1

@@ -142,7 +142,6 @@ def good(verb: str, argument: str, kind: str) -> str:
         "queue_names": "'{arguments}'",
         "priorities": "'{1}'" if verb == "enqueue_batch" else "false",
         "group_limit": "1" if verb == "create_queue" else "null",
-        "dedicated": "false",
         "on_dead": "'skip'",
         "max_in_flight": "0" if verb == "alter_queue" else "1",
         "rate_limit": "0" if verb == "alter_queue" else "1000000",
