@@ -165,6 +165,7 @@ public class Worker implements Runnable {
                     throw new Exception("the claim was lost: another worker has the message");
                 }
                 connection.commit();
+                System.out.println("message " + message.id() + " is done");
             } catch (Exception error) {
                 System.err.println("message " + message.id() + ", attempt " + message.attempt() + ": " + reason(error));
                 connection.rollback();

@@ -80,6 +80,7 @@ async function work(message) {
     const { rows } = await client.query('select pgqueue.ack($1, $2, $3) as acknowledged', claimed);
     if (!rows[0].acknowledged) throw new Error('the claim was lost: another worker has the message');
     await client.query('commit');
+    console.log(`message ${message.id} is done`);
   } catch (error) {
     console.error(`message ${message.id}, attempt ${message.attempt_count}: ${error.message}`);
     try {

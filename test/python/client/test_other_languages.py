@@ -209,7 +209,9 @@ def test_the_program_of_the_chapter_sends_claims_and_acknowledges(
     assert is_empty(shop, "orders")
 
 
-def test_a_worker_settles_what_it_claims_and_waits_for_more(programs: Programs, shop: psycopg.Connection[Any]) -> None:
+def test_a_worker_settles_what_it_claims_and_waits_for_more(
+    programs: Programs, shop: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     orders = pgqueue.Queue(shop, "orders")
     orders.create_queue(max_attempts=2, backoff_base=timedelta(0))
     poison = [
@@ -239,6 +241,7 @@ def test_a_worker_settles_what_it_claims_and_waits_for_more(programs: Programs, 
         orders.enqueue({"order_id": 1004})
         wait_for(lambda: shipped(shop) == [1001, 1003, 1004])
         wait_for(lambda: is_empty(shop, "orders"))
+        wait_for(lambda: " is done\n" in capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
