@@ -3017,7 +3017,9 @@ declare
     partition constant text := format('messages_%s', queue_id);
     option text;
 begin
-    -- Other queues go on meanwhile: to attach a table locks the parent against other changes of its partitions only.
+    -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
+    -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
+    lock table only pgqueue.messages in share row exclusive mode;
     execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
     for option in
         select o from pg_class c cross join lateral unnest(c.reloptions) as o
