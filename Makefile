@@ -282,6 +282,15 @@ version: setup  ## begin the version after a release [VERSION=0.3.0-dev]
 	@$(PYTHON) test/tools.py group release
 	@touch $@
 
+site: .venv/site  ## build the documents as one site in .cache/site/html
+	@rm -rf .cache/site; mkdir -p .cache/site/docs
+	@git ls-files '*.md' '*.png' '*.svg' | xargs cp --parents --target-directory .cache/site/docs
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --config-file .mkdocs.yml
+
+.venv/site: python/pyproject.toml test/tools.py | .venv/ready
+	@$(PYTHON) test/tools.py group site
+	@touch $@
+
 docker-test: build  ## build the image and run it, with docker or podman
 	@test/docker/test.sh
 
@@ -317,5 +326,5 @@ distclean: clean  ## also .venv and everything fetched
 	rm -rf .venv .cache
 
 .PHONY: help build verify client reference install uninstall installcheck setup test-tools test-long-tools test \
-	test-long test-python test-sql long-postgres long-mutants tap spec py stop format lint release artefacts version docker-test demo demo-spark \
+	test-long test-python test-sql long-postgres long-mutants tap spec py stop format lint release artefacts version site docker-test demo demo-spark \
 	bench bench-full clean distclean

@@ -1,9 +1,11 @@
 """The documents: their code runs as it stands there, their links lead somewhere, their tables are complete."""
 
 import inspect
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from textwrap import dedent
@@ -38,8 +40,11 @@ PASTED = (
     "python/src/pgqueue/http/README.md",
     "sql/README.md",
     "sql/REFERENCE.md",
+    "extension/doc/guarantees.md",
+    "extension/doc/how-to.md",
     "extension/doc/other-languages.md",
 )
+TUTORIAL = "extension/doc/tutorial.md"
 SPARK = [f"python/src/pgqueue/spark/{name}" for name in ("README.md", "CLUSTERS.md", "pipelines/README.md")]
 
 
@@ -71,9 +76,9 @@ def psql(dsn: str, script: str) -> str:
 
 @pytest.fixture
 def pasted(empty_database: commands.NewDatabase) -> tuple[str, str]:
-    """A database into which the first block of the README was pasted, and the answers of psql."""
+    """A database into which the life of a message was pasted, and the answers of psql."""
     dsn = empty_database()
-    return dsn, psql(dsn, blocks("README.md", "sql")[0].code)
+    return dsn, psql(dsn, blocks("extension/doc/guarantees.md", "sql")[0].code)
 
 
 class Pasting:
@@ -165,27 +170,33 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
     # Some drivers take no other form.
     dsn = commands.in_process(empty_database(), "dsn", "--url").out.strip()
     person = Pasting(dsn, tmp_path, monkeypatch)
-    if document != "README.md":  # it begins with this itself
+    if document not in ("README.md", "extension/doc/guarantees.md"):  # they begin with this themselves
         psql(person.dsn, "create extension pgqueue; select pgqueue.create_queue('orders');")
     for block in blocks(document):
         person.paste(block)
     said = {
-        "README.md": ['{"order_id": 1003}', "ships 1002"],
+        "README.md": ["ships 1002"],
+        "extension/doc/how-to.md": ["printer is off"],
         "python/README.md": ["ships 1002"],
         "python/src/pgqueue/http/README.md": ['{"task_id":"', '"payload":{"order_id": 1001}'],
     }
     for text in said.get(document, []):
         assert text in person.out, person.out
     shipping = [block for block in blocks(document, "python") if "shipped" in block.code]
-    assert (len(shipping) > 0) is (document in ("README.md", "python/README.md"))
+    assert (len(shipping) > 0) is (document == "python/README.md")
     if shipping:
         with psycopg.connect(person.dsn) as connection:
             orders = connection.execute("select order_id from shipped order by order_id").fetchall()
         assert [order for (order,) in orders] == [1001, 1004][: len(shipping)]
 
 
-def test_the_first_block_has_twelve_lines_that_work(pasted: tuple[str, str]) -> None:
-    assert len(blocks("README.md", "sql")[0].code.splitlines()) == 12
+def test_the_readme_begins_with_a_few_lines_of_sql_and_python() -> None:
+    first, second, *_ = blocks("README.md")
+    assert (first.language, len(first.code.splitlines())) == ("sql", 5)
+    assert (second.language, len([line for line in second.code.splitlines() if line])) == ("python", 4)
+
+
+def test_a_message_goes_through_the_life_that_the_guarantees_show(pasted: tuple[str, str]) -> None:
     answers = pasted[1].splitlines()
     assert answers[1:5] == ["1", "2", "t", "t"]  # two ids, extend, nack
     assert answers[5] == "t"  # ack
@@ -220,7 +231,7 @@ set local enable_memoize = off;
 """
 
 
-@pytest.mark.parametrize(("document", "place"), [("README.md", -1), ("sql/REFERENCE.md", 0)])
+@pytest.mark.parametrize(("document", "place"), [("extension/doc/how-to.md", -1), ("sql/REFERENCE.md", 0)])
 def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(
     document: str, place: int, pasted: tuple[str, str]
 ) -> None:
@@ -245,7 +256,7 @@ def test_a_plain_claim_takes_no_more_than_its_limit_with_any_plan(
 
 
 def test_topics_groups_schedules_and_the_relation_of_a_transport_work_as_shown(pasted: tuple[str, str]) -> None:
-    publish, group, schedule, expose, _ = blocks("README.md", "sql")[1:]
+    publish, group, schedule, expose, _ = blocks("extension/doc/how-to.md", "sql")[1:]
     assert psql(pasted[0], publish.code).splitlines()[-1] == "2"
     *_, withdrawal, claimed = psql(pasted[0], group.code).splitlines()
     assert withdrawal.isdigit()
@@ -268,6 +279,24 @@ def test_the_command_line_works_on_the_private_server(
     assert "no dead letters" in person.out
 
 
+@pytest.mark.long(part="release")
+def test_the_tutorial_runs_from_the_first_line_to_the_last(home: Path, tmp_path: Path) -> None:
+    script = "".join(block.code for block in blocks(TUTORIAL, "sh"))
+    install, _, steps = script.partition("\n")
+    assert install.startswith("pip install ")
+    program = tmp_path / "bin/pgqueue"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pgqueue "$@"\n')
+    program.chmod(0o755)
+    variables = commands.environment(PGQUEUE_HOME=home, PATH=f"{program.parent}:{os.environ['PATH']}")
+    done = subprocess.run(["bash", "-e"], input=steps, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^ships (\d+)", done.stdout, re.MULTILINE)) == ["1001", "1002", "1003"]
+    assert done.stdout.count("KeyError: 'city'") == 1
+    assert re.findall(r"^attempt (\d)", done.stdout, re.MULTILINE) == ["1", "2"]
+    assert done.stdout.splitlines()[-5:-2] == ["----------", "     1005", "     1006"]
+
+
 def prose(document: Path) -> str:
     """A document without its blocks of code."""
     return re.sub(r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -283,7 +312,8 @@ def anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_every_link_leads_to_a_file_and_a_heading_and_all_code_is_run(document: Path) -> None:
-    assert str(document) in (*PASTED, *SPARK) or {block.language for block in blocks(document)} <= {"", "text"}
+    languages = {block.language for block in blocks(document)}
+    assert str(document) in (*PASTED, *SPARK, TUTORIAL) or languages <= {"", "text"}
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / document)):
         path, _, anchor = target.partition("#")
         file = ((ROOT / document).parent / path).resolve() if path else ROOT / document

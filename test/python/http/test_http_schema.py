@@ -106,7 +106,7 @@ def test_the_documents_call_only_routes_of_the_schema(document: dict[str, Any]) 
             for path in re.findall(r"/(?:v1|managed-services)/[\w{}/-]+", code):
                 assert any(re.fullmatch(route, path) for route in routes), (chapter, path)
                 seen.add(path)
-    assert {"/v1/queues/orders/claim", "/managed-services/local/queues/order-events"} <= seen
+    assert {"/v1/queues/orders/enqueue", "/managed-services/local/queues/order-events"} <= seen
 
 
 def all_names(value: Any) -> set[str]:
