@@ -7045,10 +7045,6 @@ begin
             q, candidate_ids, at, wanted - cardinality(candidate_ids), fresh_from_id,
             case candidate_ids when '{}' then 4096 else 128 end);
     elsif cardinality(candidate_ids) < wanted then
-        if q.kind is not null and pgqueue._adopt_messages(q) then
-            candidate_ids := candidate_ids || pgqueue._walk_from(
-                q, fresh_from_id, candidate_ids, at, wanted - cardinality(candidate_ids));
-        end if;
         -- The claim could not take the messages from fresh_from_id on. From now on the sweep finds them. If there are
         -- none, delayed messages may have come back to such ids and left since. Later claims skip their dead rows.
         last_id := coalesce(
@@ -7137,6 +7133,7 @@ declare
     last_id bigint;
     found_ids bigint[];
     q pgqueue.queues;
+    has_adopted boolean := false;
 begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
@@ -7249,17 +7246,22 @@ begin
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
     end if;
-    ids := case
-        when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
-        when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
-        when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
-        else pgqueue._claim_candidates(q, at, max_messages, found_ids)
-    end;
+    loop
+        ids := case
+            when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
+            when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
+            when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
+            else pgqueue._claim_candidates(q, at, max_messages, found_ids)
+        end;
+        exit when ids <> '{}' or has_adopted or not pgqueue._adopt_messages(q);
+        has_adopted := true;
+        found_ids := null;
+    end loop;
 end;
 $$;
 comment on function pgqueue._lock_candidates(text, int, interval, boolean) is
-'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and whether they are in the
-table of a dedicated queue. Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
+'The ids of up to max_messages ready messages, locked, for the caller to claim or delete, and the kind of the queue.
+Raises the errors of claim, and 22023 for a receive in a queue with max_in_flight.';
 
 create function pgqueue._claim_special(
     queue_name text, kind bigint, candidate_ids bigint[], visibility_timeout interval, claimed_by text

@@ -1,5 +1,5 @@
 begin;
-select plan(159);
+select plan(171);
 
 -- A queue costs the others nothing.
 select pgqueue.create_queue('many-' || n, group_limit => case n % 2 when 0 then 1 end, priorities => n % 2 = 1, max_in_flight => case n % 3 when 0 then 5 end) from generate_series(1, 30) n \g /dev/null
@@ -118,6 +118,10 @@ begin
     perform pgqueue.enqueue(queue, '"first"');
     perform pgqueue.claim(queue);
     insert into pgqueue.messages (queue_name, payload) select queue, to_jsonb(g) from generate_series(1, 1500) g;
+    perform setval(q.next_sweep_at, pgqueue._to_micros(clock_timestamp() + interval '14 s')) from pgqueue.queues q where q.name = queue;
+    return next isnt((select count(*) from pgqueue.peek(queue) p where p > 0), 0::bigint, format('%s: peek sees what plain SQL has sent', k));
+    found := array(select c.payload from pgqueue.claim(queue, 90) c where pgqueue.ack(queue, c.id, c.claim_token));
+    return next isnt(found, '{}', format('%s: a claim finds it although no sweep is due', k));
     for n in 1..200 loop
         -- Acknowledged at once, for the limits.
         found := found || array(select c.payload from pgqueue.claim(queue, 90) c where pgqueue.ack(queue, c.id, c.claim_token));
