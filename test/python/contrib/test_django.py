@@ -466,7 +466,7 @@ def test_operations_create_alter_and_drop_a_queue() -> None:
 
 
 def test_a_migration_is_refused_before_it_runs_if_a_setting_is_unknown() -> None:
-    for operation, settings in ((CreateQueue, {"retries": 3}), (AlterQueue, {"priorities": True})):
+    for operation, settings in ((CreateQueue, {"retries": 3}), (AlterQueue, {"dedicated": True})):
         with pytest.raises(TypeError, match=rf"invalid setting '{next(iter(settings))}' of .*max_attempts"):
             operation("parcels", **settings)
 
