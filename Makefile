@@ -166,7 +166,7 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
 
 # A Java runtime for Spark if the machine has none. Without one the tests of Spark are skipped and say so.
-.cache/java/ready: python/src/pgqueue/spark/java.py test/tools.py
+.cache/java/ready: python/src/pgqueue/demo/java.py test/tools.py
 	@$(PYTHON) test/tools.py java && mkdir -p $(@D) && touch $@ || [ -z "$$CI" ]
 
 # An object store, clients of Spark Connect, and packed environments.

@@ -258,7 +258,7 @@ def npm() -> tuple[str, dict[str, str]]:
 
 def java() -> None:
     """Fetch a Java runtime for Spark, if the machine has no suitable one."""
-    sys.path.insert(0, str(ROOT / "python/src/pgqueue/spark"))
+    sys.path.insert(0, str(ROOT / "python/src/pgqueue/demo"))
     # Only the module, because the package imports Spark.
     from java import JavaNotFoundError, find_java  # type: ignore[import-not-found]
 

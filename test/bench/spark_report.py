@@ -100,7 +100,7 @@ def slow_tables(report: dict[str, Any]) -> Iterator[tuple[str, list[str], list[l
         rows = [["percentiles in PostgreSQL", f"{figures.pop('postgresql_seconds'):.0f}", "", "", ""]]
         for name, one in figures.items():
             error, memory = f"{one['error']:.1e}", f"{one['most_mb']:,}"
-            rows.append([f"report, {name}", f"{one['seconds']:.0f}", error, f"{one['page_mb']}", memory])
+            rows.append([f"report, {name}", f"{one['seconds']:.0f}", error, f"{one.get('page_mb', '')}", memory])
         yield title, ["", "seconds", "difference", "MB of the page", "MB of all processes"], rows
     if "long" in report:
         figures = report["long"]["figures"]

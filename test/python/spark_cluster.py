@@ -18,6 +18,7 @@ import psutil
 from late_workers import completed
 from spark_victim import POINTS, note, query, reach_points
 
+from pgqueue.spark import copy_to_arrow
 from pgqueue.spark.sink import QueueArrowWriter, QueueStreamArrowWriter
 from pgqueue.spark.snapshot import SnapshotReader
 from pgqueue.spark.source import PgQueueDataSource
@@ -69,7 +70,11 @@ class FaultyReads:
     _options: Any
 
     def read(self, partition: Any) -> Iterator[Any]:
-        yield from super().read(partition)  # type: ignore[misc]
+        copy_to_arrow._BATCH_ROWS = 100
+        for batch in super().read(partition):  # type: ignore[misc]
+            yield batch
+            # Spark has sent this batch on, and asks for the next one.
+            meet(self._options.queue[0], "reading")
         meet(self._options.queue[0], "read")
 
 

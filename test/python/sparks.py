@@ -47,7 +47,7 @@ SETTINGS = {
 def missing() -> str | None:
     """Return what Spark needs and this machine lacks; None if nothing is missing."""
     try:
-        from pgqueue.spark.java import JavaNotFoundError, use_java
+        from pgqueue.demo.java import JavaNotFoundError, use_java
     except ImportError as error:
         return str(error)
     try:
@@ -114,7 +114,16 @@ def s3(spark: Any) -> Iterator[str]:
     for name, value in settings.items():
         spark._jsc.hadoopConfiguration().set(f"fs.s3a.{name}", value)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
+    ):
+        # For deltalake.
+        patch.setenv("AWS_ENDPOINT_URL", url)
+        patch.setenv("AWS_ALLOW_HTTP", "true")
+        patch.setenv("AWS_REGION", "us-east-1")
+        for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(variable, "test")
         try:
             wait_for(lambda: has_made_bucket(f"{url}/archive"), PATIENCE)
             yield "s3a://archive"
@@ -154,6 +163,14 @@ def sessions(connection: Connection, what: str = "pid") -> list[Any]:
         f"select {what} from pg_stat_activity where application_name = 'pgqueue spark' and datname = current_database()"
     )
     return [value for (value,) in rows]
+
+
+@pytest.fixture
+def sink(database: str, name: str, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes writers of a queue (sinks.py)."""
+    from sinks import Sink
+
+    return Sink(database, name, connection, monkeypatch)
 
 
 @pytest.fixture

@@ -395,7 +395,7 @@ def test_names_of_queues_are_completed(empty_database: NewDatabase, tmp_path: Pa
     with psycopg.connect(dsn) as connection:
         for name in ("orders", "oranges", "billing", "pgqueue-http-tasks"):
             pgqueue.Queue(connection, name).create_queue()
-    for words in ("pgqueue stats or", "pgqueue dead list or", "pgqueue spark flow-report x --queue or"):
+    for words in ("pgqueue stats or", "pgqueue dead list or", "pgqueue spark flow-report --queue or"):
         assert completions(words, PGQUEUE_DSN=dsn) == ["oranges", "orders"]
     for words in (f"pgqueue --dsn '{dsn}' send ", f"pgqueue --dsn '{dsn}' dead list "):
         assert completions(words, PGQUEUE_DSN="host=/nowhere") == ["billing", "oranges", "orders"]

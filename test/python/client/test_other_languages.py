@@ -127,7 +127,7 @@ def node(shop_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def java(shop_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """The compiled programs: a runtime without a compiler cannot run the sources."""
-    finder = runpy.run_path(str(ROOT / "python/src/pgqueue/spark/java.py"))
+    finder = runpy.run_path(str(ROOT / "python/src/pgqueue/demo/java.py"))
     try:
         program = finder["find_java"]().home / "bin/java"
     except finder["JavaNotFoundError"]:

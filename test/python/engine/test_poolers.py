@@ -245,15 +245,15 @@ def test_streams_and_writes_of_spark_go_through_a_pooler(bouncer: str, connectio
     names = [f"{name}-a", f"{name}-b"]
     for each in names:
         Queue(connection, each).create_queue()
-    source = PgQueueDataSource({"dsn": bouncer, "maxConnections": "2", "txnAppId": "test", "txnVersion": "1"})
+    source = PgQueueDataSource({"dsn": bouncer, "txnAppId": "test", "txnVersion": "1"})
     writer: Any = source.writer(struct("queue_name string, payload string"), overwrite=False)
     batch = pa.RecordBatch.from_pydict({"queue_name": names * 500, "payload": ["1"] * 1000})
-    # More tasks than places, and more than sessions of the pooler.
+    # More tasks than sessions of the pooler.
     with ThreadPoolExecutor(CLIENTS) as threads:
         staged = list(threads.map(lambda n: writer.write(iter([batch.slice(n * 100, 100)])), range(10)))
     for _ in range(2):
         writer.commit(staged)  # the second time without effect
-    options = {"queuePattern": f"{name}-*", "maxConnections": "1", "heartbeatInterval": "0.1s"}
+    options = {"queuePattern": f"{name}-*", "heartbeatInterval": "0.1s"}
     checkpoint = Checkpoint()
     with Engine(bouncer, "", checkpoint, "id long", **options) as engine:
         engine.reader.prepareForTriggerAvailableNow()

@@ -134,7 +134,6 @@ def test_options_that_spark_adds_to_a_sink_are_ignored() -> None:
         (READ, "since", "yesterday", "a timestamp in ISO 8601"),
         (STREAM, "maxBytesPerTrigger", "0", "a number of bytes from 1 on"),
         (STREAM, "maxBytesPerTrigger", "1.5m", "a number of bytes from 1 on"),
-        (READ, "pushdown", "yes", "true or false"),
         (STREAM, "maxMessagesPerTrigger", "100001", "an integer from 1 to 100000"),
         (STREAM, "leaseDuration", "0s", "a duration from 1 s to 12 h"),
         (STREAM, "leaseDuration", "13 h", "a duration from 1 s to 12 h"),
@@ -235,8 +234,7 @@ def test_a_password_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (broken, DSN, DSN + "?passfile=x"):
         assert refused(READ, dsn=given) == (
             "invalid option dsn: it is not a connection string of libpq, such as 'host=db dbname=app' or"
-            " postgresql://db/app, without user:password@, which Spark would show in plans; for a batch read also a"
-            " JSON array of up to 100 different ones"
+            " postgresql://db/app, without user:password@, which Spark would show in plans"
         )
     assert parse({"queue": "q", "dsn": "postgresql://db/app?password=s3cret"}, READ).dsn
     assert parse({"queue": "q", "dsn": "postgresql://user@db/app"}, READ).dsn

@@ -45,7 +45,7 @@ CHILD = """
 import os, signal, sys
 import sparks
 from late_workers import completed
-from pgqueue.spark.pipelines import flights
+from pgqueue.demo import flight_summaries as flights
 
 dsn, path, queue, where, number = sys.argv[1:]
 send = flights._send

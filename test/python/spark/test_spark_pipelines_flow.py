@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +17,22 @@ from pgqueue import Queue
 if TYPE_CHECKING:
     from pyspark.sql import functions as F
 
+    from pgqueue.demo import report_page
+    from pgqueue.demo.report_page import render
     from pgqueue.spark.options import OptionError
     from pgqueue.spark.pipelines import (
+        DeadLetterGroup,
+        Flow,
+        Measure,
         archive_to_parquet,
         dead_letter_report,
-        duration_counts,
         flow_metrics,
         flow_report,
         read_dead_letters,
         read_finished,
         replay,
         report,
-        report_page,
     )
-    from pgqueue.spark.pipelines.report_page import DeadLetterGroup, Durations, Flow, Measure, render
     from pgqueue.spark.pipelines.times import window_of
 
 
@@ -52,13 +55,6 @@ from pgqueue.archived_messages,
     lateral (select extract(epoch from claimed_at - enqueued_at)::float8) a (w),
     lateral (select extract(epoch from finished_at - claimed_at)::float8) b (p)
 where queue_name = %(queue)s group by 1 order by 1
-"""
-COUNTS = """
-select date_bin(%(window)s, finished_at, '1970-01-01 00:00+00'), what, step, count(*)
-from pgqueue.archived_messages,
-    lateral (values ('wait', claimed_at - enqueued_at), ('processing', finished_at - claimed_at)) t (what, length),
-    lateral (select (floor(log((extract(epoch from length) * 1000000)::float8) * 3) - 18)::int) s (step)
-where queue_name = %(queue)s and claimed_at is not null group by 1, 2, 3
 """
 DIE = """
 insert into pgqueue.dead_messages
@@ -102,30 +98,6 @@ def test_percentiles_equal_those_of_percentile_cont(
 
 
 @long
-@pytest.mark.usefixtures("elsewhere")
-def test_counts_by_duration_equal_those_of_postgresql(
-    spark: Any, database: str, connection: Connection, busy: str
-) -> None:
-    window = timedelta(minutes=30)
-    expected = connection.execute(COUNTS, {"queue": busy, "window": window}).fetchall()
-    finished = read_finished(spark, queues=[busy], dsn=database)
-    counts = duration_counts(finished, window).withColumn("window_start", F.unix_micros("window_start"))
-    found = [(row["window_start"], row["what"], row["step"], row["messages"]) for row in counts.collect()]
-    assert sorted(found) == sorted((round(start.timestamp() * 1e6), *counted) for start, *counted in expected)
-    assert len(found) > 50
-
-
-@long
-def test_durations_of_no_length_or_less_count_in_the_lowest_range(spark: Any) -> None:
-    finished = spark.sql(
-        "select 'q' as queue_name, at as enqueued_at, at - make_dt_interval(0, 0, 0, 1) as claimed_at, at as"
-        " finished_at from values (timestamp'2026-07-01 00:00:00Z') as data(at)"
-    )
-    found = {row["what"]: row["step"] for row in duration_counts(finished, timedelta(hours=1)).collect()}
-    assert found == {"wait": -18, "processing": 0}
-
-
-@long
 def test_approximate_percentiles_are_within_their_accuracy(
     spark: Any, database: str, connection: Connection, busy: str
 ) -> None:
@@ -163,36 +135,36 @@ def test_dead_letters_count_in_the_window_of_their_death(spark: Any) -> None:
 
 @long
 @pytest.mark.usefixtures("elsewhere")
-def test_a_report_counts_messages_in_both_archive_and_parquet_once(
-    spark: Any, database: str, busy: str, tmp_path: Path
+def test_a_report_has_the_figures_of_sql_and_counts_messages_in_both_archive_and_parquet_once(
+    spark: Any, database: str, connection: Connection, busy: str, tmp_path: Path
 ) -> None:
     archive_to_parquet(spark, str(tmp_path / "parquet"), dsn=database, queues=[busy])
+    hour, begin = timedelta(hours=1), MIDNIGHT - timedelta(hours=1)
     report = flow_report(
         spark,
-        tmp_path / "report",
         [busy],
         dsn=database,
         path=str(tmp_path / "parquet"),
         # A time without a time zone is in UTC, not in the time zone of the process.
-        since=(MIDNIGHT - timedelta(hours=1)).replace(tzinfo=None),
+        since=begin.replace(tzinfo=None),
         until=MIDNIGHT,
-        window=timedelta(hours=1),
+        window=hour,
     )
-    # 3,600 s, one each 2.71828 s.
-    (total,) = report.flow.totals
-    assert (total.finished, total.dead) == (1324, 1)
-    (window,) = report.flow.windows
-    assert window.window_start == MIDNIGHT - timedelta(hours=1)
-    # One in ten was received, and has no such times.
-    assert sum(found.messages for found in report.flow.durations) == 2 * sum(n % 10 > 0 for n in range(661, 1985))
-    assert [letters.error for letters in report.flow.letters] == ["ValueError: <b>flight <n></b> & <text>"]
-    assert report.page.read_text().count("2026-06-30 23:00:00") >= 2
+    rows = connection.execute(EXPECTED, {"queue": busy, "window": hour}).fetchall()
+    (row,) = (row for row in rows if row[0] == begin)
+    start, count, retried, retries, wait, processing = row
+    # One dead letter of three died before midnight.
+    figures = [count, 1, retried, retries, 1 / (count + 1), *wait, *processing]
+    for found, at in ((report.totals, None), (report.windows, start)):
+        (measure,) = found
+        assert (measure.queue_name, measure.window_start) == (busy, at)
+        assert [*asdict(measure).values()][2:] == pytest.approx(figures, rel=1e-9)
+    (letters,) = report.letters
+    assert (letters.error, letters.letters) == ("ValueError: <b>flight <n></b> & <text>", 1)
 
 
 @long
-def test_a_report_reads_no_payloads(
-    spark: Any, database: str, busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_reads_no_payloads(spark: Any, database: str, busy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns: list[str] = []
 
     def counted(letters: Any) -> Any:
@@ -200,24 +172,21 @@ def test_a_report_reads_no_payloads(
         return dead_letter_report(letters)
 
     monkeypatch.setattr(report, "dead_letter_report", counted)
-    flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(hours=1))
+    flow_report(spark, [busy], dsn=database, window=timedelta(hours=1))
     # The source reads all columns of its schema.
     assert sorted(columns) == ["attempt_count", "died_at", "id", "last_error", "queue_name", "reason"]
 
 
 @long
-def test_windows_that_are_too_many_or_not_longer_than_zero_are_refused(
-    spark: Any, database: str, busy: str, tmp_path: Path
-) -> None:
+def test_windows_that_are_too_many_or_not_longer_than_zero_are_refused(spark: Any, database: str, busy: str) -> None:
     with pytest.raises(ValueError, match=r"invalid window: 2:\d\d:.* has more than 10,000 windows of 0:00:00.5"):
-        flow_report(spark, tmp_path, [busy], dsn=database, window=timedelta(seconds=0.5))
+        flow_report(spark, [busy], dsn=database, window=timedelta(seconds=0.5))
     letters = read_dead_letters(spark, [busy], dsn=database)
     for window in (timedelta(0), timedelta(seconds=-1)):
         with pytest.raises(OptionError, match="invalid window: "):
-            flow_report(spark, tmp_path, [busy], dsn=database, window=window)
+            flow_report(spark, [busy], dsn=database, window=window)
         with pytest.raises(OptionError, match=r"invalid window: .*; must be a timedelta longer than 0"):
             dead_letter_report(letters, window)
-    assert [*tmp_path.iterdir()] == []
 
 
 @long
@@ -225,10 +194,10 @@ def test_arguments_of_a_wrong_type_are_named(spark: Any, database: str, busy: st
     wrong: Any
     for wrong in ({"window": 3600}, {"since": "2026-01-01"}, {"until": 1}):
         with pytest.raises(OptionError, match=f"invalid .*{next(iter(wrong))}"):
-            flow_report(spark, tmp_path, [busy], dsn=database, **wrong)
+            flow_report(spark, [busy], dsn=database, **wrong)
     path = str(tmp_path)
     for call in (
-        lambda: flow_report(spark, tmp_path, busy, dsn=database),
+        lambda: flow_report(spark, busy, dsn=database),
         lambda: read_finished(spark, queues=busy, dsn=database),
         lambda: read_dead_letters(spark, busy, dsn=database),
         lambda: archive_to_parquet(spark, path, dsn=database, queues=busy),
@@ -255,9 +224,7 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
         DeadLetterGroup(queue, "rejected", "b", 20, MIDNIGHT),
     ]
     totals = [measure(queue, None), measure("none", None, 0, None), measure("most", None, 1000, 0.0021)]
-    durations = [Durations(queue, MIDNIGHT, "wait", step, number) for step, number in ((-3, 30), (-1, 10))]
-    durations.append(Durations(queue, MIDNIGHT + 3 * hour, "wait", -1, 1))
-    text = render(Flow(hour, totals, windows, durations, letters, MIDNIGHT, "Read from <archive>"))
+    text = render(Flow(hour, totals, windows, letters, MIDNIGHT, "Read from <archive>"))
     # Control characters are replaced.
     assert "�[2J� \u202e</td>" in text
     (tmp_path / "flow.html").write_text(text)
@@ -268,7 +235,7 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda said: errors.append(said.text))
     page.goto((tmp_path / "flow.html").as_uri())
-    for number in range(5):
+    for number in range(4):
         page.locator(".chart").nth(number).scroll_into_view_if_needed()
         page.locator(".chart").nth(number).locator(".main-svg").first.wait_for()
     assert (asked, errors) == ([(tmp_path / "flow.html").as_uri()], [])
@@ -278,10 +245,6 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
     # Empty windows between others are included, and interrupt the lines.
     (waits,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(2, 3).map(one => one.data[0].y)")
     assert waits == [0.5, None, None, None]
-    (ranges,) = page.evaluate("[...document.querySelectorAll('.chart')].slice(4).map(one => one.data[0])")
-    assert ranges["y"] == ["100 ms to 215 ms", "215 ms to 464 ms", "464 ms to 1 s"]
-    assert ranges["z"] == [[0.75, None, None, None], [None] * 4, [0.25, None, None, 1]]
-    assert len(ranges["x"]) == 5
     first = page.locator("table").first
     columns = {
         "wait p50": ["none", "most", queue],
@@ -294,12 +257,6 @@ def test_the_page_draws_charts_sorts_tables_and_makes_no_requests(
             names = first.locator("tbody td:first-child").all_inner_texts()
             assert names == order
     page.close()
-
-
-def test_a_report_without_plotly_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"needs plotly: pip install 'pgqueue-sql\[plots\]'"):
-        flow_report(None, tmp_path, ["q"])  # type: ignore[arg-type]
 
 
 def test_durations_are_shown_in_the_unit_that_fits_and_shares_in_per_cent() -> None:
@@ -322,16 +279,14 @@ def test_only_the_busiest_queues_have_charts() -> None:
     hour = timedelta(hours=1)
     names = [f"q{number}" for number in range(110)]
     totals = [measure(name, None, finished) for finished, name in enumerate(names)]
-    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], [], MIDNIGHT, "Read"))
+    text = render(Flow(hour, totals, [measure(name, MIDNIGHT) for name in names], [], MIDNIGHT, "Read"))
     assert [name for name in names if f"<h2>{name}</h2>" in text] == names[-100:]
     assert all(f">{name}</td>" in text for name in names)
     assert "The 100 busiest of 110 queues have charts." in text
 
 
 def test_a_page_without_messages_says_so() -> None:
-    assert "no message was finished, and none died" in render(
-        Flow(timedelta(hours=1), [], [], [], [], MIDNIGHT, "Read")
-    )
+    assert "no message was finished, and none died" in render(Flow(timedelta(hours=1), [], [], [], MIDNIGHT, "Read"))
 
 
 def test_default_windows_are_round_and_at_most_120() -> None:

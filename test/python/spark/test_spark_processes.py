@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
     import pgqueue.spark
-    from pgqueue.spark import java, register
-    from pgqueue.spark.java import JavaNotFoundError, find_java
+    from pgqueue.demo import java
+    from pgqueue.demo.java import JavaNotFoundError, find_java
+    from pgqueue.spark import register
 
 
 @pytest.fixture
@@ -119,9 +120,9 @@ def test_without_java_the_error_says_what_to_install(nowhere: Path, monkeypatch:
 
 HIDDEN = """
 import sys
-from pgqueue.spark import java
-java._PLACES = ()
 if sys.argv[1] == "demo":
+    from pgqueue.demo import java
+    java._PLACES = ()
     from pgqueue.demo.spark import main
     sys.exit(main(["--messages", "10", *sys.argv[2:]]))
 from pgqueue.__main__ import main

@@ -1,17 +1,13 @@
-"""Reads, streams and writes over several queues and databases, the columns of Kafka, and the limit of connections."""
+"""Reads, streams and writes over several queues."""
 
 from __future__ import annotations
 
-import json
 import pickle
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -20,31 +16,28 @@ from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
-from sparks import PATIENCE, Connection, left, long, sessions
+from sparks import PATIENCE, Connection, left, long
 
 import pgqueue
 from pgqueue import Queue
 from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from engines import Checkpoint, Died, Engine, Rows, struct
+    from engines import Checkpoint, Died, Engine, Rows
     from late_workers import completed, running
-    from pyspark.errors import StreamingQueryException
-    from pyspark.sql import functions as F
-    from pyspark.sql import types as t
     from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-    from pgqueue.spark import connections
-    from pgqueue.spark.columns import source_schema
-    from pgqueue.spark.connections import ConnectionSlots
     from pgqueue.spark.options import OptionError, parse
     from pgqueue.spark.snapshot import IdRange, divide
     from pgqueue.spark.source import PgQueueDataSource
 
 
 Queues = dict[str, Queue]
+
+
 Start = Callable[..., "Engine"]
+
+
 # Uses of options, as pgqueue.spark.options names them.
 READ, STREAM, WRITE = "read", "stream", "write"
 
@@ -70,9 +63,6 @@ def got(rows: Rows) -> dict[str, list[int]]:
     for row in rows:
         found.setdefault(row["queue_name"].rpartition("-")[2], []).append(row["id"])
     return found
-
-
-# Streams over several queues.
 
 
 def test_a_micro_batch_has_messages_of_each_queue_and_busy_queues_get_the_rest(queues: Queues, start: Start) -> None:
@@ -279,9 +269,6 @@ def test_available_now_with_a_pattern_ends_without_queues_and_without_later_mess
     assert [got(rows) for rows in engine.drain()] == [{each: [number] for each, number in sent.items()}]
 
 
-# Batch reads.
-
-
 def planned(**options: str) -> tuple[Any, list[Any]]:
     """A reader as in the workers, and its partitions."""
     source = PgQueueDataSource(options)
@@ -307,21 +294,6 @@ def test_a_read_of_several_queues_has_no_more_partitions_than_one_of_a_single_qu
     assert got(list(chain(*found))) == sent
     reader, parts = planned(dsn=database, numPartitions="1", **named)
     assert [got(read(reader, part)) for part in parts] == [sent]
-
-
-def test_a_read_of_several_databases_has_a_column_for_the_database(
-    queues: Queues, database: str, empty_database: Callable[[], str]
-) -> None:
-    dsns, name = [database, empty_database()], queues["a"].name
-    sent = [(0, number) for number in queues["a"].enqueue_batch([1] * 3)]
-    with psycopg.connect(dsns[1], autocommit=True) as connection:
-        pgqueue.install(connection)
-        Queue(connection, name).create_queue()
-        sent += [(1, number) for number in Queue(connection, name).enqueue_batch([1] * 3)]
-    reader, parts = planned(dsn=json.dumps(dsns), queue=name, numPartitions="2")
-    found = [read(reader, part) for part in parts]
-    assert [len(rows) for rows in found] == [3, 3]
-    assert sorted((row["shard"], row["id"]) for row in chain(*found)) == sent
 
 
 def test_a_list_with_an_unknown_queue_is_refused_and_a_pattern_without_queues_is_empty(
@@ -412,114 +384,6 @@ def test_any_ranges_are_divided_without_gaps_and_evenly(steps: list[Any], most: 
     assert max(spread.values(), default=0) <= total // most + 2
 
 
-# The limit of connections.
-
-
-def payload() -> t.StructType:
-    return t.StructType([t.StructField("payload", t.StringType())])
-
-
-def test_a_task_of_a_write_waits_for_a_slot_and_is_not_connected_meanwhile(
-    queues: Queues, database: str, connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "maxConnections": "2"})
-    writer: Any = source.writer(payload(), overwrite=False)
-    worker = pickle.loads(pickle.dumps(writer))
-    waits = threading.Event()
-
-    done: list[Any] = []
-    with writer.slots.connect(database) as one, writer.slots.connect(database):
-
-        def sleep(_seconds: float) -> None:
-            wait_for(lambda: len(sessions(connection)) == 2)
-            waits.set()
-
-        monkeypatch.setattr(connections, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-        batch = pa.RecordBatch.from_pydict({"payload": ["3"]})
-        thread = threading.Thread(target=lambda: done.append(worker.write(iter([batch]))))
-        thread.start()
-        assert waits.wait(PATIENCE)
-        assert done == []
-        one.commit()
-        thread.join(PATIENCE)
-        assert len(done) == 1
-
-
-def test_tasks_that_wait_for_a_slot_connect_one_at_a_time(
-    queues: Queues, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "maxConnections": "2"})
-    writer: Any = source.writer(payload(), overwrite=False)
-    worker = pickle.loads(pickle.dumps(writer))
-    connect, take = connections.connect, ConnectionSlots._take
-    together = threading.Lock()
-    looking: list[int] = []
-    numbers: list[int] = []
-
-    def counted(conninfo: str, **options: Any) -> Connection:
-        with together:
-            looking.append(1)
-            numbers.append(len(looking))
-        return connect(conninfo, **options)
-
-    def taken(self: ConnectionSlots, connection: Connection) -> bool:
-        with together:
-            looking.pop()
-        return take(self, connection)
-
-    monkeypatch.setattr(connections, "connect", counted)
-    monkeypatch.setattr(ConnectionSlots, "_take", taken)
-    batch = pa.RecordBatch.from_pydict({"payload": ["3"]})
-    staged: list[Any] = []
-    threads = [threading.Thread(target=lambda: staged.append(worker.write(iter([batch])))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(staged) == 16
-    assert set(numbers) == {1}
-
-
-def test_each_write_has_slots_of_its_own(database: str) -> None:
-    with ConnectionSlots(1).connect(database), ConnectionSlots(1).connect(database):
-        pass
-
-
-def test_tasks_that_are_more_than_the_server_accepts_try_again_if_there_is_a_limit(
-    queues: Queues, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: Any, **__: Any) -> Any:
-        monkeypatch.setattr(connections, "connect", connect)
-        raise psycopg.OperationalError("FATAL: sorry, too many clients already")
-
-    connect = connections.connect
-    batch = pa.RecordBatch.from_pydict({"payload": ["3"]})
-    options = {"dsn": database, "queue": queues["a"].name}
-    for limit in ({}, {"maxConnections": "1"}):
-        writer: Any = PgQueueDataSource(options | limit).writer(payload(), overwrite=False)
-        monkeypatch.setattr(connections, "connect", refuses)
-        if limit:
-            assert len(writer.write(iter([batch])).counts) == 1
-        else:
-            with pytest.raises(psycopg.OperationalError, match="too many clients"):
-                writer.write(iter([batch]))
-
-
-def test_a_read_and_a_stream_have_no_more_tasks_than_connections(queues: Queues, database: str, start: Start) -> None:
-    sent = queues["a"].enqueue_batch([1] * 8)
-    wanted = {"queue": queues["a"].name, "numPartitions": "4"}
-    reader, parts = planned(dsn=database, maxConnections="3", **wanted)
-    found = [read(reader, part) for part in parts]
-    assert (len(found), got(list(chain(*found)))) == (3, {"a": sent})
-    engine = start(Checkpoint(), maxMessagesPerTrigger="8", maxConnections="3", **wanted).begin()
-    parts = engine.parts(engine.plan())
-    assert len(parts) == 3
-    assert sorted(row["id"] for part in parts for row in engine.read(part)) == sent
-
-
-# Options.
-
-
 @pytest.mark.parametrize(
     ("use", "options", "said"),
     [
@@ -534,17 +398,7 @@ def test_a_read_and_a_stream_have_no_more_tasks_than_connections(queues: Queues,
         (READ, {}, "option queue is missing: a name "),
         (STREAM, {"streamId": "s"}, "option queue is missing: a name "),
         (STREAM, {"queue": "q"}, "option streamId is missing"),
-        (READ, {"queue": "a", "dsn": "[]"}, "invalid option dsn"),
-        (READ, {"queue": "a", "dsn": '["host=a", 3]'}, "invalid option dsn"),
-        (READ, {"queue": "a", "dsn": '["host=a dbname=d", "dbname=d  host=a"]'}, "invalid option dsn"),
-        (READ, {"queue": "a", "dsn": "[" * 100_000}, "invalid option dsn"),
-        (READ, {"queue": "a", "dsn": '["host=a"'}, "invalid option dsn"),
-        (READ, {"queue": "a", "dsn": '["postgresql://u:s3cret@h/d"]'}, "invalid option dsn"),
-        (WRITE, {"queue": "a", "dsn": '["host=a"]'}, "several databases are for batch reads"),
-        (STREAM, {"queue": "a", "streamId": "s", "dsn": '["host=a"]'}, "several databases are for batch reads"),
-        (READ, {"queue": "a", "columns": "Kafka", "pushdown": "true"}, "option pushdown is not for columns=kafka"),
         (READ, {"queue": "a", "columns": "pulsar"}, "invalid option columns: 'pulsar' is not pgqueue or kafka"),
-        (WRITE, {"queue": "a", "maxConnections": "0"}, "invalid option maxConnections"),
     ],
 )
 def test_options_of_queues_and_databases_are_checked(use: str, options: dict[str, str], said: str) -> None:
@@ -552,216 +406,6 @@ def test_options_of_queues_and_databases_are_checked(use: str, options: dict[str
         parse(options, use)
     assert said in str(raised.value)
     assert "s3cret" not in str(raised.value)
-
-
-# The columns of Kafka.
-
-KAFKA_DDL = (
-    "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, timestampType int,"
-    " headers array<struct<key:string,value:binary>>"
-)
-
-
-def test_messages_are_read_with_the_columns_of_kafka(
-    queues: Queues, start: Start, database: str, connection: Connection
-) -> None:
-    queue = queues["a"]
-    sent = [
-        queue.enqueue({"n": 1}, headers={"trace": "né", "n": [1.5, "é"], "none": None}, group_key="k"),
-        queue.enqueue(body=b"\x00\xff"),
-        queue.enqueue("é", headers={}),
-    ]
-    times = [message.enqueued_at for message in queue.browse()]
-    # A number with more digits than Python accepts.
-    connection.execute(
-        "update pgqueue.messages set headers = headers || jsonb_build_object('big', 10::numeric ^ 5000) where id = %s",
-        sent[:1],
-    )
-    expected = [
-        (
-            b"k",
-            b'{"n": 1}',
-            [
-                {"key": "big", "value": b"1" + b"0" * 5000},
-                {"key": "n", "value": '[1.5, "é"]'.encode()},
-                {"key": "none", "value": None},
-                {"key": "trace", "value": "né".encode()},
-            ],
-        ),
-        (None, b"\x00\xff", None),
-        (None, '"é"'.encode(), None),
-    ]
-    reader, (part,) = planned(dsn=database, queue=queue.name, columns="kafka", numPartitions="1")
-    found = read(reader, part)
-    (streamed,) = start(Checkpoint(), queue=queue.name, columns="kafka").begin().drain()
-    for rows in (found, streamed):
-        assert [
-            (row["key"], row["value"], row["headers"] and sorted(row["headers"], key=lambda one: one["key"]))
-            for row in rows
-        ] == expected
-        assert [(row["topic"], row["partition"], row["timestampType"]) for row in rows] == [(queue.name, 0, 1)] * 3
-        assert ([row["offset"] for row in rows], [row["timestamp"] for row in rows]) == (sent, times)
-
-
-def test_a_schema_can_select_columns_of_kafka(queues: Queues, database: str) -> None:
-    queues["a"].enqueue(7)
-    source = PgQueueDataSource({"dsn": database, "queue": queues["a"].name, "columns": "kafka"})
-    chosen = t.StructType([field for field in source.schema() if field.name in ("value", "partition")])
-    reader = source.reader(chosen)
-    assert list(chain(*(read(reader, part) for part in reader.partitions()))) == [{"value": b"7", "partition": 0}]
-    with pytest.raises(OptionError, match="has no column id; its columns are key binary, value binary"):
-        source.reader(source_schema("ready"))
-
-
-def kafka_sink(database: str, queue: str | None, table: pa.Table, schema: t.StructType) -> None:
-    options = {"dsn": database, "columns": "kafka"} | ({} if queue is None else {"queue": queue})
-    writer: Any = PgQueueDataSource(options).writer(schema, overwrite=False)
-    writer.commit([pickle.loads(pickle.dumps(writer)).write(iter(table.to_batches(2)))])
-
-
-def sink_schema() -> t.StructType:
-    names = ("key", "value", "topic", "headers")
-    return t.StructType([field for field in source_schema("ready", kafka=True) if field.name in names])
-
-
-def sink_table(*rows: tuple[Any, ...]) -> pa.Table:
-    headers = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-    kinds = {"key": pa.binary(), "value": pa.binary(), "topic": pa.string(), "headers": headers}
-    columns = zip(*rows, strict=True)
-    return pa.table({name: pa.array(c, kind) for (name, kind), c in zip(kinds.items(), columns, strict=True)})
-
-
-def test_rows_with_the_columns_of_kafka_are_written(queues: Queues, database: str) -> None:
-    a, b = queues["a"], queues["b"]
-    table = sink_table(
-        (b"k", b"raw", a.name, [{"key": "x", "value": "né".encode()}, {"key": "none", "value": None}]),
-        (None, b"\x00", b.name, None),
-        (b"k", b"3", a.name, []),
-    )
-    kafka_sink(database, None, table, sink_schema())
-    found = [(message.body, message.headers) for queue in (a, b) for message in queue.browse()]
-    group = {"pgqueue.group": "k"}
-    assert found == [(b"raw", {"x": "né", "none": None} | group), (b"3", group), (b"\x00", None)]
-    # Option queue overrides column topic, as option topic does for Kafka.
-    kafka_sink(database, queues["c"].name, sink_table((None, b"2", "elsewhere", None)), sink_schema())
-    assert [message.body for message in queues["c"].browse()] == [b"2"]
-
-
-def test_text_is_the_payload_if_it_is_json_and_otherwise_the_body(
-    queues: Queues, database: str, connection: Connection
-) -> None:
-    queue = queues["a"]
-    stored = ['{"n": 1}', " [1, 2] ", "7", '"\\ud83d\\ude00"', "1" + "0" * 5000]
-    # Also text that Python takes for JSON and the database does not.
-    others = ["hello", "", "[info] started", "NaN", '{"a": NaN}', '"\\u0000"', '"\\ud800"', "[" * 100_000, "\0"]
-    values = pa.array([*stored, *others])
-    kafka_sink(database, queue.name, pa.table({"value": values}), struct("value string"))
-    found = connection.execute(
-        "select payload::text, body from pgqueue.messages where queue_name = %s order by id", [queue.name]
-    ).fetchall()
-    expected = connection.execute("select unnest(%s::jsonb[])::text", [stored])
-    assert found == [(text, None) for (text,) in expected] + [(None, text.encode()) for text in others]
-
-
-def test_rows_that_were_read_with_the_columns_of_kafka_can_be_written(queues: Queues, database: str) -> None:
-    a, b = queues["a"], queues["b"]
-    a.enqueue({"n": 1}, headers={"x": "y"}, group_key="k")
-    a.enqueue(body=b"\xff")
-    reader, (part,) = planned(dsn=database, queue=a.name, columns="kafka", numPartitions="1")
-    rows = pa.Table.from_batches(reader.read(part))
-    # Column offset, timestamp and so on are ignored, as Spark's Kafka sink does.
-    kafka_sink(database, b.name, rows, source_schema("ready", kafka=True))
-    reader, (part,) = planned(dsn=database, queue=b.name, columns="kafka", numPartitions="1")
-    columns = ["key", "value", "headers"]
-    assert pa.Table.from_batches(reader.read(part)).select(columns) == rows.select(columns)
-    # With includeHeaders=false a write ignores them, and a read has no such column.
-    source = PgQueueDataSource({"dsn": database, "topic": b.name, "includeHeaders": "false"})
-    writer: Any = source.writer(source_schema("ready", kafka=True), overwrite=False)
-    assert writer.kafka.names == ["body", "group_key"]
-    assert "headers" not in PgQueueDataSource({"dsn": "", "subscribe": "a", "includeHeaders": "False"}).schema().names
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ((b"\xff", b"1", [{"key": "x", "value": b"1"}]), "row 3 of partition 0: invalid key: 'utf-8' codec"),
-        ((b"", b"1", None), "row 3 of partition 0: invalid group_key"),
-        ((("é" * 256).encode(), b"1", None), "row 3 of partition 0: invalid group_key"),
-        ((None, b"1", [{"key": "x", "value": b"\xff"}]), "row 3 of partition 0: invalid header 'x': 'utf-8' codec"),
-        ((None, b"1", [{"key": "x", "value": b"1"}] * 2), "row 3 of partition 0: invalid headers: header 'x' is there"),
-        ((b"k", b"1", [{"key": "pgqueue.group", "value": b"1"}]), "header 'pgqueue.group' is there twice"),
-        ((None, b"1", [{"key": None, "value": b"1"}]), "invalid headers: a header has no key"),
-        ((None, None, None), "row 3 of partition 0"),
-    ],
-)
-def test_values_of_kafka_without_a_counterpart_are_refused_with_their_row(
-    queues: Queues, database: str, row: tuple[Any, ...], said: str
-) -> None:
-    name = queues["a"].name
-    good = (None, b"1", name, None)
-    with pytest.raises(pgqueue.InvalidArgument) as raised:
-        kafka_sink(database, None, sink_table(good, good, (row[0], row[1], name, row[2])), sink_schema())
-    assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("ddl", "said"),
-    [
-        ("key string, Value string", "columns=kafka: there is no column value; the columns are key, Value"),
-        ("value string, partition string", "column partition is string, and must be an int; cast it"),
-        ("value string, value binary", "columns=kafka: two columns have the same name: value, value"),
-        ("value string", "columns=kafka: no queue: set option queue, or add a column topic"),
-        ("value long", "column value is bigint, and must be a string or binary"),
-        ("value string, headers map", "must be an array<struct<key: string"),
-    ],
-)
-def test_columns_of_kafka_are_checked_at_planning(ddl: str, said: str) -> None:
-    source = PgQueueDataSource({"dsn": "host=/nowhere", "columns": "kafka"})
-    with pytest.raises(OptionError) as raised:
-        source.writer(struct(ddl), overwrite=False)
-    assert said in str(raised.value)
-
-
-# Through Spark.
-
-
-def kafka_job(spark: Any, form: str, address: dict[str, str], topics: tuple[str, str], home: Path, fails: bool) -> Any:
-    """A job as one is written for Kafka: sums for each minute, as Parquet, and sent to another topic."""
-    source = spark.readStream.format(form).options(**address).option("subscribe", topics[0])
-    rows = source.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", 4).load()
-    events = rows.select(F.from_json(F.col("value").cast("string"), "at timestamp, n int").alias("event"))
-    minutes = events.select("event.*").withWatermark("at", "1 minute").groupBy(F.window("at", "1 minute"))
-    sums = minutes.agg(F.sum("n").alias("total")).select("window.start", "total")
-
-    def write(frame: Any, batch: int) -> None:
-        frame.write.mode("overwrite").parquet(f"{home}/sums/batch={batch}")
-        if fails and batch == 1:
-            raise InterruptedError
-        message = frame.select(F.date_format("start", "mm").alias("key"), F.to_json(F.struct("total")).alias("value"))
-        message.write.format(form).options(**address).option("topic", topics[1]).mode("append").save()
-
-    made = sums.writeStream.foreachBatch(write).option("checkpointLocation", f"{home}/checkpoint")
-    return made.trigger(availableNow=True).start()
-
-
-@long
-def test_a_job_for_kafka_runs_with_another_format_address_and_topic(
-    spark: Any, queues: Queues, database: str, tmp_path: Path
-) -> None:
-    # The last message ends the windows of the others.
-    times = [*(f"2026-01-31T12:{minute:02}:{second:02}Z" for minute in range(3) for second in (1, 31)), "2026-02-01"]
-    queues["a"].enqueue_batch([{"at": at, "n": n} for n, at in enumerate(times)])
-    topics = (queues["a"].name, queues["b"].name)
-    with pytest.raises(StreamingQueryException, match="InterruptedError"):
-        completed(lambda: kafka_job(spark, "pgqueue", {"dsn": database}, topics, tmp_path, fails=True))
-    completed(lambda: kafka_job(spark, "pgqueue", {"dsn": database}, topics, tmp_path, fails=False))
-    stored = spark.read.parquet(str(tmp_path / "sums")).selectExpr("minute(start) as minute", "total").collect()
-    assert sorted((row.minute, row.total) for row in stored) == [(0, 0 + 1), (1, 2 + 3), (2, 4 + 5)]
-    sent = [(m.headers, m.payload) for m in queues["b"].browse()]
-    assert sorted(sent, key=str) == [
-        ({"pgqueue.group": f"0{minute}"}, {"total": total}) for minute, total in enumerate((1, 5, 9))
-    ]
-    assert left(queues["a"]) == 0
 
 
 @long
@@ -788,40 +432,3 @@ def test_triggers_once_and_processing_time_read_all_queues_of_a_pattern(
     wait_for(lambda: left(*queues.values()) == 0, PATIENCE)
     query.stop()
     assert sorted(chain(*seen[1:])) == sorted(more)
-
-
-@long
-def test_databases_are_shards_of_one_read_one_query_and_one_write(
-    spark: Any, database: str, empty_database: Callable[[], str], name: str, tmp_path: Path
-) -> None:
-    dsns = [database, empty_database(), empty_database()]
-    for dsn in dsns:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            if dsn != database:
-                pgqueue.install(connection)
-            Queue(connection, name).create_queue()
-    rows = spark.range(60).withColumn("shard", F.expr(f"pmod(xxhash64(id), {len(dsns)})")).cache()
-    for _ in range(2):  # The second run sends nothing.
-        for shard, dsn in enumerate(dsns):
-            mine = rows.where(f"shard = {shard}").selectExpr("to_json(struct(id)) as payload")
-            options = {"dsn": dsn, "queue": name, "txnAppId": "nightly", "txnVersion": 1}
-            mine.write.format("pgqueue").options(**options).mode("append").save()
-    read = spark.read.format("pgqueue").option("dsn", json.dumps(dsns)).option("queue", name)
-    loaded = read.option("numPartitions", 2).load()
-    assert loaded.rdd.getNumPartitions() == 2
-    found = loaded.selectExpr("shard", "cast(get_json_object(payload, '$.id') as long) as id").collect()
-    expected = sorted((row.shard, row.id) for row in rows.collect())
-    assert sorted((row.shard, row.id) for row in found) == expected
-    kafka = read.option("columns", "kafka").load().selectExpr("partition", "cast(value as string) as value").collect()
-    assert sorted((row.partition, json.loads(row.value)["id"]) for row in kafka) == expected
-
-    loads = [spark.readStream.format("pgqueue").options(dsn=dsn, queue=name, streamId="s").load() for dsn in dsns]
-    union = loads[0].unionByName(loads[1]).unionByName(loads[2]).select("payload")
-    write = union.writeStream.format("parquet").option("path", str(tmp_path / "out"))
-    write = write.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
-    completed(write.start)
-    stored = spark.read.parquet(str(tmp_path / "out")).collect()
-    assert sorted(json.loads(row.payload)["id"] for row in stored) == list(range(60))
-    for dsn in dsns:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            assert left(Queue(connection, name)) == 0

@@ -5,12 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from sparks import Connection, long, sessions
+from sparks import Connection, sessions
 
 import pgqueue
 from pgqueue import Queue
@@ -30,23 +27,30 @@ from pgqueue.embedded import EmbeddedServer
 
 if TYPE_CHECKING:
     from engines import struct
-    from pyspark.errors import AnalysisException
-    from pyspark.sql import datasource as filters
     from pyspark.sql.types import LongType, StringType, StructField, StructType
 
     from pgqueue.spark import connections, copy_to_arrow, snapshot
     from pgqueue.spark.columns import source_schema
     from pgqueue.spark.copy_to_arrow import read_batches
     from pgqueue.spark.options import OptionError
-    from pgqueue.spark.snapshot import PushdownSnapshotReader
     from pgqueue.spark.source import PgQueueDataSource
 
 
 Rows = list[dict[str, Any]]
+
+
 Reads = Callable[..., Rows]
+
+
 Loads = Callable[..., Any]
+
+
 HOUR = datetime.timedelta(hours=1)
+
+
 SINGLE = {"numPartitions": "1"}
+
+
 # Moves a message to the dead letters.
 MOVE = """
 with gone as (delete from pgqueue.messages where queue_name = %s and id = %s returning *)
@@ -113,7 +117,11 @@ def test_timestamps_outside_years_1_to_9999_are_null(orders: Queue, rows: Reads)
 
 
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
+
+
 WHOLE = st.integers(-(2**31), 2**31 - 1)
+
+
 VALUES = {
     "id": st.integers(-(2**63), 2**63 - 1),
     "queue_name": st.just("orders"),
@@ -127,7 +135,11 @@ VALUES = {
     "claimed_by": st.none() | TEXTS,
     "last_error": st.none() | TEXTS,
 }
+
+
 KINDS = {"payload": "jsonb", "headers": "jsonb", "message_id": "uuid", "body": "bytea", "id": "bigint"}
+
+
 KINDS |= {"attempt_count": "int", "max_attempts": "int", "enqueued_at": "timestamptz"}
 
 
@@ -178,6 +190,8 @@ def test_session_settings_do_not_affect_a_read(orders: Queue, database: str) -> 
 
 
 QUEUE = {"queue": "orders"}
+
+
 NUMBERS = sql.SQL("(select n::bigint as id from generate_series(1, 1000) n) as numbers")
 
 
@@ -573,146 +587,3 @@ def test_a_read_that_begins_during_a_compaction_returns_every_message(
             reading = pool.submit(lambda: sum(batch.num_rows for batch in reader.read(partition)))
             wait_for(lambda: connection.execute(waiting).fetchone() == (1,))
         assert reading.result() == 2
-
-
-def pushed(database: str, name: str, *wanted: Any, source: str = "ready") -> tuple[Rows, list[Any]]:
-    """The rows that the database returns with these filters, and the filters that are left to Spark."""
-    source_ = PgQueueDataSource({"dsn": database, "queue": name, "pushdown": "true", "source": source})
-    reader = source_.reader(source_.schema())
-    assert isinstance(reader, PushdownSnapshotReader)
-    left = list(reader.pushFilters(list(wanted)))
-    return read(pickle.loads(pickle.dumps(reader))), left
-
-
-def test_supported_filters_are_applied_in_the_database(orders: Queue, database: str) -> None:
-    sent = orders.enqueue_batch(list(range(6)))
-    orders.connection.execute(
-        "update pgqueue.messages set attempt_count = 2, claimed_by = 'it''s %%s' where id = %s", [sent[5]]
-    )
-    orders.connection.execute(
-        "update pgqueue.messages set enqueued_at = '2026-01-01 00:00+00' where id = %s", [sent[0]]
-    )
-    new_year = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    database = make_conninfo(database, options="-c timezone=Asia/Kathmandu")
-    cases: list[tuple[Any, list[int]]] = [
-        (filters.EqualTo(("id",), sent[2]), [sent[2]]),
-        (filters.EqualNullSafe(("id",), sent[2]), [sent[2]]),
-        (filters.GreaterThan(("id",), sent[3]), sent[4:]),
-        (filters.GreaterThanOrEqual(("id",), sent[3]), sent[3:]),
-        (filters.LessThan(("id",), sent[2]), sent[:2]),
-        (filters.LessThanOrEqual(("id",), sent[2]), sent[:3]),
-        (filters.In(("id",), (sent[0], sent[5])), [sent[0], sent[5]]),
-        (filters.Not(filters.In(("id",), (sent[0], sent[5]))), sent[1:5]),
-        (filters.Not(filters.EqualTo(("attempt_count",), 0)), [sent[5]]),
-        (filters.EqualTo(("enqueued_at",), new_year), [sent[0]]),
-        (filters.EqualTo(("enqueued_at",), new_year.replace(tzinfo=None)), [sent[0]]),
-        (filters.EqualTo(("claimed_by",), "it's %s"), [sent[5]]),
-        (filters.EqualTo(("claimed_by",), "'; drop table pgqueue.messages; --"), []),
-        (filters.IsNull(("claimed_by",)), sent[:5]),
-        (filters.IsNotNull(("claimed_by",)), [sent[5]]),
-    ]
-    for condition, expected in cases:
-        found, left = pushed(database, orders.name, condition)
-        assert (ids(found), left) == (expected, [])
-    both = (filters.GreaterThan(("id",), sent[0]), filters.LessThan(("id",), sent[2]))
-    assert ids(pushed(database, orders.name, *both)[0]) == [sent[1]]
-
-
-def test_unsupported_filters_are_left_to_spark(orders: Queue, database: str, name: str) -> None:
-    sent = orders.enqueue_batch([1, 2])
-    for condition in (
-        filters.EqualTo(("payload",), "1"),
-        filters.GreaterThan(("claimed_by",), "a"),
-        filters.StringContains(("claimed_by",), "a"),
-        filters.EqualTo(("claimed_by",), "a\0b"),
-        filters.EqualTo(("payload", "a"), 1),
-        filters.EqualTo(("unknown",), 1),
-        filters.EqualTo(("id",), None),
-        filters.EqualTo(("id",), True),
-        filters.In(("id",), (1, None)),
-        filters.Not(filters.EqualTo(("payload",), "1")),
-    ):
-        found, left = pushed(database, name, condition)
-        assert (ids(found), left) == (sent, [condition])
-
-
-# Through Spark.
-
-
-@pytest.fixture
-def load(spark: Any, database: str, name: str) -> Callable[..., Any]:
-    def load(schema: str | None = None, **options: str) -> Any:
-        reader = spark.read.format("pgqueue").options(**{"dsn": database, "queue": name} | options)
-        return (reader if schema is None else reader.schema(schema)).load()
-
-    return load
-
-
-def test_spark_reads_a_queue(orders: Queue, load: Loads) -> None:
-    sent = orders.enqueue_batch([{"n": n} for n in range(3000)])
-    frame = load(numPartitions="3")
-    assert frame.rdd.getNumPartitions() == 3
-    found = frame.selectExpr(
-        "count(*)", "count(distinct id)", "min(id)", "max(id)", "sum(get_json_object(payload, '$.n'))"
-    ).collect()
-    assert tuple(found[0]) == (3000, 3000, sent[0], sent[-1], sum(range(3000)))
-    (row,) = load("enqueued_at timestamp, payload string").where("payload = '{\"n\": 7}'").collect()
-    (message,) = orders.browse(max_messages=1, after_id=sent[6])
-    assert row.enqueued_at.astimezone(datetime.UTC) == message.enqueued_at
-
-
-@long
-def test_filters_are_pushed_down_with_option_pushdown(spark: Any, orders: Queue, load: Loads) -> None:
-    sent = orders.enqueue_batch(list(range(10)))
-    wanted = f"id >= {sent[3]} and enqueued_at > timestamp'2020-01-01 00:00:00' and payload <> '5'"
-    with pytest.raises(AnalysisException, match="filterPushdown"):
-        load(pushdown="true").where(wanted).collect()
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    try:
-        for pushdown in ("true", "false"):
-            rows = load(pushdown=pushdown).where(wanted).collect()
-            assert [row.id for row in rows] == [sent[n] for n in (3, 4, 6, 7, 8, 9)]
-    finally:
-        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-
-
-@long
-@pytest.mark.usefixtures("orders")
-def test_spark_shows_option_errors_but_never_a_password(
-    database: str, load: Loads, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for options, message in (
-        ({"sauce": "dead"}, "did you mean source?"),
-        ({"numPartitions": "many"}, "invalid option numPartitions: 'many' is not an integer from 1 to 1000"),
-    ):
-        with pytest.raises(AnalysisException) as raised:
-            load(**options).collect()
-        assert message in str(raised.value)
-    load(dsn=f"{database} password=s3cret").explain("extended")
-    load(user="postgres", password="s3cret").explain("extended")
-    with pytest.raises(AnalysisException) as raised:
-        load(dsn="host=/nowhere password=s3cret", retryTimeout="0").collect()
-    assert "s3cret" not in str(raised.value) + "".join(capfd.readouterr())
-
-
-WITHOUT_PANDAS = """
-import sys
-from pgqueue.spark.source import PgQueueDataSource
-
-source = PgQueueDataSource(dict(zip(("dsn", "queue"), sys.argv[1:])))
-reader = source.reader(source.schema())
-print(sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part)), "pandas" in sys.modules)
-"""
-
-
-def test_tasks_read_without_an_import_of_pandas(orders: Queue, database: str) -> None:
-    assert find_spec("pandas") is not None
-    orders.enqueue({"n": 1}, headers={"trace": "a"})
-    orders.enqueue(body=b"raw")
-    # Values for each place that makes a scalar: a null among texts, and a time outside the years of Spark.
-    orders.connection.execute(
-        "update pgqueue.messages set expires_at = 'infinity' where queue_name = %s", [orders.name]
-    )
-    command = [sys.executable, "-c", WITHOUT_PANDAS, database, orders.name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")

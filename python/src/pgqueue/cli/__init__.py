@@ -174,8 +174,7 @@ command(_spark, example="spark dead-letter-report --queue orders --window 1d", n
 command(_spark, example="spark redrive-where orders --where \"last_error like '%timeout%'\"", name="redrive-where")(
     spark.redrive_where
 )
-command(_spark, example="spark flow-report /tmp/report --queue orders", name="flow-report")(spark.flow_report)
-command(_spark, example="spark summarize-flights /data/flights", name="summarize-flights")(spark.summarize_flights)
+command(_spark, example="spark flow-report --queue orders --window 1h", name="flow-report")(spark.flow_report)
 command(_spark, example="spark streams orders")(spark.streams)
 command(_spark, example="spark drop-stream orders nightly --yes", name="drop-stream")(spark.drop_stream)
 

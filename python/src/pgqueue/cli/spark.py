@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from .._connections import connect
 from ..client import Queues
 from .formatting import counted
-from .parameters import MOMENT, QUEUE, OnlyQueue, OnlyQueues, QueueName, Yes, complete_queue, duration_option
+from .parameters import MOMENT, QUEUE, OnlyQueue, OnlyQueues, QueueName, Yes, duration_option
 from .session import Failure, Session, Status
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ __all__ = [
     "redrive_where",
     "replay",
     "streams",
-    "summarize_flights",
 ]
 
 
+_RANKS = ("p50", "p95", "p99")
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A directory of its own.", show_default=False)]
 Where = Annotated[
     str, typer.Option(metavar="PREDICATE", help="A Spark SQL predicate over the columns.", show_default=False)
@@ -84,8 +83,7 @@ def compact_archive(
         from ..spark import pipelines
 
         done = pipelines.compact_archive(spark, path, dsn=dsn, keep=keep)
-    text = f"{counted(done.files, 'file')} became {done.into}, {counted(done.deleted, 'old file')} deleted"
-    session.say(text, **asdict(done))
+    session.say(f"{counted(done.files, 'file')} became {done.into}", **asdict(done))
 
 
 def replay(
@@ -196,25 +194,23 @@ def redrive_where(
 
 def flow_report(
     session: Session,
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="The directory of the report.", show_default=False)
-    ],
     queue: OnlyQueues = None,
     parquet: Annotated[
         str | None, typer.Option(metavar="PATH", help="Parquet to read in addition to the archive.", show_default=False)
     ] = None,
     since: Since = None,
     until: Until = None,
-    window: Annotated[timedelta | None, duration_option(help="The length of a window (chosen from the data).")] = None,
+    window: Annotated[timedelta | None, duration_option(help="The length of a window.")] = None,
     accuracy: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Approximate percentiles, such as 10000 (exact).", show_default=False),
     ] = None,
     master: Master = "local[*]",
 ) -> None:
-    """Write a report on the flow of messages.
+    """Report on the flow of messages.
 
-    The HTML page shows throughput, waiting and processing times, retries and failures, by queue and window (UTC).
+    Shows throughput, retries, failures, and percentiles of waiting and processing times, by queue or, with --window, by
+    queue and window (UTC).
     """
     with _spark(session, master, "flow report") as (spark, dsn, _):
         from ..spark import pipelines
@@ -222,7 +218,6 @@ def flow_report(
         names = queue or _default_queues(dsn, is_archived=True)
         report = pipelines.flow_report(
             spark,
-            directory,
             names,
             dsn=dsn,
             path=parquet,
@@ -231,47 +226,11 @@ def flow_report(
             window=window,
             accuracy=accuracy,
         )
-    if session.json:
-        session.lines(report.flow.totals)
-    else:
-        session.say(str(report.page))
-
-
-def summarize_flights(
-    session: Session,
-    path: Path_,
-    queue: Annotated[
-        str, typer.Option(metavar="QUEUE", help="The queue of the flights.", autocompletion=complete_queue)
-    ] = "flights",
-    summaries: Annotated[
-        str, typer.Option(metavar="QUEUE", help="The queue of the summaries.", autocompletion=complete_queue)
-    ] = "flight-summaries",
-    master: Master = "local[*]",
-) -> None:
-    """Add up the flights of the demo, exactly once.
-
-    Sums by carrier and hour, to Parquet and into a queue of summaries. Ends when the queue is empty, and continues from
-    there when it is called again.
-    """
-    with _spark(session, master, "summarize flights") as (spark, dsn, progress):
-        from ..spark import pipelines
-
-        written = 0
-
-        def tell(done: Any) -> None:
-            nonlocal written
-            written += done.summaries
-            progress.update(
-                _PROGRESS_TASK, description=f"summarize flights: {counted(written, 'summary', 'summaries')}"
-            )
-
-        query = pipelines.summarize_flights(spark, path, dsn=dsn, queue=queue, summaries=summaries, tell=tell)
-        try:
-            query.awaitTermination()
-        finally:
-            query.stop()
-    session.say(
-        f"{counted(written, 'summary is', 'summaries are')} in {path} and in queue {summaries}", written=written
+    columns = ("finished", "dead", "retries", *(f"{what}_{rank}" for what in ("wait", "processing") for rank in _RANKS))
+    session.show(
+        report.totals if window is None else report.windows,
+        ["queue", "from", *(f">{name.replace('_', ' ')}" for name in columns)],
+        lambda one: [one.queue_name, one.window_start, *(getattr(one, name) for name in columns)],
     )
 
 
@@ -323,9 +282,9 @@ _PROGRESS_TASK: Any = 0  # the id of the only task in the progress display
 def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSession", str, Progress]]:
     """Spark and the database for a command, and a progress bar on stderr."""
     try:
-        from ..spark.java import JavaNotFoundError, use_java
         from ..spark.options import OptionError
         from ..spark.pipelines import ArchiveBusyError, PredicateError, SparkFailure, StandbyError, local_session
+        from ..spark.pipelines.session import check_java
     except ImportError as error:
         raise Failure(f"the Spark commands need {error.name}", "pip install 'pgqueue-sql[cli,spark]'") from None
     progress = Progress(
@@ -341,12 +300,10 @@ def _spark(session: Session, master: str, what: str) -> Iterator[tuple["SparkSes
     progress.add_task("starting Spark", total=None)
     before = {number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        use_java()  # first, so that a missing Java is reported before a database is started
+        check_java()  # first, so that a missing Java is reported before a database is started
         with progress, session.conninfo() as dsn, local_session(master) as spark:
             progress.update(_PROGRESS_TASK, description=what)
             yield spark, dsn, progress
-    except JavaNotFoundError as error:
-        raise Failure(str(error)) from None
     except PredicateError as error:
         raise Failure(str(error), status=Status.USAGE) from None
     except SparkFailure as error:

@@ -88,11 +88,12 @@ class Producer(threading.Thread):
 
 def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: bool) -> bool:
     """Run the demo; returns whether all checks hold."""
-    from ..spark.java import find_java
     from ..spark.pipelines import archive_to_parquet, flow_report, local_session, read_archive
+    from .java import use_java
+    from .report_page import render
 
     console = Console(highlight=False, soft_wrap=True)
-    java = find_java()
+    java = use_java()
     given = given_server()
     dsn = stack.enter_context(EmbeddedServer()).dsn if given is None else given
     connection = stack.enter_context(connect(complete_conninfo(dsn, "pgqueue demo")))
@@ -115,7 +116,9 @@ def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: 
         rate = archived.written / took
         console.print(f"{archived.written:,} messages archived in {took:.1f} s, {rate:,.0f} a second")
         with console.status("making the report"):
-            report = flow_report(spark, out / "report", [QUEUE], dsn=dsn, path=str(out / "archive"))
+            page = out / "report/flow.html"
+            page.parent.mkdir()
+            page.write_text(render(flow_report(spark, [QUEUE], dsn=dsn, path=str(out / "archive"))), encoding="utf-8")
             found = {
                 "PostgreSQL": [*connection.execute(SUMS_OF_POSTGRES.encode())],
                 "Parquet": sums_of_parquet(spark, out / "summaries"),
@@ -123,7 +126,7 @@ def run_demo(stack: ExitStack, messages: int | None, wanted: Path | None, keep: 
             }
             kept = read_archive(spark, str(out / "archive")).count()
         is_correct = check_results(console, connection, found, len(records), archived.written, kept)
-    console.print(f"summaries  {out / 'summaries'}\nmessages   {out / 'archive'}\nreport     {report.page}")
+    console.print(f"summaries  {out / 'summaries'}\nmessages   {out / 'archive'}\nreport     {page}")
     return is_correct
 
 
@@ -143,7 +146,7 @@ def remove_results(out: Path) -> None:
 
 def stream(console: Console, spark: Any, dsn: str, records: list[Flight], out: Path) -> None:
     """Send all flights while the streaming query sums them, with a progress bar for each."""
-    from ..spark.pipelines import summarize_flights
+    from .flight_summaries import summarize_flights
 
     summaries = 0
 
@@ -200,7 +203,7 @@ def sums_of_parquet(spark: Any, path: Path) -> Sums:
     """Read the summaries from Parquet."""
     from pyspark.sql import functions as F
 
-    from ..spark.pipelines import read_summaries
+    from .flight_summaries import read_summaries
 
     columns = ("carrier", "flights", "cancelled", "minutes_late")
     return [tuple(row) for row in read_summaries(spark, str(path)).select(F.unix_micros("hour"), *columns).collect()]

@@ -4,20 +4,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from .options import OptionError
-
-__all__ = ["classic_jvm", "set_active_session"]
-
-
-def classic_jvm(spark: SparkSession) -> Any:
-    """Return the JVM of a classic session. Raises OptionError for a session of Spark Connect, which has none here."""
-    jvm = getattr(spark, "_jvm", None)
-    if jvm is None:
-        raise OptionError(
-            "this pipeline needs a classic session of Spark: with Spark Connect, run it on a driver, as the commands of"
-            " pgqueue spark do"
-        )
-    return jvm
+__all__ = ["set_active_session"]
 
 
 def set_active_session(spark: SparkSession) -> None:

@@ -2,7 +2,6 @@
 
 from datetime import datetime
 
-from psycopg import sql
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -23,7 +22,6 @@ __all__ = [
     "MIN_TIMESTAMP",
     "STREAM_COLUMNS",
     "check_schema",
-    "column_sql",
     "source_schema",
 ]
 
@@ -50,7 +48,6 @@ _TYPES: dict[str, DataType] = {
     "last_error": StringType(),
     "reason": StringType(),
     "died_at": TimestampType(),
-    "shard": IntegerType(),
 }
 # As the schema of Spark's Kafka source with its option includeHeaders.
 KAFKA_TYPES: dict[str, DataType] = {
@@ -63,7 +60,7 @@ KAFKA_TYPES: dict[str, DataType] = {
     "timestampType": IntegerType(),
     "headers": ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())])),
 }
-_LIVE = set(_TYPES) - {"shard", "state", "claimed_at", "finished_at", "reason", "died_at"}
+_LIVE = set(_TYPES) - {"state", "claimed_at", "finished_at", "reason", "died_at"}
 # A message of a stream has the same values each time it is read. Each heartbeat changes visible_at, so it is left out.
 STREAM_COLUMNS = _LIVE - {"visible_at", "claimed_by"}
 _COLUMNS = {
@@ -72,31 +69,31 @@ _COLUMNS = {
     "scheduled": _LIVE,
     "dead": _LIVE - {"visible_at"} | {"reason", "died_at"},
     "archive": _LIVE - {"visible_at"} | {"claimed_at", "finished_at"},
-    "all": set(_TYPES) - {"shard"},
+    "all": set(_TYPES),
     "stream": STREAM_COLUMNS,
 }
 
 # A user's schema may declare these columns not null.
-_NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts", "shard"}
+_NEVER_NULL = {"state", "id", "queue_name", "attempt_count", "max_attempts"}
 _NEVER_NULL |= {"topic", "partition", "offset", "timestampType"}
 
 
-def source_schema(source: str, kafka: bool = False, sharded: bool = False, include_headers: bool = True) -> StructType:
+def source_schema(source: str, kafka: bool = False, include_headers: bool = True) -> StructType:
     """Return the columns of a source: a value of option `source`, or `stream`.
 
-    With `kafka` they are those of Spark's Kafka source; with `sharded` there is a column for the database.
+    With `kafka` they are those of Spark's Kafka source.
     """
     if kafka:
         return StructType(
             [StructField(name, kind) for name, kind in KAFKA_TYPES.items() if include_headers or name != "headers"]
         )
-    known = _COLUMNS.get(source, _LIVE) | ({"shard"} if sharded else set())
+    known = _COLUMNS.get(source, _LIVE)
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if name in known])
 
 
-def check_schema(schema: StructType, source: str, kafka: bool = False, sharded: bool = False) -> None:
+def check_schema(schema: StructType, source: str, kafka: bool = False) -> None:
     """Check that the source has each column of the user's schema, with the same type. Raises OptionError."""
-    known = {field.name: field.dataType for field in source_schema(source, kafka, sharded)}
+    known = {field.name: field.dataType for field in source_schema(source, kafka)}
     if not schema.fields:
         raise OptionError("schema: name at least one column")
     for place, field in enumerate(schema.fields):
@@ -113,12 +110,3 @@ def check_schema(schema: StructType, source: str, kafka: bool = False, sharded: 
         if not field.nullable and field.name not in _NEVER_NULL:
             # Spark would rely on it: a null would fail, and a filter for nulls would be optimized away.
             raise OptionError(f"schema: column {field.name} may be null, so it cannot be declared not null")
-
-
-def column_sql(name: str) -> sql.Composable:
-    """Return the SQL expression for a column with the value that Spark sees, for filters in the database."""
-    identifier = sql.Identifier(name)
-    if _TYPES[name] == TimestampType():
-        ends = (f"{moment.isoformat()}+00" for moment in (MIN_TIMESTAMP, MAX_TIMESTAMP))
-        return sql.SQL("case when {0} between {1} and {2} then {0} end").format(identifier, *ends)
-    return identifier

@@ -1,15 +1,10 @@
 """Database connections of the driver and of the workers: connection strings, retries, and short error messages."""
 
-import errno
 import logging
 import os
-import random
 import re
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -27,7 +22,6 @@ from .options import OptionError
 __all__ = [
     "Backoff",
     "Connection",
-    "ConnectionSlots",
     "add_grant",
     "connect",
     "is_transient",
@@ -76,8 +70,6 @@ _TRANSIENT = ("08", "53", "57", "58", "40001", "40P01", "55P03", READ_ONLY)
 _WRONG = re.compile(r"FATAL: .*(does not exist|authentication failed|no pg_hba.conf entry|permi(ssion denied|tted))")
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 5.0  # seconds
-_LONGEST_SLOT_PAUSE = 1.0  # seconds between two looks for a free slot
-_TURN_PAUSE = (0.02, 0.1)  # seconds between two attempts to get the turn of the host
 
 
 class Backoff:
@@ -215,67 +207,3 @@ def connect(conninfo: str, autocommit: bool = False, access: str = "reader") -> 
     connection.can_listen = not is_proxied(connection)
     connection.prepare_threshold = None  # Each statement is executed a few times only.
     return connection
-
-
-class ConnectionSlots:
-    """The slots for the transactions of the tasks of a write: at most `limit` of them are open at once.
-
-    A slot is an advisory lock of the task's transaction, which also works behind a pooler. A task has to connect to
-    look for a slot. Therefore the tasks of a host take turns: one at a time looks, and the others wait unconnected. The
-    driver makes this object and sends it to the tasks.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._key = random.SystemRandom().getrandbits(31)
-
-    def connect(self, conninfo: str, reached: Callable[[], object] = lambda: None) -> psycopg.Connection[Any]:
-        """Open a connection for one transaction, once there is a slot for it. Raises psycopg.Error.
-
-        `reached` is called whenever the server has answered, also if there is no slot yet.
-        """
-        if self._limit is None:
-            connection = connect(conninfo, access="producer")
-            reached()
-            return connection
-        with self._turn():
-            pause = _FIRST_PAUSE
-            while True:
-                connection = connect(conninfo, access="producer")
-                reached()
-                try:
-                    if self._take(connection):
-                        return connection
-                except BaseException:
-                    connection.close()
-                    raise
-                # A connection that waited in the database would be one too many.
-                connection.close()
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_SLOT_PAUSE)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the turn of this task among those of its host.
-
-        The turn is an abstract Unix socket, a name without a file. The kernel removes it when the process ends. Without
-        such names, as on other systems than Linux, all tasks look at the same time.
-        """
-        with socket.socket(socket.AF_UNIX) as turn:
-            while sys.platform == "linux":
-                try:
-                    turn.bind(f"\0pgqueue spark {self._key}")
-                    break
-                except OSError as error:
-                    if error.errno != errno.EADDRINUSE:
-                        break
-                time.sleep(random.uniform(*_TURN_PAUSE))  # noqa: S311 - no secret
-            yield
-
-    def _take(self, connection: psycopg.Connection[Any]) -> bool:
-        # The search ends at the first lock that is free.
-        row = connection.execute(
-            "select exists (select from generate_series(1, %s) as n where pg_try_advisory_xact_lock(%s::int, n))",
-            [self._limit, self._key],
-        ).fetchone()
-        return row == (True,)

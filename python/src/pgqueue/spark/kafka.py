@@ -1,6 +1,6 @@
 """The columns of Spark's Kafka source and sink: messages are converted from and to them in the tasks.
 
-The group of a message, its header pgqueue.group, is the key. The number of the database in option dsn is the partition.
+The group of a message, its header pgqueue.group, is the key.
 """
 
 import json
@@ -27,7 +27,7 @@ _SOURCES = {
     "key": ("headers",),
     "value": ("payload", "body"),
     "topic": ("queue_name",),
-    "partition": ("shard",),
+    "partition": (),
     "offset": ("id",),
     "timestamp": ("enqueued_at",),
     "timestampType": (),
@@ -44,10 +44,10 @@ _SINK_TYPES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 }
 
 
-def messages_schema(schema: t.StructType, sharded: bool) -> t.StructType:
+def messages_schema(schema: t.StructType) -> t.StructType:
     """Return the columns of messages that these Kafka columns are made from."""
     wanted = {source for name in schema.names for source in _SOURCES[name]} | {"id"}
-    return t.StructType([field for field in source_schema("ready", sharded=sharded) if field.name in wanted])
+    return t.StructType([field for field in source_schema("ready") if field.name in wanted])
 
 
 def text_headers(rows: sql.Composable, schema: t.StructType) -> sql.Composable:
@@ -78,7 +78,7 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
             [None if text is None else made(json.loads(text)) for text in batch["headers"].to_pylist()], kind
         )
     if not sources:
-        # Without several databases, there is one partition.
+        # A queue has one partition.
         return pa.array([_LOG_APPEND_TIME if name == "timestampType" else 0] * batch.num_rows, pa.int32())
     return batch.column(sources[0])
 

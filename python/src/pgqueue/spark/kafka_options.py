@@ -33,7 +33,7 @@ _SUBSTITUTES = {
     "endingoffsetsbytimestamp": "set option until of a batch read to a time in ISO 8601",
     "startingoffsetsbytimestampstrategy": "leave it out",
     "maxrecordsperpartition": "set option numPartitions to the number of tasks",
-    "minpartitions": "the partitions of the data are those of the write; option maxConnections limits its connections",
+    "minpartitions": "the partitions of the data are those of the write; coalesce limits them",
     "maxoffsetspertrigger": "set option maxMessagesPerTrigger of a stream",
     "minoffsetspertrigger": "set option minMessagesPerTrigger of a stream",
     "groupidprefix": "set option streamId to a name of the stream",

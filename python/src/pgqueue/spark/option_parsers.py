@@ -1,6 +1,5 @@
 """Parsers for the texts of options, one for each type of value. All raise ValueError for invalid text."""
 
-import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -11,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 __all__ = [
     "boolean",
     "choice",
-    "connection_strings",
+    "connection_string",
     "duration",
     "integer",
     "jdbc_url",
@@ -26,7 +25,6 @@ __all__ = [
 _NAME = re.compile(r"[a-z0-9_-]{1,128}")
 _PATTERN = re.compile(r"[a-z0-9_-]{0,127}[_-]\*")
 _MOST_QUEUES = 1000
-_MOST_DATABASES = 100
 _INTEGER = re.compile(r"[0-9]{1,19}")
 _DURATION = re.compile(
     r"([0-9]+(?:\.[0-9]+)?) ?"
@@ -36,42 +34,24 @@ _SIZE = re.compile(r"([0-9]{1,19})([kmg])?b?")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def connection_strings(value: str) -> str | tuple[str, ...]:
-    """Parse a connection string of libpq, or a JSON array of them.
-
-    A password is only allowed where Spark redacts it.
-    """
-    # Spark shows options in plans, except those whose text contains this word.
-    is_redacted = "password" in value.lower()
-    if not value.lstrip().startswith("["):
-        return _connection_string(value, is_redacted)
-    try:
-        several = json.loads(value)
-    except RecursionError:
-        raise ValueError from None
-    if not 1 <= len(several) <= _MOST_DATABASES or not all(isinstance(one, str) for one in several):
-        raise ValueError
-    checked = tuple(_connection_string(one, is_redacted) for one in several)
-    if len({frozenset(conninfo_to_dict(one).items()) for one in checked}) < len(checked):
-        raise ValueError  # Each message would be read twice.
-    return checked
-
-
-def _connection_string(value: str, is_redacted: bool) -> str:
+def connection_string(value: str) -> str:
+    """Parse a connection string of libpq. A password is only allowed where Spark redacts it."""
     try:
         password = conninfo_to_dict(value).get("password")
     except ProgrammingError:
         raise ValueError from None
-    if password and not is_redacted:
+    # Spark shows options in plans, except those whose text contains this word.
+    if password and "password" not in value.lower():
         raise ValueError
     return text(10000)(value)
 
 
 def jdbc_url(value: str) -> str:
     """Parse the URL of a database as JDBC has it, without a password; returns a connection string of libpq."""
-    if not value.startswith("jdbc:postgresql://"):
+    dsn = value.removeprefix("jdbc:")
+    if not value.startswith("jdbc:postgresql://") or "password" in dsn.lower():
         raise ValueError
-    return _connection_string(value.removeprefix("jdbc:"), is_redacted=False)
+    return connection_string(dsn)
 
 
 def text(limit: int = 1000) -> Callable[[str], str]:

@@ -15,7 +15,7 @@ from .kafka_options import DEFAULT_STREAM, KAFKA_NAMES, names_topic, substitute
 from .option_parsers import (
     boolean,
     choice,
-    connection_strings,
+    connection_string,
     duration,
     integer,
     jdbc_url,
@@ -112,15 +112,13 @@ SOURCE_OPTIONS = (
     Option(
         "dsn",
         "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app, without user:password@,"
-        " which Spark would show in plans; for a batch read also a JSON array of up to 100 different ones",
-        connection_strings,
+        " which Spark would show in plans",
+        connection_string,
         (READ, STREAM, WRITE),
         "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
         " so on), as set on the driver. Keep passwords out of it: put them in a service file or ~/.pgpass on the"
         " workers, or in PGQUEUE_DSN or PGPASSWORD on the driver, which Spark never shows. Plans show options, except"
-        " those in which Spark finds the word password (spark.redaction.regex); Spark Connect shows all of them. A"
-        " batch read also accepts a JSON array of up to 100 connection strings. It reads all of these databases, and"
-        " column shard has the position of the database in the array, from 0.",
+        " those in which Spark finds the word password (spark.redaction.regex); Spark Connect shows all of them.",
         secret=True,
     ),
     Option(
@@ -160,9 +158,9 @@ SOURCE_OPTIONS = (
         "an integer from 1 to 1000",
         integer(1, 1000),
         (READ, STREAM),
-        "The most partitions of a read, over all queues and databases, each with about the same number of messages. A"
-        " batch read uses one snapshot for each partition and database, so 1 gives one snapshot for all messages of a"
-        " database. A batch of a stream keeps the number it was claimed with.",
+        "The most partitions of a read, over all queues, each with about the same number of messages. A batch read uses"
+        " one snapshot for each partition, so 1 gives one snapshot for all messages. A batch of a stream keeps the"
+        " number it was claimed with.",
         default=2,
     ),
     Option(
@@ -192,16 +190,6 @@ SOURCE_OPTIONS = (
         default=True,
     ),
     Option(
-        "maxConnections",
-        "an integer from 1 to 1000",
-        integer(1, 1000),
-        (READ, STREAM, WRITE),
-        "How many tasks of the read, stream or write use a database at the same time. A read or stream gets no more"
-        " partitions than that. Further tasks of a write, whose partitions Spark alone determines, wait; on each host"
-        " one of them at a time connects briefly to look for a free slot. By default all that Spark runs are connected."
-        " The driver has up to two connections of its own.",
-    ),
-    Option(
         "source",
         "ready, inflight, scheduled, dead, archive or all",
         choice("ready", "inflight", "scheduled", "dead", "archive", "all"),
@@ -226,15 +214,6 @@ SOURCE_OPTIONS = (
         timestamp,
         (READ,),
         "Only messages before this time, of the same column as since. A day is [since, until).",
-    ),
-    Option(
-        "pushdown",
-        "true or false",
-        boolean,
-        (READ,),
-        "Whether the database applies those filters of the query that have the same meaning there. Needs"
-        " spark.sql.python.filterPushdown.enabled=true in the session; without it Spark refuses the read.",
-        default=False,
     ),
     Option(
         "streamId",
@@ -328,7 +307,7 @@ SOURCE_OPTIONS = (
         (READ, STREAM, WRITE),
         "How long the driver, or a task, tries to reach an unavailable database before the query ends with its error."
         " A read continues after the last message that it returned. The first connection of a stream, and of the first"
-        " attempt of a writing task without maxConnections, is not tried again. A commit whose answer was lost is"
+        " attempt of a writing task, is not tried again. A commit whose answer was lost is"
         " repeated; it takes effect once.",
         default=timedelta(minutes=2),
     ),
@@ -386,8 +365,6 @@ def parse(given: Mapping[str, str], use: str) -> Options:
             values[_snake(option.name)] = option.default
     _check_together(values)
     _check_single(values, use)
-    if use != WRITE and values["max_connections"] is not None:
-        values["num_partitions"] = min(values["num_partitions"], values["max_connections"])
     return Options(values)
 
 
@@ -447,7 +424,7 @@ def _check_together(values: dict[str, Any]) -> None:
 
 
 def _check_single(values: dict[str, Any], use: str) -> None:
-    """Refuse several databases or queues where one is needed, and set the one. Raises OptionError."""
+    """Refuse options that exclude each other, and several queues of a write. Raises OptionError."""
     url = values.pop("url")
     if url is not None:
         if values["dsn"] is not None:
@@ -457,15 +434,6 @@ def _check_single(values: dict[str, Any], use: str) -> None:
         raise OptionError("options queue and queuePattern: give one of them")
     if not values["include_headers"] and values["columns"] != "kafka":
         raise OptionError("option includeHeaders is only for columns=kafka: leave it out")
-    if values.get("pushdown") and values["columns"] == "kafka":
-        raise OptionError(
-            "option pushdown is not for columns=kafka: leave out one of them, or use minId, maxId and since"
-        )
-    if use != READ and isinstance(values["dsn"], tuple):
-        raise OptionError(
-            f"invalid option dsn: several databases are for {_USES[READ]}, not for {_USES[use]}: use one query or write"
-            " for each database, or the union of several loads"
-        )
     if use == WRITE and values["queue"] is not None:
         if len(values["queue"]) > 1:
             raise OptionError(

@@ -30,7 +30,7 @@ from ..client import Queue, Queues
 from ..errors import InvalidArgument
 from .arrow_to_copy import TARGETS, copy_data, copy_statement, encode_elements, split_rows
 from .column_mapping import ColumnMapping, map_columns
-from .connections import Backoff, ConnectionSlots, connect, resolve_conninfo
+from .connections import Backoff, connect, resolve_conninfo
 from .kafka import from_kafka, sink_schema
 from .options import OptionError, Options
 from .shipped import Shipped
@@ -73,7 +73,6 @@ class _Writer(Shipped):
         self.kafka = sink_schema(schema, options.queue, options.include_headers) if options.columns == "kafka" else None
         self.mapping = map_columns(self.kafka or schema, options.queue)
         self.conninfo = resolve_conninfo(options.dsn, options.user, options.password)
-        self.slots = ConnectionSlots(options.max_connections)
         self.run = uuid4()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
@@ -97,15 +96,15 @@ class _Writer(Shipped):
     def _connect_task(self) -> psycopg.Connection[Any]:
         """Connect from a task. The first attempt of a task fails at once if the database is unavailable.
 
-        A later attempt waits up to retryTimeout, as the database may be why the earlier attempt failed. With
-        maxConnections the first one does, too: tasks that start together can be more than the server accepts.
+        A later attempt waits up to retryTimeout, as the database may be why the earlier attempt failed: it was down, or
+        had no connection left.
         """
         backoff = Backoff(self.options.retry_timeout)
         while True:
             try:
-                return self.slots.connect(self.conninfo, backoff.reset)
+                return connect(self.conninfo, access="producer")
             except psycopg.Error as error:
-                if self.options.max_connections is None and not _is_retry():
+                if not _is_retry():
                     raise
                 backoff.wait(error)
 

@@ -1,7 +1,7 @@
 """Batch reads: return messages without claiming or changing them.
 
 A read is divided into ranges of ids, up to the highest id at planning, with about the same number of messages in each
-partition. Each partition is read in a snapshot of its own, one for each database. A message keeps its id when it moves
+partition. Each partition is read in a snapshot of its own. A message keeps its id when it moves
 to another table, so a read returns it at most once, also for source `all`. A message that is sent, or moves to the
 table of another source, during a read with several partitions may or may not be returned.
 """
@@ -15,32 +15,18 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 from psycopg import Connection, IsolationLevel, sql
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    EqualNullSafe,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    IsNotNull,
-    IsNull,
-    LessThan,
-    LessThanOrEqual,
-    Not,
-)
-from pyspark.sql.types import IntegerType, LongType, StructField, StructType, TimestampType
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import LongType, StructField, StructType
 
 from ..client import Queues
-from .columns import check_schema, column_sql
+from .columns import check_schema
 from .connections import Backoff, connect, resolve_conninfo
 from .copy_to_arrow import read_batches
 from .kafka import messages_schema, text_headers, to_kafka
 from .options import Options
 from .shipped import Shipped
 
-__all__ = ["IdRange", "PushdownSnapshotReader", "ReadPart", "SnapshotReader", "check_known", "divide", "names_in"]
+__all__ = ["IdRange", "ReadPart", "SnapshotReader", "check_known", "divide", "names_in"]
 
 _SHARED = "id, queue_name, payload, body, headers, message_id, attempt_count, max_attempts, enqueued_at, expires_at"
 _NONE = "null::timestamptz"
@@ -57,7 +43,7 @@ def _relation(table: str, state: str, condition: str = "true", **columns: str) -
     } | columns
     listed = ", ".join(f"{expression} as {name}" for name, expression in others.items())
     return (
-        f"select {_SHARED}, %(shard)s::int as shard, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
+        f"select {_SHARED}, claimed_by, last_error, {state} as state, {listed}"  # noqa: S608 - constants of this file
         f" from pgqueue.{table} where queue_name = %(queue)s and id between %(first)s and %(last)s and {condition}"
         " order by id"  # so that the tables are merged
     )
@@ -148,16 +134,12 @@ def names_in(connection: Connection[Any], table: str) -> list[str]:
 
 @dataclass(frozen=True)
 class IdRange:
-    """The ids of a queue from `first` to `last`, and the time `at` that decides which messages are ready.
-
-    `shard` is the place of the database in option dsn.
-    """
+    """The ids of a queue from `first` to `last`, and the time `at` that decides which messages are ready."""
 
     first: int
     last: int
     at: datetime
     queue: str
-    shard: int = 0
 
 
 @dataclass
@@ -199,14 +181,12 @@ class SnapshotReader(Shipped, DataSourceReader):
     """Reads ranges of ids in each partition."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        sharded = isinstance(options.dsn, tuple)
         kafka = options.columns == "kafka"
-        check_schema(schema, options.source, kafka, sharded)
+        check_schema(schema, options.source, kafka)
         self._options = options
         self._kafka = schema if kafka else None
-        self._schema = messages_schema(schema, sharded) if kafka else schema
-        dsns = options.dsn if sharded else [options.dsn]
-        self._conninfos = [resolve_conninfo(dsn, options.user, options.password) for dsn in dsns]
+        self._schema = messages_schema(schema) if kafka else schema
+        self._conninfo = resolve_conninfo(options.dsn, options.user, options.password)
         self._conditions: list[sql.Composable] = []
         self._values: dict[str, Any] = {"since": options.since, "until": options.until}
         time_column = sql.Identifier(_TIME_COLUMNS.get(options.source, "enqueued_at"))
@@ -214,7 +194,6 @@ class SnapshotReader(Shipped, DataSourceReader):
             self._conditions.append(sql.SQL("{} >= %(since)s").format(time_column))
         if options.until is not None:
             self._conditions.append(sql.SQL("{} < %(until)s").format(time_column))
-        self._bounds = list(self._conditions)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Divide the present messages among the tasks. Raises QueueNotFound, NotInstalled, or psycopg.Error."""
@@ -227,11 +206,10 @@ class SnapshotReader(Shipped, DataSourceReader):
 
     def _divide(self) -> list[InputPartition]:
         counted: list[_Counted] = []
-        for shard, conninfo in enumerate(self._conninfos):
-            with connect(conninfo, autocommit=True) as connection:  # holds the locks of one queue at a time
-                Queues(connection).version()  # raises NotInstalled
-                for queue in self._queues(connection):
-                    counted += self._count(connection, queue, shard)
+        with connect(self._conninfo, autocommit=True) as connection:  # holds the locks of one queue at a time
+            Queues(connection).version()  # raises NotInstalled
+            for queue in self._queues(connection):
+                counted += self._count(connection, queue)
         return [ReadPart(ranges) for ranges in divide(counted, self._options.num_partitions)] or [ReadPart([])]
 
     def _queues(self, connection: Connection[Any]) -> list[str]:
@@ -251,11 +229,11 @@ class SnapshotReader(Shipped, DataSourceReader):
             names |= {name for (name,) in connection.execute("select name from pgqueue.queues")}
         return sorted(name for name in names if name.startswith(options.queue_pattern))
 
-    def _count(self, connection: Connection[Any], queue: str, shard: int) -> list[_Counted]:
+    def _count(self, connection: Connection[Any], queue: str) -> list[_Counted]:
         """Return the range of a queue's ids, with the number of messages in parts of it; nothing if there are none."""
         options = self._options
         # Only ids within since and until, so that one day of a long archive is divided evenly.
-        conditions = sql.SQL(" and ").join([sql.SQL("queue_name = %(queue)s"), *self._bounds])
+        conditions = sql.SQL(" and ").join([sql.SQL("queue_name = %(queue)s"), *self._conditions])
         ends = self._union("select min(id) as first, max(id) as last from {} where {}", conditions)
         values = self._values | {"queue": queue}
         row = connection.execute(
@@ -272,7 +250,7 @@ class SnapshotReader(Shipped, DataSourceReader):
         if last < first:
             return []
         # Tasks may run where the time zone of the session is not known.
-        whole = IdRange(first, last, at.astimezone(UTC), queue, shard)
+        whole = IdRange(first, last, at.astimezone(UTC), queue)
         if options.num_partitions == 1:
             return [(whole, [])]
         # Ids have holes: all queues share a sequence, and messages leave in any order. One read of the index counts
@@ -304,12 +282,10 @@ class SnapshotReader(Shipped, DataSourceReader):
         left = [*partition.ranges]
         backoff = Backoff(self._options.retry_timeout)
         while left:
-            shard = left[0].shard
-            ranges = [one for one in left if one.shard == shard]
             try:
-                with connect(self._conninfos[shard]) as connection:
-                    self._begin(connection, dict.fromkeys(one.queue for one in ranges))
-                    for one in ranges:
+                with connect(self._conninfo) as connection:
+                    self._begin(connection, dict.fromkeys(one.queue for one in left))
+                    for one in [*left]:
                         for batch in self._read(connection, one):
                             backoff.reset()
                             left[0] = replace(one, first=batch.column("id")[-1].as_py() + 1)
@@ -353,69 +329,3 @@ class SnapshotReader(Shipped, DataSourceReader):
         elif "id" not in schema.names:
             schema = StructType([*schema.fields, StructField("id", LongType())])
         return read_batches(connection, sql.SQL("{} order by id").format(rows), self._values | vars(one), schema)
-
-
-_COMPARISONS = {
-    EqualTo: "=",
-    EqualNullSafe: "is not distinct from",
-    GreaterThan: ">",
-    GreaterThanOrEqual: ">=",
-    LessThan: "<",
-    LessThanOrEqual: "<=",
-}
-# Texts whose filters are only pushed down for equality: order depends on the collation.
-_EQUALITY_ONLY = {"state", "queue_name", "claimed_by", "reason"}
-
-
-class PushdownSnapshotReader(SnapshotReader):
-    """Leaves filters to the database if they have exactly the same meaning there.
-
-    Spark refuses this reader unless spark.sql.python.filterPushdown.enabled is true.
-    """
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
-        """Accept the filters that the database can apply, and return the others."""
-        for filter_ in filters:
-            condition = self._condition(filter_)
-            if condition is None:
-                yield filter_
-            else:
-                self._conditions.append(condition)
-
-    def _condition(self, filter_: Filter) -> sql.Composable | None:
-        if isinstance(filter_, Not):
-            inner = self._condition(filter_.child)
-            return None if inner is None else sql.SQL("not ({})").format(inner)
-        path: tuple[str, ...] = getattr(filter_, "attribute", ())
-        if len(path) != 1 or path[0] not in self._schema.names:
-            return None
-        (name,) = path
-        value: Any = getattr(filter_, "value", None)
-        if isinstance(filter_, IsNull):
-            return sql.SQL("{} is null").format(column_sql(name))
-        if isinstance(filter_, IsNotNull):
-            return sql.SQL("{} is not null").format(column_sql(name))
-        if isinstance(filter_, In):
-            if not all(self._fits(name, one) for one in value):
-                return None
-            return sql.SQL("{} = any ({})").format(column_sql(name), self._parameter(list(value)))
-        operator = _COMPARISONS.get(type(filter_))
-        if operator is None or not self._fits(name, value):
-            return None
-        if name in _EQUALITY_ONLY and operator not in ("=", "is not distinct from"):
-            return None
-        return sql.SQL("{} {} {}").format(column_sql(name), sql.SQL(operator), self._parameter(value))
-
-    def _fits(self, name: str, value: Any) -> bool:
-        kind = self._schema[name].dataType
-        if isinstance(kind, (IntegerType, LongType)):
-            return isinstance(value, int) and not isinstance(value, bool)
-        if isinstance(kind, TimestampType):
-            return isinstance(value, datetime)
-        return name in _EQUALITY_ONLY and isinstance(value, str) and "\0" not in value
-
-    def _parameter(self, value: Any) -> sql.Composable:
-        """Make a value a parameter. Timestamps without a time zone are in UTC, the time zone of the session."""
-        place = f"filter{len(self._values)}"
-        self._values[place] = value
-        return sql.Placeholder(place)

@@ -51,7 +51,7 @@ class PgQueueDataSource(Shipped, DataSource):
     each message is in one of the two. Asynchronous progress tracking and continuous processing are not supported.
 
     Reads and streams accept several queues, in `queue` or by `queuePattern`. A stream then keeps a stream of the same
-    name in each queue. A batch read accepts several databases, as a JSON array in `dsn`.
+    name in each queue.
 
     Columns have the names of the SQL columns, or with `columns=kafka` those of Spark's Kafka source and sink. JSON and
     UUIDs are strings. Timestamps are in UTC; infinity is null.
@@ -84,16 +84,14 @@ class PgQueueDataSource(Shipped, DataSource):
             with self._short_errors():
                 parse(self.options, STREAM)
             return source_schema("stream", kafka, include_headers=with_headers)
-        sharded = self.options.get("dsn", "").lstrip().startswith("[")
-        return source_schema(self.options.get("source", "ready").strip().lower(), kafka, sharded, with_headers)
+        return source_schema(self.options.get("source", "ready").strip().lower(), kafka, with_headers)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a batch reader. Raises OptionError."""
-        from .snapshot import PushdownSnapshotReader, SnapshotReader
+        from .snapshot import SnapshotReader
 
         with self._short_errors():
-            options = parse(self.options, READ)
-            return (PushdownSnapshotReader if options.pushdown else SnapshotReader)(options, schema)
+            return SnapshotReader(parse(self.options, READ), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return a streaming reader. Raises OptionError; in a process of Spark the reader raises it."""

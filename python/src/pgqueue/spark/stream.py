@@ -68,7 +68,7 @@ class QueueStreamReader(Shipped, DataSourceStreamReader, SupportsTriggerAvailabl
             raise _too_many(len(options.queue), options)
         self._options = options
         self._kafka = schema if kafka else None
-        self._schema = messages_schema(schema, sharded=False) if kafka else schema
+        self._schema = messages_schema(schema) if kafka else schema
         self._conninfo = resolve_conninfo(options.dsn, options.user, options.password)
         self._driver: StreamDriver | None = None
         self._available: dict[str, int] | None = None  # how many messages Trigger.AvailableNow has left to read

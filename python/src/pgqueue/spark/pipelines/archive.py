@@ -1,17 +1,16 @@
 """Writes finished messages to a Delta table, by queue and UTC day, incrementally, and each message once.
 
-A run reads the table to find the messages that are already there. The progress file of a queue only saves reading, and
-may be lost. Messages stay in the table after PostgreSQL has dropped them from its archive.
+A run reads the table to find the messages that are already there. The log has the time up to which the table is
+complete for a queue, which only saves reading. Messages stay in the table after PostgreSQL has dropped them.
 """
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Self
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 import psycopg
 from pyspark.sql import DataFrame, SparkSession
@@ -24,7 +23,6 @@ from ..connections import connect, resolve_conninfo
 from ..options import OptionError, distinct_names
 from ..snapshot import check_known, names_in
 from .delta import File, Table
-from .folder import Folder
 from .times import in_utc, utc_day
 
 __all__ = [
@@ -103,11 +101,10 @@ class Archived:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The result of a compaction: `files` small files became `into` larger ones, `deleted` old files were deleted."""
+    """The result of a compaction: `files` small files became `into` larger ones."""
 
     files: int
     into: int
-    deleted: int
 
 
 def archive_to_parquet(
@@ -129,9 +126,10 @@ def archive_to_parquet(
     the next run writes the missing messages, and none twice.
 
     Args:
-        spark: A classic session (not Spark Connect).
-        path: A directory on any file system of Hadoop, for this archive alone: `file:`, `hdfs:`, `s3a:`. It needs no
-            atomic rename. Read it with `read_archive`, or with any reader of Delta tables.
+        spark: A session of Spark.
+        path: A directory for this archive alone that Spark and deltalake can both write: a local one, or `s3a:`, for
+            which deltalake takes the access from the AWS variables of the driver. Read it with `read_archive`, or with
+            any reader of Delta tables.
         dsn: The database, as option `dsn` of the format. A pooler in transaction mode does not work.
         queues: The queues. Default: all queues that keep an archive (archive_for), and all, also dropped ones, that
             still have archived messages.
@@ -144,11 +142,10 @@ def archive_to_parquet(
     to this path, or if this run lost its lock on the path; then it publishes nothing of the current queue.
     """
     where = resolve_conninfo(dsn)
-    folder = Folder(spark, path)
     done: list[Archived] = []
-    with _writing(where, folder) as connection:
-        folder.make()
-        table = Table.load(spark, folder)
+    with _writing(where, Table(spark, path).path) as connection:
+        table = Table(spark, path)
+        table.make()
         for queue in archived_queues(connection) if queues is None else distinct_names(queues):
             result, table = _archive(connection, where, table, queue)
             done.append(result)
@@ -164,19 +161,18 @@ def compact_archive(
     Readers see the same messages before, during and after it. Files smaller than 64 MiB are rewritten.
 
     Args:
-        spark: A classic session (not Spark Connect).
+        spark: A session of Spark.
         path: The directory of `archive_to_parquet`.
         dsn: The database that `archive_to_parquet` reads: it has the lock on the path.
-        keep: How long files that were rewritten, and old versions of the log, are kept for readers that use them, and
-            for reading an earlier version of the table. Default: 7 days.
+        keep: How long files that were rewritten are kept for readers that use them, and for reading an earlier version
+            of the table, in whole hours. Default: 7 days.
 
     Raises OptionError (`keep` is negative, or there is no archive), StandbyError, and ArchiveBusyError.
     """
     if keep < timedelta(0):
         raise OptionError(f"invalid keep: {keep}; must not be negative")
-    folder = Folder(spark, path)
-    with _writing(resolve_conninfo(dsn), folder) as connection:
-        table = existing_archive(spark, folder)
+    with _writing(resolve_conninfo(dsn), Table(spark, path).path) as connection:
+        table = existing_archive(spark, path)
         small = [file for file in table.files.values() if file.size < _SMALL]
         number = Counter((file.queue, file.day) for file in small)
         small = [file for file in small if number[file.queue, file.day] > 1]
@@ -184,12 +180,10 @@ def compact_archive(
         if small:
             written = table.write(table.read(small, table.schema))
             if sum(file.rows for file in written) != sum(file.rows for file in small):
-                raise OSError(f"files of {folder} have fewer rows than the log says")
-            table = _commit(connection, table, "OPTIMIZE", written, small)
-        before = datetime.now(UTC) - keep
-        if table.expired(before) and table.has_checkpoint():
-            table = _commit(connection, table, "VACUUM END", [])
-        return Compacted(len(small), len(written), table.forget(before))
+                raise OSError(f"files of {table.path} have fewer rows than the log says")
+            table = _commit(connection, table, written, small)
+        table.forget(keep)
+        return Compacted(len(small), len(written))
 
 
 def read_archive(
@@ -207,7 +201,7 @@ def read_archive(
 
     Raises OptionError if `path` has no archive, or if its log is damaged.
     """
-    table = existing_archive(spark, Folder(spark, path))
+    table = existing_archive(spark, path)
     since, until = since and in_utc(since), until and in_utc(until)
     names = None if queues is None else distinct_names(queues)
     files = [
@@ -266,112 +260,52 @@ def _read(
     return reader.schema(schema).load().withColumn("day", utc_day(F.col("finished_at"))).select(*columns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """Up to when the table is complete for a queue: `settled`, and `noted` once all of `writers` have ended.
-
-    `writers` are virtual transaction ids.
-    """
-
-    database: str
-    settled: datetime | None = None
-    noted: datetime | None = None
-    writers: frozenset[str] = frozenset()
-
-    @classmethod
-    def read(cls, folder: Folder, queue: str, database: str) -> Self:
-        """Read the progress of the last run; none if the file is unreadable, or is about another database."""
-        try:
-            saved: dict[str, Any] = json.loads(folder.read(_progress_file(queue)) or b"{}")
-            if saved["database"] != database:
-                return cls(database)
-            settled, noted = (saved[name] and datetime.fromisoformat(saved[name]) for name in ("settled", "noted"))
-            return cls(database, settled and in_utc(settled), noted and in_utc(noted), frozenset(saved["writers"]))
-        except (ValueError, TypeError, KeyError):
-            return cls(database)
-
-    def write(self, folder: Folder, queue: str) -> None:
-        """Write the progress for the next run."""
-        values = {
-            "database": self.database,
-            "settled": self.settled and self.settled.isoformat(),
-            "noted": self.noted and self.noted.isoformat(),
-            "writers": sorted(self.writers),
-        }
-        folder.write(_progress_file(queue), json.dumps(values).encode())
-
-    def after(self, at: datetime, left: set[str]) -> "_Progress":
-        """Return the progress after a run that started at `at`.
-
-        `left` are the transactions that were writing at that time, and had not ended when the run read the archive.
-        """
-        if not left:
-            return _Progress(self.database, at)
-        if self.noted is None:
-            return _Progress(self.database, self.settled, at, frozenset(left))
-        if waited_for := self.writers & left:
-            return _Progress(self.database, self.settled, self.noted, waited_for)
-        return _Progress(self.database, self.noted, at, frozenset(left))
-
-
-def _progress_file(queue: str) -> str:
-    return f"_pgqueue/{queue}.json"
-
-
 def _archive(connection: psycopg.Connection[Any], where: str, table: Table, queue: str) -> tuple[Archived, Table]:
     check_known(connection, queue)
-    folder = table.folder
-    progress = _Progress.read(folder, queue, _value(connection, _IDENTITY))
+    # Another database may write to the same table, and this one may be restored.
+    name = f"{_value(connection, _IDENTITY)} {queue}"
+    settled = table.settled(name)
     at: datetime = _value(connection, "select clock_timestamp()") - _MARGIN
-    if at < (progress.noted or progress.settled or at):
-        # The clock was set back. New messages can have earlier timestamps than the recorded progress.
-        progress = _Progress(progress.database)
+    if settled is not None and at < settled:
+        settled = None  # The clock was set back. New messages can have earlier timestamps than the recorded progress.
     left = _wait_for_end(connection, _writers(connection))
 
     # From here on all messages finished before `at` are visible, except those of the transactions in `left`.
-    schema = table.with_columns(ARCHIVED)
-    files = [
-        file
-        for file in table.files.values()
-        if file.queue == queue and (progress.settled is None or file.last >= progress.settled)
-    ]
-    found = _read(table.spark, where, queue, progress.settled, None, ARCHIVED.names)
-    missing = found.join(table.read(files, schema).select(*_KEY), [*_KEY], "left_anti").select(*ARCHIVED.names)
-    written = table.write(missing)
-    if written or table.version < 0 or schema != table.schema:
-        table = _commit(connection, table, "WRITE", written)
-    after = progress.after(at, left)
-    after.write(folder, queue)
-    return Archived(queue, progress.settled, sum(file.rows for file in written), after.settled), table
+    files = [file for file in table.files.values() if file.queue == queue and (settled is None or file.last >= settled)]
+    found = _read(table.spark, where, queue, settled, None, ARCHIVED.names)
+    known = table.read(files, table.with_columns(ARCHIVED)).select(*_KEY)
+    written = table.write(found.join(known, [*_KEY], "left_anti").select(*ARCHIVED.names))
+    until = settled if left else at
+    if written or not table.exists():
+        table = _commit(connection, table, written, settled=None if until is None else (name, until))
+    return Archived(queue, settled, sum(file.rows for file in written), until), table
 
 
 def _commit(
-    connection: psycopg.Connection[Any], table: Table, operation: str, files: list[File], removed: Sequence[File] = ()
+    connection: psycopg.Connection[Any],
+    table: Table,
+    files: list[File],
+    removed: Sequence[File] = (),
+    settled: tuple[str, datetime] | None = None,
 ) -> Table:
     """Commit files to the table. Raises ArchiveBusyError if another run has committed, or could have."""
     # If the lock was lost while Spark wrote, another run may have started.
     if not _value(connection, _IS_LOCKED):
         raise ArchiveBusyError(
-            f"the lock on {table.folder} is lost: the run needs a connection of its own, not a pooler that"
+            f"the lock on {table.path} is lost: the run needs a connection of its own, not a pooler that"
             " assigns one for each transaction"
         )
-    # What was not committed up to now can no longer be, as this run makes the next version.
-    ours = {file.path.partition("/")[0] for file in files}
-    unknown = [name for name in table.unknown() if name not in ours]
     try:
-        table = table.commit(operation, ARCHIVED, files, removed, is_change=not removed)
+        return table.commit(ARCHIVED, files, removed, settled)
     except FileExistsError:
-        raise ArchiveBusyError(f"another run writes to {table.folder}") from None
-    for name in unknown:
-        table.folder.delete(name)
-    return table
+        raise ArchiveBusyError(f"another run writes to {table.path}") from None
 
 
-def existing_archive(spark: SparkSession, folder: Folder) -> Table:
+def existing_archive(spark: SparkSession, path: str) -> Table:
     """The table in a directory. Raises OptionError if there is none."""
-    table = Table.load(spark, folder)
-    if table.version < 0:
-        raise OptionError(f"invalid path: {folder} has no archive; archive_to_parquet makes it")
+    table = Table(spark, path)
+    if not table.exists():
+        raise OptionError(f"invalid path: {table.path} has no archive; archive_to_parquet makes it")
     return table
 
 
@@ -382,7 +316,7 @@ def archived_queues(connection: psycopg.Connection[Any]) -> list[str]:
 
 
 @contextmanager
-def _writing(where: str, folder: Folder) -> Iterator[psycopg.Connection[Any]]:
+def _writing(where: str, path: str) -> Iterator[psycopg.Connection[Any]]:
     """Provide a connection to the primary that holds the lock on a directory."""
     with connect(where, autocommit=True) as connection:
         # The connection is idle while Spark works, for any length of time.
@@ -392,7 +326,7 @@ def _writing(where: str, folder: Folder) -> Iterator[psycopg.Connection[Any]]:
                 "archive pipelines need the primary: a standby does not know which transactions on the primary"
                 " have finished messages without having committed"
             )
-        with _locked(connection, str(folder)):
+        with _locked(connection, path):
             yield connection
 
 

@@ -9,10 +9,9 @@ from pyspark.sql import functions as F
 
 from .times import utc_floor
 
-__all__ = ["PERCENTILES", "STEPS", "duration_counts", "flow_metrics"]
+__all__ = ["PERCENTILES", "flow_metrics"]
 
 PERCENTILES = (0.5, 0.95, 0.99)
-STEPS = 3  # ranges of durations for each power of ten
 
 
 def flow_metrics(
@@ -73,28 +72,6 @@ def flow_metrics(
         *_named("wait", PERCENTILES),
         *_named("processing", PERCENTILES),
     ).orderBy("queue_name", "window_start")
-
-
-def duration_counts(finished: DataFrame, window: timedelta) -> DataFrame:
-    """Count finished messages by queue, window, and range of their wait and processing times.
-
-    Takes `finished` and `window` as `flow_metrics` does.
-
-    Returns:
-        queue_name; window_start; what, `wait` or `processing`; step, the range: from 10^(step/3) seconds up to the
-        beginning of the next step, the lowest one, -18, also with all that is shorter than a microsecond; messages.
-    """
-    steps = [
-        F.struct(
-            F.lit(what).alias("what"),
-            (F.floor(F.log10(F.greatest(micros, F.lit(1))) * STEPS) - 6 * STEPS).cast("int").alias("step"),
-        )
-        for what, micros in _times().items()
-    ]
-    found = finished.where(F.col("claimed_at").isNotNull()).select(
-        "queue_name", _start(F.col("finished_at"), window).alias("window_start"), F.inline(F.array(*steps))
-    )
-    return found.groupBy(*found.columns).agg(F.count("*").alias("messages"))
 
 
 def _start(moment: Column, window: timedelta | None) -> Column:

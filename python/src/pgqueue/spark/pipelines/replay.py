@@ -19,7 +19,6 @@ from ..sink import commit_name
 from .archive import existing_archive, read_archive
 from .dead_letters import read_dead_letters
 from .delta import Table
-from .folder import Folder
 from .predicates import matching
 from .times import from_micros, in_utc
 
@@ -87,7 +86,7 @@ def replay(
     new messages have new ids, no attempts, and the payload or body, headers and message_id of the old ones.
 
     Args:
-        spark: A classic session (not Spark Connect).
+        spark: A session of Spark.
         path: The directory that `archive_to_parquet` wrote.
         queue: The queue to send to.
         where: A predicate of Spark SQL over the columns of `read_archive`, such as
@@ -106,12 +105,12 @@ def replay(
     since, until = since and in_utc(since), until and in_utc(until)
     if app_id is not None:
         _check_name(queue, app_id, version)
-    folder = Folder(spark, path)
-    name = app_id if app_id is not None else _digest(str(folder), queue, where, names, since, until)
+    place = existing_archive(spark, path)
+    name = app_id if app_id is not None else _digest(place.path, queue, where, names, since, until)
     found = matching(read_archive(spark, path, queues=names, since=since, until=until), where)
     dsn = resolve_conninfo(dsn)
     if names:
-        _check_queues(existing_archive(spark, folder), dsn, names)
+        _check_queues(place, dsn, names)
     was_done, sent = _committed(dsn, commit_name(name, queue), version)
     set_active_session(spark)
     found = found.select("payload", "body", "headers", "message_id").persist()
@@ -139,7 +138,7 @@ def redrive_where(
     restarted.
 
     Args:
-        spark: A classic session (not Spark Connect).
+        spark: A session of Spark.
         queue: The queue.
         where: A predicate of Spark SQL over the columns of dead letters, such as
             `reason = 'rejected' and last_error like '%timeout%'`.
@@ -185,7 +184,7 @@ def _check_queues(archive: Table, dsn: str, queues: list[str]) -> None:
         for name in missing:
             if name not in existing:
                 known = ", ".join(sorted(there)[:10]) or "no queue"
-                raise OptionError(f"invalid queues: {name!r} is no queue, and {archive.folder} has {known}")
+                raise OptionError(f"invalid queues: {name!r} is no queue, and {archive.path} has {known}")
 
 
 def _send(found: DataFrame, dsn: str, queue: str, app_id: str, version: int) -> None:

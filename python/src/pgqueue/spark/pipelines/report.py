@@ -1,10 +1,8 @@
-"""The report on message flow: computed by Spark, written as an HTML page."""
+"""The report on message flow: figures by queue and window, from the archive and from Parquet."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from importlib.util import find_spec
-from pathlib import Path
 
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
@@ -12,28 +10,68 @@ from pyspark.sql import functions as F
 from ..options import OptionError, distinct_names
 from .archive import read_finished
 from .dead_letters import COUNTED, dead_letter_report, read_dead_letters
-from .metrics import duration_counts, flow_metrics
-from .report_page import DeadLetterGroup, Durations, Flow, Measure, busiest, render
+from .metrics import flow_metrics
 from .times import check_window, from_micros, in_utc, window_of
 
-__all__ = ["FlowReport", "flow_report"]
+__all__ = ["DeadLetterGroup", "Flow", "Measure", "flow_report"]
 
 _COLUMNS = ("id", "queue_name", "attempt_count", "enqueued_at", "claimed_at", "finished_at")
-_MAX_KINDS = 50  # kinds of dead letters on the page
-_MAX_WINDOWS = 10_000  # all windows are drawn, empty ones included
+_MAX_KINDS = 50  # kinds of dead letters
+_MAX_WINDOWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class FlowReport:
-    """The data of a report, and its page."""
+class Measure:
+    """The metrics of a queue in one window, or in total (window_start None): the columns of `flow_metrics`.
 
-    flow: Flow
-    page: Path
+    Times are in seconds.
+    """
+
+    queue_name: str
+    window_start: datetime | None
+    finished: int
+    dead: int
+    retried: int
+    retries: int
+    failure_rate: float | None
+    wait_p50: float | None
+    wait_p95: float | None
+    wait_p99: float | None
+    processing_p50: float | None
+    processing_p95: float | None
+    processing_p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterGroup:
+    """Dead letters of one kind: with the same queue, reason and normalized error. `letters` is their number."""
+
+    queue_name: str
+    reason: str
+    error: str | None
+    letters: int
+    last_died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The data of a report.
+
+    `totals` has each queue in total, `windows` each queue by window (in order), `letters` the kinds of dead letters
+    (most frequent first). `window` is the length of a window, `made_at` the time of the report, and `places` says in
+    words what was read.
+    """
+
+    window: timedelta
+    totals: Sequence[Measure]
+    windows: Sequence[Measure]
+    letters: Sequence[DeadLetterGroup]
+    made_at: datetime
+    places: str
 
 
 def flow_report(
     spark: SparkSession,
-    directory: str | Path,
     queues: Iterable[str],
     *,
     dsn: str | None = None,
@@ -42,16 +80,13 @@ def flow_report(
     until: datetime | None = None,
     window: timedelta | None = None,
     accuracy: int | None = None,
-) -> FlowReport:
-    """Write a report on message flow through queues, `flow.html`. Needs extra `plots`.
+) -> Flow:
+    """Return a report on message flow through queues: throughput, times, retries and failures.
 
-    The page has the library for its charts, 5 MB. It needs no other files and makes no requests. Of more than 100
-    queues, the busiest 100 have charts. Only aggregates leave Spark: a row for each queue and window, and one for each
-    range of durations there.
+    Only aggregates leave Spark: a row for each queue and window.
 
     Args:
-        spark: A classic session (not Spark Connect).
-        directory: The local directory for the report. It is created if it is missing.
+        spark: A session of Spark.
         queues: The queues.
         dsn: The database, as option `dsn` of the format. Its archive and dead letters are read.
         path: The directory of `archive_to_parquet`, read in addition to the archive. A message in both counts once.
@@ -61,10 +96,8 @@ def flow_report(
             length that gives at most 120 windows, but never more than a week.
         accuracy: The accuracy of percentiles, as for `flow_metrics`. None: exact.
 
-    Raises OptionError (also for more than 10,000 windows), QueueNotFound, and ImportError without the extra.
+    Raises OptionError (also for more than 10,000 windows) and QueueNotFound.
     """
-    if find_spec("plotly") is None:
-        raise ImportError("flow_report needs plotly: pip install 'pgqueue-sql[plots]'", name="plotly")
     names = distinct_names(queues)
     if window is not None:
         check_window(window)
@@ -76,7 +109,7 @@ def flow_report(
         dead = read_dead_letters(spark, names, dsn=dsn, columns=COUNTED)
         for moment, keep in ((since, F.col("died_at") >= F.lit(since)), (until, F.col("died_at") < F.lit(until))):
             dead = dead if moment is None else dead.where(keep)
-        dead = dead.persist()
+        dead.persist()
         whole = _span(finished, dead)
         length = window_of(whole) if window is None else window
         if whole > _MAX_WINDOWS * length:
@@ -84,24 +117,16 @@ def flow_report(
                 f"invalid window: {whole} has more than {_MAX_WINDOWS:,} windows of {length}; choose a longer one"
             )
         totals = [_measure(row) for row in _collect(flow_metrics(finished, dead, None, accuracy))]
-        drawn = finished.where(F.col("queue_name").isin(busiest(totals)))
-        flow = Flow(
+        return Flow(
             length,
             totals,
             [_measure(row) for row in _collect(flow_metrics(finished, dead, length, accuracy))],
-            [_durations(row) for row in _collect(duration_counts(drawn, length))],
             [_kind(row) for row in _kinds(dead)],
             datetime.now(UTC),
             f"Read from the archive{'' if path is None else ' and from Parquet'}",
         )
-        dead.unpersist()
     finally:
         finished.unpersist()
-    place = Path(directory)
-    place.mkdir(parents=True, exist_ok=True)
-    page = place / "flow.html"
-    page.write_text(render(flow), encoding="utf-8")
-    return FlowReport(flow, page)
 
 
 def _span(finished: DataFrame, dead: DataFrame) -> timedelta:
@@ -122,10 +147,6 @@ def _measure(row: Row) -> Measure:
     values = row.asDict()
     start = values.pop("window_start")
     return Measure(window_start=None if start is None else from_micros(start), **values)
-
-
-def _durations(row: Row) -> Durations:
-    return Durations(row["queue_name"], from_micros(row["window_start"]), row["what"], row["step"], row["messages"])
 
 
 def _kinds(dead: DataFrame) -> list[Row]:

@@ -20,9 +20,7 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
-from ..java import use_java
-
-__all__ = ["SparkFailure", "local_session"]
+__all__ = ["SparkFailure", "check_java", "local_session"]
 
 SETTINGS = {
     "spark.app.name": "pgqueue",
@@ -34,13 +32,21 @@ SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     # Other programs can read this type. The default, INT96, is deprecated.
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    "spark.sql.python.filterPushdown.enabled": "true",
     "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
 }
 
 
 class SparkFailure(RuntimeError):
     """Spark did not start, or a job failed. A note has the name of the log file."""
+
+
+def check_java() -> None:
+    """Raise SparkFailure if Spark would find no Java."""
+    if not os.environ.get("JAVA_HOME") and shutil.which("java") is None:
+        raise SparkFailure(
+            "Spark needs a Java runtime of version 17 or later: set JAVA_HOME, or install one, for example with"
+            " apt-get install openjdk-17-jre-headless"
+        )
 
 
 @contextmanager
@@ -56,14 +62,14 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         memory: The heap size of the JVM in Spark's notation: 512m, 2g.
         settings: More settings of Spark, with `__` for each dot in their names.
 
-    Raises JavaNotFoundError if there is no Java, and SparkFailure if Spark does not start, and in place of an error of
-    Spark that is not caught within the block.
+    Raises SparkFailure if there is no Java, if Spark does not start, and in place of an error of Spark that is not
+    caught within the block.
     """
     if SparkContext._active_spark_context is not None:
         with _suppressed_logging(), _spark_failures():
             yield SparkSession.builder.getOrCreate()
         return
-    use_java()
+    check_java()
     conf = SparkConf(loadDefaults=False)
     for key, value in SETTINGS.items():
         conf.set(key, value)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 from pyspark.sql import DataFrame, SparkSession
@@ -15,10 +16,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import IntegerType, StringType, StructType, TimestampType
 
-from ...client import Queue
-from ..connections import connect, resolve_conninfo
-from .folder import Folder
-from .times import utc_parquet_timestamps
+from ..client import Queue
+from ..spark.connections import connect, resolve_conninfo
 
 __all__ = ["Published", "read_summaries", "summarize", "summarize_flights"]
 
@@ -88,9 +87,9 @@ def summarize_flights(
     carrier is not counted. To complete the last hours, send such a flight with a much later time_hour.
 
     Args:
-        spark: A classic session (not Spark Connect).
-        path: A directory for this pipeline alone. It also contains the checkpoint, as the two belong together. Read it
-            with `read_summaries`.
+        spark: A session on this machine.
+        path: A local directory for this pipeline alone. It also contains the checkpoint, as the two belong together.
+            Read it with `read_summaries`.
         dsn: The database, as option `dsn` of the format.
         queue: The queue of the flights, read as stream `summarize-flights`.
         summaries: The queue for the summaries.
@@ -105,8 +104,8 @@ def summarize_flights(
     Raises OptionError and QueueNotFound.
     """
     where = resolve_conninfo(dsn)
-    folder = Folder(spark, path)
-    folder.make()
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
     with connect(where, autocommit=True) as connection:
         for name in (queue, summaries):
             Queue(connection, name).get_queue()
@@ -117,8 +116,7 @@ def summarize_flights(
             if count := found.count():
                 # The batch number makes both writes idempotent: Parquet is overwritten, and the sink discards a version
                 # that was committed before.
-                with utc_parquet_timestamps(batch.sparkSession):
-                    found.write.mode("overwrite").parquet(f"{folder}/batch={number}")
+                found.write.mode("overwrite").parquet(f"{folder}/batch={number}")
                 _send(found, where, summaries, _query_id(folder), number)
             tell(Published(number, count))
         finally:
@@ -141,7 +139,7 @@ def summarize_flights(
 
 def read_summaries(spark: SparkSession, path: str) -> DataFrame:
     """Return the summaries that `summarize_flights` wrote to Parquet."""
-    return spark.read.schema(SUMMARY).parquet(Folder(spark, path).pattern())
+    return spark.read.schema(SUMMARY).parquet(path)
 
 
 def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) -> None:
@@ -154,7 +152,6 @@ def _send(found: DataFrame, where: str, queue: str, query_id: str, number: int) 
     )
 
 
-def _query_id(folder: Folder) -> str:
+def _query_id(folder: Path) -> str:
     """Return the id of the query in its checkpoint. With a new checkpoint, batch numbers start at 0 again."""
-    metadata = folder.read(f"{_CHECKPOINT}/metadata")
-    return str(json.loads(metadata or "{}")["id"])
+    return str(json.loads((folder / _CHECKPOINT / "metadata").read_text())["id"])

@@ -3,16 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
 from importlib import resources
-from itertools import pairwise
 from typing import Any, Final
 
-from .metrics import STEPS
+from ..spark.pipelines.report import Flow, Measure
 
-__all__ = ["DeadLetterGroup", "Durations", "Flow", "Measure", "busiest", "render"]
+__all__ = ["render"]
 
 _MAX_CHARTED: Final = 100  # queues with charts
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -38,85 +36,6 @@ _LAYOUT: Final = {
 }
 _TIMES: Final = [f"{what}_{rank}" for what in ("wait", "processing") for rank in ("p50", "p95", "p99")]
 _COLUMNS: Final = ("finished", "dead", "failure rate", "retries", *(name.replace("_", " ") for name in _TIMES))
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """The metrics of a queue in one window, or in total (window_start None): the columns of `flow_metrics`.
-
-    Times are in seconds.
-    """
-
-    queue_name: str
-    window_start: datetime | None
-    finished: int
-    dead: int
-    retried: int
-    retries: int
-    failure_rate: float | None
-    wait_p50: float | None
-    wait_p95: float | None
-    wait_p99: float | None
-    processing_p50: float | None
-    processing_p95: float | None
-    processing_p99: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Durations:
-    """The number of messages of a queue in one window with times in one range: a row of `duration_counts`."""
-
-    queue_name: str
-    window_start: datetime
-    what: str
-    step: int
-    messages: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetterGroup:
-    """Dead letters of one kind: with the same queue, reason and normalized error. `letters` is their number."""
-
-    queue_name: str
-    reason: str
-    error: str | None
-    letters: int
-    last_died_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """The data of a report.
-
-    `totals` has each queue in total, `windows` each queue by window (in order), `durations` the queues with charts by
-    window and range of times, `letters` the kinds of dead letters (most frequent first). `window` is the length of a
-    window, `made_at` the time of the report, and `places` says in words what was read.
-    """
-
-    window: timedelta
-    totals: Sequence[Measure]
-    windows: Sequence[Measure]
-    durations: Sequence[Durations]
-    letters: Sequence[DeadLetterGroup]
-    made_at: datetime
-    places: str
-
-    def of(self, queue: str) -> list[Measure]:
-        """Return the windows of a queue, including empty ones between the first and the last."""
-        known = {found.window_start: found for found in self.windows if found.queue_name == queue}
-        moments = sorted(start for start in known if start is not None)
-        filled, at = [], moments[0] if moments else None
-        while at is not None and at <= moments[-1]:
-            filled.append(known.get(at) or Measure(queue, at, 0, 0, 0, 0, *[None] * 7))
-            at += self.window
-        return filled
-
-
-def busiest(totals: Sequence[Measure]) -> list[str]:
-    """Return the queues with charts: all of them, or the 100 busiest."""
-    most = sorted(totals, key=lambda total: -total.finished - total.dead)[:_MAX_CHARTED]
-    names = {total.queue_name for total in most}
-    return [total.queue_name for total in totals if total.queue_name in names]
 
 
 def seconds(value: float | None) -> str:
@@ -148,7 +67,8 @@ def render(flow: Flow) -> str:
         first, last = min(starts), max(starts) + flow.window
         length = seconds(flow.window.total_seconds())
         period = f"{first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, in windows of {length}"
-    drawn = busiest(flow.totals)
+    most = sorted(flow.totals, key=lambda total: -total.finished - total.dead)[:_MAX_CHARTED]
+    drawn = [total.queue_name for total in flow.totals if total in most]
     body = [
         f"<p>{period}. {escape(flow.places)}, {flow.made_at:%Y-%m-%d %H:%M:%S} UTC.</p>",
         "<h2>Queues</h2>",
@@ -157,10 +77,9 @@ def render(flow: Flow) -> str:
     if len(drawn) < len(flow.totals):
         body.append(f"<p>The {len(drawn)} busiest of {len(flow.totals):,} queues have charts.</p>")
     for queue in drawn:
-        found = flow.of(queue)
+        found = _windows(flow, queue)
         rows = [[f"{measure.window_start:%Y-%m-%d %H:%M:%S}", *_values(measure)] for measure in found]
-        durations = [one for one in flow.durations if one.queue_name == queue]
-        charts = _charts(found, flow.window, durations) if found else ()
+        charts = _charts(found, flow.window) if found else ()
         figures = "".join(_figure(title, figure) for title, figure in charts)
         body.append(
             f'<h2>{_text(queue)}</h2><div class="charts">{figures}</div><details><summary>The figures, by window'
@@ -177,7 +96,18 @@ def render(flow: Flow) -> str:
     return re.sub("@(body|plotly)@", lambda found: parts[found[0]], page)
 
 
-def _charts(found: Sequence[Measure], window: timedelta, durations: Sequence[Durations]) -> Iterable[tuple[str, Any]]:
+def _windows(flow: Flow, queue: str) -> list[Measure]:
+    """Return the windows of a queue, including empty ones between the first and the last."""
+    known = {found.window_start: found for found in flow.windows if found.queue_name == queue}
+    moments = sorted(start for start in known if start is not None)
+    filled, at = [], moments[0] if moments else None
+    while at is not None and at <= moments[-1]:
+        filled.append(known.get(at) or Measure(queue, at, 0, 0, 0, 0, *[None] * 7))
+        at += flow.window
+    return filled
+
+
+def _charts(found: Sequence[Measure], window: timedelta) -> Iterable[tuple[str, Any]]:
     """Yield the charts of a queue: their titles, and figures of plotly."""
     length = window.total_seconds()
     rates = {"finished": [one.finished / length for one in found], "dead": [one.dead / length for one in found]}
@@ -188,39 +118,6 @@ def _charts(found: Sequence[Measure], window: timedelta, durations: Sequence[Dur
     for title, what in (("Wait, from enqueue to claim", "wait"), ("Work, from claim to ack", "processing")):
         times = {rank: [getattr(one, f"{what}_{rank}") for one in found] for rank in ("p50", "p95", "p99")}
         yield title, _chart(found, window, times, seconds, _time_axis(times))
-    for title, what in (("Share of messages by wait", "wait"), ("Share of messages by work", "processing")):
-        counts = {(one.step, one.window_start): one.messages for one in durations if one.what == what}
-        if counts:
-            yield title, _heat_map([one.window_start for one in found if one.window_start is not None], window, counts)
-
-
-def _heat_map(starts: Sequence[datetime], window: timedelta, counts: dict[tuple[int, datetime], int]) -> Any:
-    """Return a map of the share that each range of times has of the messages in each window."""
-    from plotly import graph_objects
-
-    lowest, highest = min(step for step, _ in counts), max(step for step, _ in counts)
-    steps = range(lowest, highest + 1)
-    totals = {start: sum(counts.get((step, start), 0) for step in steps) for start in starts}
-    shares = [
-        [counts[step, start] / totals[start] if (step, start) in counts else None for start in starts] for step in steps
-    ]
-    bounds = [10 ** (step / STEPS) for step in range(lowest, highest + 2)]
-    figure = graph_objects.Figure()
-    figure.add_heatmap(
-        x=[start.replace(tzinfo=None) for start in (*starts, starts[-1] + window)],
-        y=[f"{seconds(low)} to {seconds(high)}" for low, high in pairwise(bounds)],
-        z=shares,
-        colorscale=[[0, "rgba(63,134,220,0.1)"], [1, "rgb(63,134,220)"]],
-        showscale=False,
-        hovertemplate="%{y}: %{z:,.3~%}<extra></extra>",
-    )
-    # At the bounds, which are between the ranges.
-    ticks = range(-lowest % STEPS, len(bounds), STEPS) if len(bounds) > 2 * STEPS else range(len(bounds))
-    labels = {"tickvals": [place - 0.5 for place in ticks], "ticktext": [seconds(bounds[place]) for place in ticks]}
-    figure.update_layout(**_LAYOUT)
-    figure.update_xaxes(showgrid=False, ticks="")
-    figure.update_yaxes(automargin=True, showgrid=False, ticks="outside", tickcolor=_CLEAR, **labels)
-    return figure
 
 
 def _time_axis(times: dict[str, list[Any]]) -> dict[str, Any]:
