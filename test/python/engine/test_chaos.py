@@ -103,6 +103,7 @@ class Users:
 
     def __init__(self, database: str, name: str, settings: dict[str, Any]) -> None:
         self.name, self.settings = name, settings
+        self.is_altered = not settings
         self.history = History(settings.get("group_limit", math.inf), database)
         self.sent: set[int] = set()  # the commit was answered
         self.maybe_sent: set[int] = set()
@@ -112,17 +113,20 @@ class Users:
 
     def __call__(self, own: psycopg.Connection[Any], chance: random.Random) -> None:
         queue, kind = pgqueue.Queue(own, self.name), chance.random()
-        if kind < 0.2:
+        if self.is_altered and kind > 0.97:
+            with suppress(pgqueue.QueueBusy):
+                queue.alter_queue(**chance.choice(CHANGES))
+        elif kind < 0.2:
             self.send(queue, chance)
-        elif kind < 0.35 and "max_in_flight" not in self.settings:
+        elif kind < 0.35 and "max_in_flight" not in self.settings and not self.is_altered:
             self.receive(queue, chance)
         else:
             self.claim(queue, chance)
 
     def send(self, queue: pgqueue.Queue, chance: random.Random, number: int | None = None) -> None:
         keys = [f"group {chance.randrange(GROUPS)}" for _ in range(number or chance.choice([1, 1, 10]))]
-        more: dict[str, Any] = {"group_keys": keys} if "group_limit" in self.settings else {}
-        if "priorities" in self.settings:
+        more: dict[str, Any] = {"group_keys": keys} if "group_limit" in self.settings or self.is_altered else {}
+        if "priorities" in self.settings or self.is_altered:
             more["priorities"] = [chance.choice([None, *range(10)]) for _ in keys]
         with queue.connection.transaction(force_rollback=number is None and chance.random() < 0.1) as block:
             delay = timedelta(milliseconds=chance.choice([0, 0, 0, 20]))
@@ -191,9 +195,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "max_in_flight": {"max_in_flight": 10},
     "max_in_flight and group_limit": {"max_in_flight": 10, "group_limit": 2},
     "rate_limit": {"rate_limit": 60, "rate_period": timedelta(minutes=1)},
+    "altered": {},
 }
+# What alter_queue gives the queue without settings meanwhile.
+CHANGES: list[dict[str, Any]] = [
+    {"group_limit": group_limit, "priorities": priorities, "max_in_flight": max_in_flight}
+    for group_limit, priorities in ((0, False), (1, False), (0, True))
+    for max_in_flight in (0, 20)
+]
 # With max_in_flight, claims of several groups wait for each other, so that no race between two of them can be seen.
-FAST = ("group_limit", "group_limit of 3", "priorities")
+FAST = ("group_limit", "group_limit of 3", "priorities", "altered")
 
 
 @pytest.mark.parametrize(
