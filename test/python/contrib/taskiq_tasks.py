@@ -1,0 +1,45 @@
+"""A broker with tasks, for the program `taskiq worker` and for tests in the same process."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from pgqueue.contrib.taskiq import PgqueueBroker
+
+
+def note(line: str) -> None:
+    """Append a line to the journal."""
+    with Path(os.environ["JOURNAL"]).open("a") as journal:
+        journal.write(f"{line}\n")
+
+
+async def append(line: str) -> None:
+    """Note a line."""
+    note(line)
+
+
+def wait_for_gate(line: str) -> None:
+    """Note that it begins, and that it has ended once the gate is open."""
+    note(f"begin {line}")
+    while not Path(os.environ["GATE"]).exists():
+        time.sleep(0.05)
+    note(f"end {line}")
+
+
+async def fail() -> None:
+    """Raise."""
+    note("fail")
+    raise ValueError
+
+
+def register(broker: PgqueueBroker) -> PgqueueBroker:
+    """Give a broker the tasks."""
+    broker.register_task(append, task_name="append")
+    broker.register_task(wait_for_gate, task_name="wait_for_gate")
+    broker.register_task(fail, task_name="fail")
+    return broker
+
+
+if "TASKIQ_DSN" in os.environ:
+    broker = register(PgqueueBroker(os.environ["TASKIQ_DSN"], visibility_timeout=timedelta(seconds=1)))
