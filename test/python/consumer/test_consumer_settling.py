@@ -220,7 +220,7 @@ async def test_a_call_that_is_cancelled_before_its_first_step_frees_its_slot() -
     held = Desk().hold(1)
     called.claims.add(held, time.monotonic())
     called._start(held, called._handle)
-    called.start_next = lambda: freed.append(called.free)  # type: ignore[method-assign]
+    parts.on_signal = lambda: freed.append(called.free)
     assert called.free == parts.limit - 1
 
     # The answer to an extension comes in the same turn of the loop, as when the process was stopped for a while.

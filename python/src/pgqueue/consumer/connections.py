@@ -149,7 +149,7 @@ class ConnectionFactory:
             await done(pool.putconn(made))
             raise TypeError(
                 f"invalid conninfo: the function returned a connection of pool {pool.name!r} with max_size"
-                f" {pool.max_size}, and a consumer keeps its connections: three, and one for each handler in a"
+                f" {pool.max_size}, and a consumer keeps its connections: up to four, and one for each handler in a"
                 " transaction. Give it the conninfo of the pool, or a function that returns a new connection"
             )
 

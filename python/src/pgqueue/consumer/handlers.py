@@ -152,7 +152,6 @@ class HandlerCalls:
                 self.claims.forget(message)
         call.end()
         self._count()
-        self.start_next()
         self._runtime.signal()
 
     def _count(self) -> None:
@@ -221,7 +220,6 @@ class HandlerCalls:
             text = f"{counted(count, 'handler')} exceeded the handler_timeout and did not end"
             text += f", more than the concurrency of {most}: the consumer has stopped"
             self._runtime.stop_with(RuntimeError(text))
-        self.start_next()
         self._runtime.signal()
 
     def _settle_timeout(self, call: HandlerCall, error: TimeoutError) -> None:
@@ -380,7 +378,6 @@ class HandlerCalls:
             current.received += messages
         if not messages:
             current.left = 0
-        self.start_next()
         self._runtime.signal()
 
     def _record_failures(self, call: HandlerCall, messages: list[ClaimedMessage], error: BaseException | None) -> None:
