@@ -191,7 +191,7 @@ async def test_a_listener_unlistens_channels_without_waiters(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues come and go, while a request always waits on one of them."""
-    monkeypatch.setattr(notifications, "_LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("pgqueue._listener._LINGER_SECONDS", 0.01)
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="listener")
     listeners = notifications.NotificationListeners()
 

@@ -260,6 +260,10 @@ class Poller:
         A claim also removes spent messages, and finds what a peek overlooks: now and then one is made without a peek.
         """
         limit, is_expected = self._peek_limit(free_slots), True
+        if not self._ready and self._runtime.stats.listening and not self._is_prepared():
+            await self._prepare_wait(free_slots)
+            if not self._ready:
+                return 0, False
         if not self._ready:
             self._empty_looks += 1
             if is_expected := self._empty_looks % _RECEIVE_EVERY != 0:
@@ -296,7 +300,7 @@ class Poller:
         """
         runtime = self._runtime
         if runtime.stats.listening:
-            is_prepared = time.monotonic() < self._prepared_until
+            is_prepared = self._is_prepared()
             if is_prepared and self._due_at is None:
                 await runtime.wait_until(self._is_called, time.monotonic() + timings.quiet)
             if (not is_prepared or self._due_at is None) and not self._is_called():
@@ -306,6 +310,10 @@ class Poller:
             at = min(at, self._info_due_at)
         if not self._ready:
             await runtime.wait_until(self._is_called, at)
+
+    def _is_prepared(self) -> bool:
+        """Whether senders notify."""
+        return time.monotonic() < self._prepared_until
 
     async def _prepare_wait(self, free_slots: int) -> None:
         """Let senders notify from now on, ask when the next message is due, and count the ready ones."""
