@@ -112,7 +112,7 @@ def test_connections_of_a_pool_are_refused_and_returned(
         async with AsyncConnectionPool(database, min_size=1, max_size=2, name="mine") as pool:
             await AsyncConsumer(pool.getconn, name, asyncio.sleep).run()  # type: ignore[arg-type]
 
-    remedy = r"pool 'mine' with max_size 2, .* keeps its connections: up to four, and .*\. Give it the conninfo of the pool"
+    remedy = r"pool .mine. with max_size 2, .* its connections: up to four, and .*\. Give it the conninfo of the pool"
     with ConnectionPool(database, min_size=1, max_size=2, name="mine") as pool:
         with pytest.raises(TypeError, match=remedy):
             made(kind, pool.getconn, name)[1]()
