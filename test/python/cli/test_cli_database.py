@@ -34,6 +34,8 @@ from pgqueue import _files
 from pgqueue.cli import app
 from pgqueue.embedded import _packaged_bindir
 
+VERSION = pgqueue.__version__
+
 pytestmark = pytest.mark.usefixtures("no_other_database")
 
 
@@ -71,10 +73,10 @@ def version_in(dsn: str) -> str | None:
 
 
 def test_upgrade_of_the_newest_version_changes_nothing(installed: str) -> None:
-    said = f"pgqueue 0.1.0 in database {database_of(installed)} is already the newest version that is available\n"
+    said = f"pgqueue {VERSION} in database {database_of(installed)} is already the newest version that is available\n"
     assert in_process(installed, "upgrade") == (0, said, "")
     assert in_process("", "upgrade", installed, "--json").records == [
-        {"version": "0.1.0", "before": "0.1.0", "upgraded": False}
+        {"version": VERSION, "before": VERSION, "upgraded": False}
     ]
 
 
@@ -97,13 +99,13 @@ def test_upgrade_runs_the_scripts_of_a_plain_installation_in_order(empty_databas
     dumped = "create table pgqueue.added (n int);\nselect pg_extension_config_dump('pgqueue.added', '');\n"
     (upgrades / "pgqueue--0.0.7--0.0.9.sql").write_text("select 1 / 0;")
     (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text(head + dumped + as_version("0.0.9"))
-    (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text(
-        f"{head}insert into pgqueue.added values (1);\n{as_version('0.1.0')}"
+    (upgrades / f"pgqueue--0.0.9--{VERSION}.sql").write_text(
+        f"{head}insert into pgqueue.added values (1);\n{as_version(VERSION)}"
     )
     with psycopg.connect(dsn) as connection:
         connection.execute(as_version("0.0.8").encode())
         connection.execute("select pgqueue.create_queue('kept'), pgqueue.enqueue('kept', '1')")
-    said = f"pgqueue in database {database_of(dsn)} is upgraded from 0.0.8 to 0.1.0\n"
+    said = f"pgqueue in database {database_of(dsn)} is upgraded from 0.0.8 to {VERSION}\n"
     assert in_process(dsn, "upgrade") == (0, said, "")
     with psycopg.connect(dsn) as connection:
         assert connection.execute("select n from pgqueue.added").fetchall() == [(1,)]
@@ -114,7 +116,7 @@ def test_an_upgrade_that_fails_or_has_no_path_changes_nothing(empty_database: Ne
     dsn = empty_database()
     install(dsn, "plain")
     (upgrades / "pgqueue--0.0.8--0.0.9.sql").write_text(as_version("0.0.9"))
-    last = upgrades / "pgqueue--0.0.9--0.1.0.sql"
+    last = upgrades / f"pgqueue--0.0.9--{VERSION}.sql"
     last.write_text("select 1 / 0;")
     for version, error in (
         ("0.0.8", "division by zero\n"),
@@ -189,7 +191,7 @@ def test_uninstall_needs_a_confirmation(empty_database: NewDatabase) -> None:
         rf"Remove pgqueue from database {database_of(dsn)}, with 0\s+queues, 0\s+messages, 0\s+dead\s+letters,"
         r"\s+the\s+archive\s+and\s+nothing\s+else\? \[y/N\]:"
     )
-    for answer, status, version in (("n\n", 1, "0.1.0"), ("y\n", 0, None)):
+    for answer, status, version in (("n\n", 1, VERSION), ("y\n", 0, None)):
         with terminal("uninstall", PGQUEUE_DSN=dsn) as screen:
             screen.wait_for(question)
             with psycopg.connect(dsn) as connection:  # the question holds no lock
@@ -205,7 +207,7 @@ def test_uninstall_needs_a_confirmation(empty_database: NewDatabase) -> None:
 def test_only_the_owner_can_upgrade_and_uninstall(empty_database: NewDatabase, upgrades: Path, name: str) -> None:
     dsn = empty_database()
     install(dsn, "plain")
-    (upgrades / "pgqueue--0.0.9--0.1.0.sql").write_text(as_version("0.1.0"))
+    (upgrades / f"pgqueue--0.0.9--{VERSION}.sql").write_text(as_version(VERSION))
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(as_version("0.0.9").encode())
         role = sql.Identifier(f"pgqueue_{name}")
@@ -439,12 +441,13 @@ def test_an_unknown_queue_is_reported_with_the_most_similar_name(cli: Cli, name:
 
 def test_install_uses_the_extension_if_the_server_has_it(empty_database: NewDatabase) -> None:
     dsn = empty_database()
-    assert in_process("", "install", dsn, "--json").records == [{"version": "0.1.0", "installed": True}]
-    assert in_process(dsn, "install", "--json").records == [{"version": "0.1.0", "installed": False}]
+    assert in_process("", "install", dsn, "--json").records == [{"version": VERSION, "installed": True}]
+    assert in_process(dsn, "install", "--json").records == [{"version": VERSION, "installed": False}]
     with psycopg.connect(dsn) as connection:
         has_files, is_extension = connection.execute(
-            "select exists (select from pg_available_extensions where name = 'pgqueue' and default_version = '0.1.0'),"
-            " exists (select from pg_extension where extname = 'pgqueue')"
+            "select exists (select from pg_available_extensions where name = 'pgqueue' and default_version = %s),"
+            " exists (select from pg_extension where extname = 'pgqueue')",
+            [VERSION],
         ).fetchall()[0]
     assert has_files == is_extension
 

@@ -325,7 +325,7 @@ def test_another_version_of_pgqueue_is_reported(empty_database: NewDatabase) -> 
     assert "function pgqueue.stats() does not exist" in done.err
     assert 'hint: Upgrade the older of the two: the pgqueue in the database with "pgqueue upgrade".' in done.err
     done = in_process(dsn, "install")
-    said = "pgqueue: this command is 0.1.0: pgqueue upgrade upgrades the installed one\n"
+    said = f"pgqueue: this command is {pgqueue.__version__}: pgqueue upgrade upgrades the installed one\n"
     assert (done.status, done.err) == (0, said)
     assert done.out.startswith("pgqueue 0.0.9 is already installed in database ")
 
@@ -534,7 +534,7 @@ def test_help_lists_the_commands_in_groups() -> None:
 
 
 def test_version_prints_the_version() -> None:
-    assert in_process("", "--version").out == "pgqueue 0.1.0\n"
+    assert in_process("", "--version").out == f"pgqueue {pgqueue.__version__}\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

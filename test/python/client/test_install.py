@@ -16,9 +16,11 @@ from commands import NewDatabase
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import pgqueue
 from pgqueue.embedded import _packaged_bindir
 
 ROOT = Path(__file__).parents[3]
+SCRIPT = f"pgqueue--{pgqueue.__version__}.sql"
 
 
 @pytest.fixture
@@ -56,8 +58,8 @@ def test_make_install_uses_pg_config_and_uninstall_removes_the_files(checkout: P
         done = make(checkout, "install", *words)
         assert done.returncode == 0, done.stderr
     installed = {file.name: file for file in there.iterdir()}
-    assert set(installed) == {"other.control", "pgqueue.control", "pgqueue--0.1.0.sql"}
-    assert installed["pgqueue--0.1.0.sql"].read_bytes() == (checkout / "extension/pgqueue--0.1.0.sql").read_bytes()
+    assert {"other.control", "pgqueue.control", SCRIPT} <= set(installed)
+    assert installed[SCRIPT].read_bytes() == (checkout / "extension" / SCRIPT).read_bytes()
     assert installed["pgqueue.control"].stat().st_mode & 0o777 == 0o644
     assert make(checkout, "uninstall", *words).returncode == 0
     assert [file.name for file in there.iterdir()] == ["other.control"]
@@ -83,7 +85,7 @@ def test_make_build_works_in_a_directory_of_any_name(checkout: Path) -> None:
     for directory, words in ((checkout, ["-j2"]), (plain, [])):
         done = make(directory, *words, "build")
         assert done.returncode == 0, done.stderr
-    for name in ("pgqueue.sql", "pgqueue--0.1.0.sql"):
+    for name in ("pgqueue.sql", SCRIPT):
         assert (checkout / "extension" / name).read_bytes() == (plain / "extension" / name).read_bytes() != b""
 
 

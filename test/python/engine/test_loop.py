@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from clients import PATIENCE, wait_for
 
+import pgqueue
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "test"))
 
 from loop import find  # noqa: E402
 
-TEST = """begin;
+TEST = f"""begin;
 select plan(1);
-select is(pgqueue.version(), '0.1.0', 'the extension is of version 0.1.0');
+select is(pgqueue.version(), '{pgqueue.__version__}', 'the extension is of this version');
 select * from finish();
 rollback;
 """
@@ -82,10 +84,10 @@ def test_a_server_is_kept_and_has_the_extension_as_it_is_now(checkout: Path) -> 
     done = tap()
     assert (done.returncode, "ok, 1 files, 1 tests" in done.stdout) == (0, True), done.stdout + done.stderr
     keeper = kept.read_text()
-    script.write_text(script.read_text().replace("select '0.1.0'::text", "select '0.1.1'::text"))
+    script.write_text(script.read_text().replace(f"select '{pgqueue.__version__}'::text", "select '0.0.1'::text"))
     done = tap()
     assert done.returncode == 1
-    assert 'Failed test 1: "the extension is of version 0.1.0"' in done.stdout
+    assert 'Failed test 1: "the extension is of this version"' in done.stdout
     script.write_text(script.read_text() + "selec 1;")
     done = tap()
     assert done.returncode == 1
