@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted; everything is cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
     except ImportError as error:
-        needed = "pip install 'pgqueue-sql[cli,embedded,spark]'"
+        needed = "pip install 'pgqueue-sql[cli,embedded,plots,spark]'"
         print(f"pgqueue.demo.spark: {error.name} is missing: {needed}", file=sys.stderr)
     except (DemoError, EmbeddedServerError, psycopg.Error, OSError, RuntimeError) as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))

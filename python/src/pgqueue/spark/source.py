@@ -39,23 +39,9 @@ class PgQueueDataSource(Shipped, DataSource):
 
         spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "to-lake").load()
 
-    Each query has its own checkpoint. A checkpoint that was copied, shared, or restored from an old version ends the
-    query with an error. So does a batch whose messages other consumers took while the query was down for longer than
-    `leaseDuration`. With `failOnDataLoss=false` the query continues. But the sink cannot tell a copied checkpoint from
-    the original: it discards each batch whose number the original query has written. Without its checkpoint, a query
-    continues after the last acknowledged batch, and may read the last batch twice. A batch that always fails ends the
-    query after `maxReplays`; `pgqueue.stream_skip` moves it, or some of its messages, to the dead letters.
-    `Trigger.AvailableNow` processes as many messages as were ready when it started. The deprecated `Trigger.Once`
-    leaves its batch to be acknowledged by its next run, within `leaseDuration`. `foreachBatch` may read its batch
-    several times. A stream that is joined with itself must be loaded twice, each time with a `streamId` of its own, and
-    each message is in one of the two. Asynchronous progress tracking and continuous processing are not supported.
-
-    Reads and streams accept several queues, in `queue` or by `queuePattern`. A stream then keeps a stream of the same
-    name in each queue.
-
     Columns have the names of the SQL columns, or with `columns=kafka` those of Spark's Kafka source and sink. JSON and
-    UUIDs are strings. Timestamps are in UTC; infinity is null.
-    Spark does not prune columns: choose them with `schema("id long, payload string")`.
+    UUIDs are strings. Timestamps are in UTC; infinity is null. README.md of this package has checkpoints, triggers,
+    guarantees, and reads of several queues.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
