@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
+    from pgqueue._listener import NotificationListeners
     from pgqueue.http import User, create_app, protocol, readiness
     from pgqueue.http.calls import Call, Route, Table
     from pgqueue.http.context import Context
     from pgqueue.http.databases import Databases
     from pgqueue.http.edge import Edge
     from pgqueue.http.metrics import Metrics
-    from pgqueue.http.notifications import NotificationListeners
     from pgqueue.http.page.requests import error_page
     from pgqueue.http.sampling import Sampler
     from pgqueue.http.security.admission import Admission

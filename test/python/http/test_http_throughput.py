@@ -20,7 +20,8 @@ from pgqueue.message import QueueStats
 if TYPE_CHECKING:
     from psycopg_pool import PoolTimeout
 
-    from pgqueue.http import databases, notifications, sampling
+    from pgqueue import _listener
+    from pgqueue.http import databases, sampling
     from pgqueue.http.databases import Databases
     from pgqueue.http.sampling import History, Sample, Sampler
     from pgqueue.http.security.rights import Caller, begin
@@ -191,9 +192,9 @@ async def test_a_listener_unlistens_channels_without_waiters(
     dsn: str, sql: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queues come and go, while a request always waits on one of them."""
-    monkeypatch.setattr("pgqueue._listener._LINGER_SECONDS", 0.01)
+    monkeypatch.setattr(_listener, "_LINGER_SECONDS", 0.01)
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="listener")
-    listeners = notifications.NotificationListeners()
+    listeners = _listener.NotificationListeners()
 
     async def said(*texts: str) -> None:
         seen = "select query from pg_stat_activity where application_name = 'listener'"

@@ -15,6 +15,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from .._listener import NotificationListeners
 from . import openapi, operations
 from .calls import Table
 from .context import Context
@@ -24,7 +25,6 @@ from .edge import Edge
 from .managed import routes as managed_routes
 from .managed.agent import Agent
 from .metrics import Metrics
-from .notifications import NotificationListeners
 from .page import actions as page_actions
 from .page import docs as page_docs
 from .page import forms as page_forms

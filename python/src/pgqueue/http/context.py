@@ -7,10 +7,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from .._listener import NotificationListeners
 from .databases import Databases
 from .errors import ApiError, database_not_found, service_not_found
 from .metrics import Metrics
-from .notifications import NotificationListeners
 from .readiness import Readiness
 from .sampling import Sampler
 from .security.admission import Admission
