@@ -158,7 +158,8 @@ def test_stats_and_doctor_skip_removed_messages_above_a_backlog(
         "pgqueue.queues q, pgqueue._queue_findings(q, pgqueue._now(), '1 s') where q.name = 'deep'",
     ):
         churned.execute(f"select * from {call}".encode())  # reads the catalogs, for its plans
-        assert buffers(churned, f"select * from {call}") <= 700  # 583 after 25 rounds, 609 after 60 and after 125
+        # 706 beside no removed message, 919 here. To read the removed ones takes more than 10,000.
+        assert buffers(churned, f"select * from {call}") <= 1400
 
 
 # Four sessions send, return for 10 ms, claim again and acknowledge, until nothing is left.
