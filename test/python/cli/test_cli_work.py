@@ -527,7 +527,8 @@ def test_a_third_signal_ends_the_process_at_once(orders: pgqueue.Queue, shop: Pa
         for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
             command.signal(number)
         done = command.end()
-    assert done.status == 128 + signal.SIGTERM
+    # Either of them can be the third.
+    assert done.status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert "stopped by force" not in done.err
 
 
