@@ -614,21 +614,22 @@ comment on table pgqueue.messages_shared is
 -- read the whole queue later.
 do $$
 declare
-    name text;
+    kind record;
 begin
-    foreach name in array array['messages_grouped', 'messages_prioritized', 'messages_prioritized_limited', 'messages_limited'] loop
-        execute format('create table pgqueue.%I (like pgqueue.messages_shared including defaults)', name);
-        execute format('alter table pgqueue.%I add primary key (queue_name, id)', name);
+    for kind in
+        select names.name, names.kind
+        from unnest(array['grouped', 'prioritized', 'prioritized_limited', 'limited']) with ordinality as names (name, kind)
+    loop
+        execute format('create table pgqueue.messages_%s (like pgqueue.messages_shared including defaults)', kind.name);
+        execute format('alter table pgqueue.messages_%s add primary key (queue_name, id)', kind.name);
         execute format(
-            'alter table pgqueue.%I set (%s)', name,
+            'alter table pgqueue.messages_%s set (%s)', kind.name,
             (select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
+        execute format(
+            'alter table pgqueue.messages attach partition pgqueue.messages_%s for values in (%s)', kind.name, kind.kind);
     end loop;
 end;
 $$;
-alter table pgqueue.messages attach partition pgqueue.messages_grouped for values in (1);
-alter table pgqueue.messages attach partition pgqueue.messages_prioritized for values in (2);
-alter table pgqueue.messages attach partition pgqueue.messages_prioritized_limited for values in (3);
-alter table pgqueue.messages attach partition pgqueue.messages_limited for values in (4);
 comment on table pgqueue.messages_grouped is 'The messages of queues with group_limit.';
 comment on table pgqueue.messages_prioritized is 'The messages of queues with priorities.';
 comment on table pgqueue.messages_prioritized_limited is 'The messages of queues with priorities and max_in_flight.';
