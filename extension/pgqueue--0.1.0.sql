@@ -598,19 +598,16 @@ comment on table pgqueue.messages_shared is
 -- read the whole queue later.
 do $$
 declare
-    kind record;
+    options constant text := (
+        select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass
+    );
+    names constant text[] := '{grouped,prioritized,prioritized_limited,limited}';
 begin
-    for kind in
-        select names.name, names.kind
-        from unnest(array['grouped', 'prioritized', 'prioritized_limited', 'limited']) with ordinality as names (name, kind)
-    loop
-        execute format('create table pgqueue.messages_%s (like pgqueue.messages_shared including defaults)', kind.name);
-        execute format('alter table pgqueue.messages_%s add primary key (queue_name, id)', kind.name);
-        execute format(
-            'alter table pgqueue.messages_%s set (%s)', kind.name,
-            (select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass));
-        execute format(
-            'alter table pgqueue.messages attach partition pgqueue.messages_%s for values in (%s)', kind.name, kind.kind);
+    for kind in 1..4 loop
+        execute format('create table pgqueue.messages_%s (like pgqueue.messages_shared including defaults)', names[kind]);
+        execute format('alter table pgqueue.messages_%s add primary key (queue_name, id)', names[kind]);
+        execute format('alter table pgqueue.messages_%s set (%s)', names[kind], options);
+        execute format('alter table pgqueue.messages attach partition pgqueue.messages_%s for values in (%s)', names[kind], kind);
     end loop;
 end;
 $$;
