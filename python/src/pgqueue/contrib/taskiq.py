@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -63,9 +64,12 @@ class PgqueueBroker(AsyncBroker):
         self._session = Session(conninfo, "pgqueue taskiq")
         self._claims = Claims(self._session, visibility_timeout, f"{socket.gethostname()}:{os.getpid()}")
         self._waiter = Waiter(self._session, 1.0)
+        self._waiting = threading.Lock()  # held by the thread that waits
+        self._is_closed = False
 
     async def startup(self) -> None:
         """Create the queues that are missing. Raises `psycopg.Error`."""
+        self._is_closed = False
         if self._create_queues:
             for name in self.queue_names:
                 call = bound(_calls.create_queue, queue_name=name, if_not_exists=True)
@@ -75,9 +79,7 @@ class PgqueueBroker(AsyncBroker):
     async def shutdown(self) -> None:
         """Acknowledge what is done, release what is not begun, and close the connections."""
         await super().shutdown()
-        self._waiter.ring()
-        await asyncio.to_thread(self._claims.close)
-        self._waiter.close()
+        await asyncio.to_thread(self._close)
 
     async def kick(self, message: BrokerMessage) -> None:
         """Send a task. Raises `ValueError` for a label, `QueueNotFound`, `psycopg.Error`."""
@@ -95,25 +97,22 @@ class PgqueueBroker(AsyncBroker):
 
     async def listen(self) -> AsyncGenerator[AckableMessage, None]:
         """Yield tasks, one at a time, as soon as the worker has room. It goes on after the connection broke."""
-        try:
-            while True:
-                try:
-                    is_empty = True
-                    for name in self.queue_names:
-                        for message, lease in await asyncio.to_thread(self._claims.claim, name, 1):
-                            is_empty = False
-                            if data := self._readable(message.body, lease):
-                                yield AckableMessage(data=data, ack=partial(self._claims.settle, lease, "ack"))
-                    if is_empty:
-                        await asyncio.to_thread(self._wait)
-                except (psycopg.Error, OSError) as error:
-                    if not is_trouble(error):
-                        raise
-                    _logger.warning("the database cannot be reached, trying again: %s", error)
-                    self._waiter.close()
-                    await asyncio.sleep(_RETRY_SECONDS)
-        finally:
-            self._waiter.ring()  # for a thread that still waits
+        while True:
+            try:
+                is_empty = True
+                for name in self.queue_names:
+                    for message, lease in await asyncio.to_thread(self._claims.claim, name, 1):
+                        is_empty = False
+                        if data := self._readable(message.body, lease):
+                            yield AckableMessage(data=data, ack=partial(self._claims.settle, lease, "ack"))
+                if is_empty:
+                    await asyncio.to_thread(self._wait)
+            except (psycopg.Error, OSError) as error:
+                if not is_trouble(error):
+                    raise
+                _logger.warning("the database cannot be reached, trying again: %s", error)
+                self._waiter.close()
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _readable(self, body: bytes | None, lease: Lease) -> bytes | None:
         """The body of a task, if taskiq can run it. If not it becomes a dead letter; taskiq would acknowledge it."""
@@ -131,10 +130,20 @@ class PgqueueBroker(AsyncBroker):
         return None
 
     def _wait(self) -> None:
-        self._waiter.watch(set(self.queue_names))
-        if seconds := self._waiter.seconds_to_wait(self.queue_names):
-            self._waiter.wait(seconds)
-        self._waiter.notified()
+        with self._waiting:
+            if not self._is_closed:
+                self._waiter.watch(set(self.queue_names))
+                if seconds := self._waiter.seconds_to_wait(self.queue_names):
+                    self._waiter.wait(seconds)
+                self._waiter.notified()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        while not self._waiting.acquire(timeout=0.05):  # The thread outlives the cancelled `listen`.
+            self._waiter.ring()
+        self._waiter.close()
+        self._waiting.release()
+        self._claims.close()
 
 
 def _delay(label: Any) -> timedelta | None:
