@@ -251,6 +251,7 @@ declare
     walk_spent_ids bigint[];
     spent_ids bigint[] := '{}'::bigint[];
     removed int;
+    walks int := 0;
     candidate_ids bigint[] := '{}'::bigint[];
     ungrouped_ids bigint[];
 begin
@@ -388,7 +389,9 @@ begin
             from_position := first_position;
             below_position := started_from;
         end if;
-        exit when pgqueue._now() > at + interval '20 ms';
+        -- A claim that was delayed, or that began behind the last group, walks a second time.
+        walks := walks + 1;
+        exit when walks > 1 and pgqueue._now() > at + interval '20 ms';
     end loop;
     if spent_ids <> '{}' then
         perform pgqueue._remove_spent_messages(q, spent_ids, at, 8);
@@ -406,4 +409,5 @@ end;
 $$;
 comment on function pgqueue._claim_candidates_grouped(pgqueue.queues, timestamptz, int) is
 'The ids of up to wanted ready messages of a queue with groups, locked, for the caller to claim or delete. Visits the
-groups in turn, from where the last claim stopped, for at most 20 ms, and locks at most 100 groups.';
+groups in turn, from where the last claim stopped, in two walks and then for at most 20 ms, and locks at most 100
+groups.';

@@ -189,6 +189,16 @@ declare
         select array_to_string(c.reloptions, ', ') from pg_catalog.pg_class c where c.oid = 'pgqueue.messages_shared'::regclass
     );
     names constant text[] := '{grouped,prioritized,prioritized_limited,limited}';
+    -- The bodies of _group_position and _level_position. A role that writes by plain SQL may not call functions.
+    by_group constant text :=
+        '(queue_name || ''''), coalesce((hashtextextended(headers ->> ''pgqueue.group'', 0) & 4611686018427387902)'
+        ' + 4611686018427387904, id), (id + 0)';
+    by_level constant text :=
+        '(queue_name || ''''), (((9 - coalesce(array_position(''{1,2,3,4,5,6,7,8,9}''::text[], headers ->>'
+        ' ''pgqueue.priority''), 0))::bigint << 59) | (coalesce(transport_seq, id) & 576460752303423487))';
+    claimed constant text :=
+        '((queue_name || ''''), (id + 0)) where attempt_count > 0'
+        ' and (claim_token is not null or claimed_attempt is distinct from attempt_count)';
 begin
     for kind in 1..4 loop
         execute format('create table pgqueue.messages_%s (like pgqueue.messages_shared including defaults)', names[kind]);
@@ -196,42 +206,22 @@ begin
         execute format('alter table pgqueue.messages_%s set (%s)', names[kind], options);
         execute format('alter table pgqueue.messages attach partition pgqueue.messages_%s for values in (%s)', names[kind], kind);
     end loop;
+    execute format('create index messages_grouped_position on pgqueue.messages_grouped (%s)', by_group);
+    -- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind a
+    -- backlog of its group would read the backlog.
+    execute format('create index messages_grouped_attempted on pgqueue.messages_grouped (%s) where attempt_count > 0', by_group);
+    -- A claim changes no column of these two, so its update is HOT.
+    execute format('create index messages_prioritized_level on pgqueue.messages_prioritized (%s)', by_level);
+    execute format('create index messages_prioritized_limited_level on pgqueue.messages_prioritized_limited (%s)', by_level);
+    -- Without these, a count of the messages in flight would read the backlog.
+    execute format('create index messages_prioritized_limited_claimed on pgqueue.messages_prioritized_limited %s', claimed);
+    execute format('create index messages_limited_claimed on pgqueue.messages_limited %s', claimed);
 end;
 $$;
 comment on table pgqueue.messages_grouped is 'The messages of queues with group_limit.';
 comment on table pgqueue.messages_prioritized is 'The messages of queues with priorities.';
 comment on table pgqueue.messages_prioritized_limited is 'The messages of queues with priorities and max_in_flight.';
 comment on table pgqueue.messages_limited is 'The messages of queues with max_in_flight alone.';
-
--- The expression is the body of _group_position. A role that writes by plain SQL may not call that function.
-create index messages_grouped_position on pgqueue.messages_grouped (
-    (queue_name || ''),
-    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
-    (id + 0)
-);
--- A claim changes attempt_count, so its update is not HOT. Without this index, finding a message in flight behind a
--- backlog of its group would read the backlog.
-create index messages_grouped_attempted on pgqueue.messages_grouped (
-    (queue_name || ''),
-    coalesce((hashtextextended(headers ->> 'pgqueue.group', 0) & 4611686018427387902) + 4611686018427387904, id),
-    (id + 0)
-) where attempt_count > 0;
--- The expression is the body of _level_position. A claim changes none of its columns, so its update is HOT.
-create index messages_prioritized_level on pgqueue.messages_prioritized (
-    (queue_name || ''),
-    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
-        | (coalesce(transport_seq, id) & 576460752303423487))
-);
-create index messages_prioritized_limited_level on pgqueue.messages_prioritized_limited (
-    (queue_name || ''),
-    (((9 - coalesce(array_position('{1,2,3,4,5,6,7,8,9}'::text[], headers ->> 'pgqueue.priority'), 0))::bigint << 59)
-        | (coalesce(transport_seq, id) & 576460752303423487))
-);
--- Without these indexes, a count of the messages in flight would read the backlog.
-create index messages_prioritized_limited_claimed on pgqueue.messages_prioritized_limited ((queue_name || ''), (id + 0))
-where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
-create index messages_limited_claimed on pgqueue.messages_limited ((queue_name || ''), (id + 0))
-where attempt_count > 0 and (claim_token is not null or claimed_attempt is distinct from attempt_count);
 
 create table pgqueue.scheduled_messages (
     id bigint not null default nextval('pgqueue.message_id'),
