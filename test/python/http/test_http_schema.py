@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,8 @@ def test_every_response_matches_the_schema(
             if isinstance(case.body, dict):
                 if is_valid:
                     case.body |= {name: within(value) for name, value in case.body.items()}
+                if is_valid and isinstance(case.body.get("due_at"), str):  # a schema cannot say that it is near
+                    case.body["due_at"] = datetime.now(UTC).isoformat()
                 if is_valid and path.endswith("_schedule"):
                     # A schema cannot say which names, expressions and time zones are valid.
                     valid = {"name": "nightly", "cron": "@daily", "time_zone": "UTC"}
