@@ -2911,7 +2911,7 @@ begin
                     end if;
                 end if;
                 if dedicated and not is_left then
-                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model));
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model)::regclass);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
@@ -2996,7 +2996,7 @@ over what is left of the former queue of this name: its dedicated table, the rel
 of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
 attached.';
 
-create function pgqueue._create_partition(queue_name text, queue_id bigint, model text)
+create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -3022,7 +3022,7 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition(text, bigint, text) is
+comment on function pgqueue._create_partition(text, bigint, regclass) is
 'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
@@ -3255,7 +3255,7 @@ end;
 $$;
 comment on function pgqueue._adopt_messages(pgqueue.queues) is
 'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
-of the queue. Returns whether there were any. Sweeps call it.';
+of the queue. Returns whether there were any.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -4717,9 +4717,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
+        -- What plain SQL has sent, too: its id is not vacant before it is moved.
         return array(
             select m.id from pgqueue.messages m
-            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted);
     end if;
     return array(
@@ -4738,7 +4739,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
-        return (select m.visible_at from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = _visible_at_of.id);
+        return (
+            select m.visible_at from pgqueue.messages m
+            where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id = _visible_at_of.id);
     end if;
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;
@@ -5599,7 +5602,6 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
-    perform pgqueue._adopt_messages(q);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;
@@ -5607,7 +5609,7 @@ end;
 $$;
 comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Takes over what plain SQL has sent. Sweeps call it.';
+others, calls the handlers that do so. Sweeps call it.';
 
 create function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void
@@ -7237,6 +7239,10 @@ begin
     end if;
     if is_receive and q.max_in_flight is not null then
         perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    -- Messages that plain SQL has sent to a queue that is not plain.
+    if pg_sequence_last_value(q.next_sweep_at) <= pgqueue._to_micros(at) and pgqueue._adopt_messages(q) then
+        found_ids := null;
     end if;
     loop
         ids := case
@@ -11509,10 +11515,11 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    s pgqueue.streams;
     acked int;
 begin
+    perform pgqueue._get_locked_queue(queue_name);
+    s := pgqueue._lock_stream(queue_name, stream_name);
     perform pgqueue._check_epoch(s, epoch);
     if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
         return 0;

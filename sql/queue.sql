@@ -252,7 +252,7 @@ begin
                     end if;
                 end if;
                 if dedicated and not is_left then
-                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model));
+                    perform pgqueue._create_partition(queue_name collate "C", q.queue_id, pgqueue._shared_table(model)::regclass);
                 end if;
             elsif pg_relation_filenode(q.fresh_from_id) is null then
                 perform pgqueue._raise_stale_snapshot(format('queue %L', queue_name));
@@ -337,7 +337,7 @@ over what is left of the former queue of this name: its dedicated table, the rel
 of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
 attached.';
 
-create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model text)
+create or replace function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -363,7 +363,7 @@ begin
         'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
 end;
 $$;
-comment on function pgqueue._create_partition(text, bigint, text) is
+comment on function pgqueue._create_partition(text, bigint, regclass) is
 'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
 name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
 name, by which create_queue finds the table after a restore without rows.';
@@ -596,7 +596,7 @@ end;
 $$;
 comment on function pgqueue._adopt_messages(pgqueue.queues) is
 'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
-of the queue. Returns whether there were any. Sweeps call it.';
+of the queue. Returns whether there were any.';
 
 create or replace function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint

@@ -638,10 +638,11 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
-    s pgqueue.streams := pgqueue._lock_stream(queue_name, stream_name);
+    s pgqueue.streams;
     acked int;
 begin
+    perform pgqueue._get_locked_queue(queue_name);
+    s := pgqueue._lock_stream(queue_name, stream_name);
     perform pgqueue._check_epoch(s, epoch);
     if seq < s.acked_seq or seq = s.acked_seq and s.acked_token = stream_ack.claim_token then
         return 0;

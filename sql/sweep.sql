@@ -322,7 +322,6 @@ begin
         perform pgqueue._do_housekeeping(at);
     end if;
     perform pgqueue._do_maintenance_if_due(at);
-    perform pgqueue._adopt_messages(q);
     if exists (select from pgqueue.queues s where s.dead_letter_to = q.name) then
         perform pgqueue._call_queue_handlers('queue_sweeping', q);
     end if;
@@ -330,7 +329,7 @@ end;
 $$;
 comment on function pgqueue._do_periodic_work(pgqueue.queues, timestamptz) is
 'Calls the housekeeping of the rooms and asks for a compaction, if they are due. If the queue takes dead letters of
-others, calls the handlers that do so. Takes over what plain SQL has sent. Sweeps call it.';
+others, calls the handlers that do so. Sweeps call it.';
 
 create or replace function pgqueue._sweep_other_tables(q pgqueue.queues, state pgqueue.sweep_state, at timestamptz)
 returns void

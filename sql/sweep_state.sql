@@ -155,9 +155,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
+        -- What plain SQL has sent, too: its id is not vacant before it is moved.
         return array(
             select m.id from pgqueue.messages m
-            where m.kind = q.kind and m.queue_name = q.name and m.id >= from_id and m.id < below_id
+            where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id >= from_id and m.id < below_id
             order by m.id limit wanted);
     end if;
     return array(
@@ -176,7 +177,9 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     if q.kind is not null then
-        return (select m.visible_at from pgqueue.messages m where m.kind = q.kind and m.queue_name = q.name and m.id = _visible_at_of.id);
+        return (
+            select m.visible_at from pgqueue.messages m
+            where (m.kind = q.kind or m.kind is null) and m.queue_name = q.name and m.id = _visible_at_of.id);
     end if;
     return (select m.visible_at from pgqueue.messages_shared m where m.queue_name = q.name and m.id = _visible_at_of.id);
 end;

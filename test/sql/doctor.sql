@@ -207,8 +207,9 @@ begin
 end;
 $$;
 select is((select count(*) from pgqueue.doctor() f where f.severity = 'error'), 0::bigint, 'doctor reports no error in a fresh installation');
-select pg_temp.examines('doctor_shared', false);
+-- A dedicated table is made with the indexes that messages_shared has at that time.
 select pg_temp.examines('doctor_dedicated', true);
+select pg_temp.examines('doctor_shared', false);
 
 insert into pgqueue.messages (queue_name, payload) values (repeat('Doctor ', 1000), '1');
 select is((select array[max(length(f.queue_name)), max(length(f.detail))] from pgqueue.doctor() f where f.finding = 'orphaned_messages'), array[131, 196], 'doctor shows the beginning of a long queue name');

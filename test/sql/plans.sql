@@ -17,7 +17,7 @@ insert into bounds values
     ('claim 10', 220), ('extend_batch of 10', 130), ('exchange 10 for 10', 340), ('ack_batch of 10', 160),
     ('claim', 40), ('extend', 20), ('exchange', 60), ('ack', 30), ('nack', 40), ('receive', 50), ('receive 10', 190),
     ('extend_claims of 10', 210), ('ack_claims of 5', 130), ('nack_claims of 5', 190), ('release_claims of 5', 160),
-    ('record_failure', 50), ('record_failure of what is not due', 50), ('release of 5', 130), ('claim 10 where 5 came due', 500),
+    ('record_failure', 60), ('record_failure of what is not due', 50), ('release of 5', 130), ('claim 10 where 5 came due', 500),
     ('ack_batch of 10 and the last', 180), ('claim 10 where 5 ran out', 3000), ('claim 10 where 5 are spent', 3000);
 
 create function pg_temp.buffers(statement text, variadic arguments text[]) returns int language plpgsql as $$
