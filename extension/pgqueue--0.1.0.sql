@@ -2142,6 +2142,213 @@ language sql volatile
 as $$ select pgqueue._dumping_processes() <> '{}' $$;
 comment on function pgqueue._is_dump_running() is
 'Whether another session of this database is dumping it: a table that is truncated meanwhile could make the dump fail.';
+-- The kinds of queues. The queues of a kind share a partition of messages, which has the indexes that they need. A
+-- dedicated queue has a partition of its own.
+
+create function pgqueue._shared_table(q pgqueue.queues)
+returns text
+language sql stable
+as $$
+    select 'pgqueue.messages_' || case
+        when q.group_limit is not null then 'grouped'
+        when q.priorities and q.max_in_flight is not null then 'prioritized_limited'
+        when q.priorities then 'prioritized'
+        when q.max_in_flight is not null then 'limited'
+        else 'shared'
+    end
+$$;
+comment on function pgqueue._shared_table(pgqueue.queues) is
+'The partition for queues with these settings that are not dedicated.';
+
+create function pgqueue._partition_of(q pgqueue.queues)
+returns regclass
+language sql stable
+as $$
+    select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
+$$;
+comment on function pgqueue._partition_of(pgqueue.queues) is
+'The partition of the messages of a queue.';
+
+create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    partition constant text := format('messages_%s', queue_id);
+    option text;
+begin
+    -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
+    -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
+    lock table only pgqueue.messages in share row exclusive mode;
+    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
+    for option in
+        select o from pg_class c cross join lateral unnest(c.reloptions) as o
+        where c.oid = 'pgqueue.messages_shared'::regclass
+    loop
+        execute format('alter table pgqueue.%I set (%I = %L)',
+            partition, split_part(option, '=', 1), split_part(option, '=', 2));
+    end loop;
+    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
+    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
+    execute format(
+        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
+end;
+$$;
+comment on function pgqueue._create_partition(text, bigint, regclass) is
+'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
+name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
+name, by which create_queue finds the table after a restore without rows.';
+
+create function pgqueue._drop_partition_left(queue_id bigint)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- The first sweep takes the messages over.
+    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
+    execute format('drop table pgqueue.messages_%s cascade', queue_id);
+end;
+$$;
+comment on function pgqueue._drop_partition_left(bigint) is
+'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
+
+create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
+returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500 ms'
+as $$
+declare
+    partition constant regclass := pgqueue._partition_of(q);
+    removed bigint;
+    verb constant text := case when dropping then 'drop_queue' else 'purge_queue' end;
+begin
+    if pgqueue._is_dump_running() then
+        -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
+        -- parallel dump would also fail if it met a session that waits for the table.
+        perform pgqueue._raise_queue_busy(q.name, verb);
+    end if;
+    -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
+    -- a deadlock this statement fails, not that of a client.
+    if dropping then
+        lock table only pgqueue.messages in access exclusive mode;
+    end if;
+    execute format('lock table only %s in access exclusive mode', partition);
+    execute format('select count(*) from %s', partition) into removed;
+    execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
+    return removed;
+exception when lock_not_available then
+    perform pgqueue._raise_queue_busy(q.name, verb);
+    return null;
+end;
+$$;
+comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
+'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
+and if it does not get its locks within 500 ms, as other sessions wait behind it.';
+
+create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid(s.name, s.value,
+        format('unchanged: the table of the dedicated queue %L was made without it', after.name))
+    from (
+        values
+        ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
+        ('priorities', after.priorities::text, after.priorities <> before.priorities),
+        ('max_in_flight', after.max_in_flight::text, after.max_in_flight is not null and before.max_in_flight is null)
+    ) s (name, value, is_changed)
+    where s.is_changed;
+end;
+$$;
+comment on function pgqueue._check_dedicated(pgqueue.queues, pgqueue.queues) is
+'Raises 22023 if a dedicated queue would need another index, or other registers.';
+
+create function pgqueue._with_new_registers(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
+    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
+    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
+    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
+    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
+    perform setval(r, 1)
+    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
+    return q;
+end;
+$$;
+comment on function pgqueue._with_new_registers(pgqueue.queues) is
+'Creates the five registers of a queue, with the value 1, and returns its row with them.';
+
+create function pgqueue._change_kind(q pgqueue.queues)
+returns pgqueue.queues
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+    s pgqueue.sweep_state;
+begin
+    -- The caller holds the lock shared. After this lock no other transaction uses the queue, as in drop_queue.
+    perform pg_advisory_xact_lock(pgqueue._lock_key(q.name));
+    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
+    -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
+    -- ones, so _get_locked_queue refuses it.
+    execute format(
+        'drop sequence %s, %s, %s, %s, %s cascade',
+        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
+    q := pgqueue._with_new_registers(q);
+    update pgqueue.queues
+    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
+        first_due_at = q.first_due_at, waiting_until = q.waiting_until
+    where queues.name = q.name;
+    perform setval(q.fresh_from_id, coalesce(
+        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1));
+    update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
+    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
+    delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
+    insert into pgqueue.sweep_state select s.*;
+    return q;
+end;
+$$;
+comment on function pgqueue._change_kind(pgqueue.queues) is
+'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
+
+create function pgqueue._adopt_messages(q pgqueue.queues)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    ids bigint[];
+begin
+    if q.kind is null then
+        return false;
+    end if;
+    ids := array(
+        select m.id from pgqueue.messages_shared m where m.queue_name = q.name
+            and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
+        order by m.id limit 1000 for update skip locked);
+    if ids <> '{}' then
+        update pgqueue.messages m set kind = q.kind
+        from pgqueue._lookup_keys(q.name, ids) k
+        where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
+    end if;
+    return ids <> '{}';
+end;
+$$;
+comment on function pgqueue._adopt_messages(pgqueue.queues) is
+'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
+of the queue. Returns whether there were any.';
 -- Events for modules: a queue was created, altered, is swept or is being dropped, housekeeping or maintenance is due, a
 -- transaction that made a request commits, doctor collects findings. A module defines a function of the matching name.
 -- So the core calls no room by name, and a new room changes no core file. All events are rare: the lookup of the
@@ -2695,25 +2902,6 @@ $$;
 comment on function pgqueue._is_interval_between(interval, interval, interval) is
 'Whether an interval lies within bounds, by interval comparison and by its length in seconds; null if span is null.';
 
-create function pgqueue._with_new_registers(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    q.fresh_from_id := pgqueue._create_register(q.queue_id, 'fresh_from_id');
-    q.sweep_resume_id := pgqueue._create_register(q.queue_id, 'sweep_resume_id');
-    q.next_sweep_at := pgqueue._create_register(q.queue_id, 'next_sweep_at');
-    q.first_due_at := pgqueue._create_register(q.queue_id, 'first_due_at');
-    q.waiting_until := pgqueue._create_register(q.queue_id, 'waiting_until');
-    perform setval(r, 1)
-    from unnest(array[q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until]) as r;
-    return q;
-end;
-$$;
-comment on function pgqueue._with_new_registers(pgqueue.queues) is
-'Creates the five registers of a queue, with the value 1, and returns its row with them.';
-
 create function pgqueue._check_visibility_timeout(visibility_timeout interval)
 returns void
 language plpgsql stable
@@ -2996,75 +3184,6 @@ over what is left of the former queue of this name: its dedicated table, the rel
 of roles. Raises 22023, PQ002 if the queue exists, and PQ004 if a longer transaction keeps a dedicated table from being
 attached.';
 
-create function pgqueue._create_partition(queue_name text, queue_id bigint, model regclass)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    partition constant text := format('messages_%s', queue_id);
-    option text;
-begin
-    -- A transaction that has sent messages keeps its lock on the parent, and the list of partitions of that time. It
-    -- would not find this partition. So this call waits for such transactions. Readers and consumers go on.
-    lock table only pgqueue.messages in share row exclusive mode;
-    execute format('create table pgqueue.%I (like %s including defaults including indexes)', partition, model);
-    for option in
-        select o from pg_class c cross join lateral unnest(c.reloptions) as o
-        where c.oid = 'pgqueue.messages_shared'::regclass
-    loop
-        execute format('alter table pgqueue.%I set (%I = %L)',
-            partition, split_part(option, '=', 1), split_part(option, '=', 2));
-    end loop;
-    execute format('comment on table pgqueue.%I is %L', partition, format('The messages of queue %s.', queue_name));
-    perform pgqueue._revoke_default_privileges(format('pgqueue.%I', partition)::regclass);
-    execute format(
-        'alter table pgqueue.messages attach partition pgqueue.%I for values in (%s)', partition, 1000 + queue_id);
-end;
-$$;
-comment on function pgqueue._create_partition(text, bigint, regclass) is
-'Creates a partition for one queue, with the indexes of the table model and the storage settings of messages_shared. Its
-name contains the number of the queue, as the name of a queue can be longer than an identifier. Its comment contains the
-name, by which create_queue finds the table after a restore without rows.';
-
-create function pgqueue._drop_partition_left(queue_id bigint)
-returns void
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    -- The first sweep takes the messages over.
-    update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
-    execute format('drop table pgqueue.messages_%s cascade', queue_id);
-end;
-$$;
-comment on function pgqueue._drop_partition_left(bigint) is
-'Drops a dedicated table that a restore without rows has left, for a queue that cannot have one.';
-
-create function pgqueue._shared_table(q pgqueue.queues)
-returns text
-language sql stable
-as $$
-    select 'pgqueue.messages_' || case
-        when q.group_limit is not null then 'grouped'
-        when q.priorities and q.max_in_flight is not null then 'prioritized_limited'
-        when q.priorities then 'prioritized'
-        when q.max_in_flight is not null then 'limited'
-        else 'shared'
-    end
-$$;
-comment on function pgqueue._shared_table(pgqueue.queues) is
-'The partition for queues with these settings that are not dedicated.';
-
-create function pgqueue._partition_of(q pgqueue.queues)
-returns regclass
-language sql stable
-as $$
-    select (case when q.dedicated then format('pgqueue.messages_%s', q.queue_id) else pgqueue._shared_table(q) end)::regclass
-$$;
-comment on function pgqueue._partition_of(pgqueue.queues) is
-'The partition of the messages of a queue.';
-
 create function pgqueue.alter_queue(
     queue_name pgqueue.queue_of_admin,
     visibility_timeout interval default null,
@@ -3171,91 +3290,8 @@ its messages to another table in one transaction. Other calls of this queue wait
 with. A queue that has a stream gets none of them: stream_claim would refuse it, and the open batch would be delivered
 again. counters true begins to count; a queue that has counters keeps them. A new dead_letter_to applies also to the
 dead letters that the queue has; the name of the queue itself ends it, and the dead letters stay. Raises 22023, PQ001,
-and PQ004 if messages would be moved while a longer transaction uses the queue, or if archiving would begin or end for
-the relation of a transport while a longer transaction uses that relation.';
-
-create function pgqueue._check_dedicated(before pgqueue.queues, after pgqueue.queues)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._raise_invalid(s.name, s.value,
-        format('unchanged: the table of the dedicated queue %L was made without it', after.name))
-    from (
-        values
-        ('group_limit', coalesce(after.group_limit, 0)::text, (after.group_limit is null) <> (before.group_limit is null)),
-        ('priorities', after.priorities::text, after.priorities <> before.priorities),
-        ('max_in_flight', after.max_in_flight::text, after.max_in_flight is not null and before.max_in_flight is null)
-    ) s (name, value, is_changed)
-    where s.is_changed;
-end;
-$$;
-comment on function pgqueue._check_dedicated(pgqueue.queues, pgqueue.queues) is
-'Raises 22023 if a dedicated queue would need another index, or other registers.';
-
-create function pgqueue._change_kind(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set jit = off
-as $$
-declare
-    s pgqueue.sweep_state;
-begin
-    -- The caller holds the lock shared. After this lock no other transaction uses the queue, as in drop_queue.
-    perform pg_advisory_xact_lock(pgqueue._lock_key(q.name));
-    perform pgqueue._require_current_snapshot(format('queue %L', q.name));
-    -- New registers: those of one kind have another meaning in another one, and a snapshot from before shows the old
-    -- ones, so _get_locked_queue refuses it.
-    execute format(
-        'drop sequence %s, %s, %s, %s, %s cascade',
-        q.fresh_from_id, q.sweep_resume_id, q.next_sweep_at, q.first_due_at, q.waiting_until);
-    q := pgqueue._with_new_registers(q);
-    update pgqueue.queues
-    set fresh_from_id = q.fresh_from_id, sweep_resume_id = q.sweep_resume_id, next_sweep_at = q.next_sweep_at,
-        first_due_at = q.first_due_at, waiting_until = q.waiting_until
-    where queues.name = q.name;
-    perform setval(q.fresh_from_id, coalesce(
-        (select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1));
-    update pgqueue.messages m set kind = q.kind where m.queue_name = q.name and m.kind is distinct from q.kind;
-    -- By a new row, _refuse_missing_queue tells an old snapshot from a queue that was dropped.
-    delete from pgqueue.sweep_state w where w.queue_name = q.name returning w.* into s;
-    insert into pgqueue.sweep_state select s.*;
-    return q;
-end;
-$$;
-comment on function pgqueue._change_kind(pgqueue.queues) is
-'Moves the messages of a queue to the partition of its new kind and makes new registers for it.';
-
-create function pgqueue._adopt_messages(q pgqueue.queues)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    ids bigint[];
-begin
-    if q.kind is null then
-        return false;
-    end if;
-    ids := array(
-        select m.id from pgqueue.messages_shared m where m.queue_name = q.name
-            and m.id >= coalesce((select w.first_id from pgqueue.sweep_state w where w.queue_name = q.name), 1)
-        order by m.id limit 1000 for update skip locked);
-    if ids <> '{}' then
-        update pgqueue.messages m set kind = q.kind
-        from pgqueue._lookup_keys(q.name, ids) k
-        where m.kind is null and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id);
-    end if;
-    return ids <> '{}';
-end;
-$$;
-comment on function pgqueue._adopt_messages(pgqueue.queues) is
-'Moves up to 1,000 messages that plain SQL has sent to a queue that is not plain from messages_shared to the partition
-of the queue. Returns whether there were any.';
+and PQ004 if a longer transaction has altered the queue or uses it while messages would be moved, or if archiving would
+begin or end for the relation of a transport while a longer transaction uses that relation.';
 
 create function pgqueue.drop_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
@@ -3416,40 +3452,6 @@ $$;
 comment on function pgqueue._purge_messages(pgqueue.queues) is
 'Removes the messages of a queue, in slices while there is time, and returns their number. A dedicated table is
 truncated.';
-
-create function pgqueue._truncate_or_drop_partition(q pgqueue.queues, dropping boolean)
-returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500 ms'
-as $$
-declare
-    partition constant regclass := pgqueue._partition_of(q);
-    removed bigint;
-    verb constant text := case when dropping then 'drop_queue' else 'purge_queue' end;
-begin
-    if pgqueue._is_dump_running() then
-        -- pg_dump locks a member of an extension only when it copies it. It would fail if the table was gone then. A
-        -- parallel dump would also fail if it met a session that waits for the table.
-        perform pgqueue._raise_queue_busy(q.name, verb);
-    end if;
-    -- The parent is locked first, as by every statement on messages. lock_timeout is shorter than deadlock_timeout: in
-    -- a deadlock this statement fails, not that of a client.
-    if dropping then
-        lock table only pgqueue.messages in access exclusive mode;
-    end if;
-    execute format('lock table only %s in access exclusive mode', partition);
-    execute format('select count(*) from %s', partition) into removed;
-    execute format(case when dropping then 'drop table %s cascade' else 'truncate only %s' end, partition);
-    return removed;
-exception when lock_not_available then
-    perform pgqueue._raise_queue_busy(q.name, verb);
-    return null;
-end;
-$$;
-comment on function pgqueue._truncate_or_drop_partition(pgqueue.queues, boolean) is
-'Truncates or drops a dedicated table and returns the number of its messages. Raises PQ004 while the database is dumped,
-and if it does not get its locks within 500 ms, as other sessions wait behind it.';
 
 create function pgqueue.purge_queue(queue_name pgqueue.queue_of_admin)
 returns bigint
