@@ -1,7 +1,8 @@
-"""Checks the order of the SQL modules: functions and do blocks use only functions of their own or of an earlier module.
+"""Checks the SQL modules: functions and do blocks use only functions of their own or of an earlier module.
 
 Usage: modules.py MODULE..., in the order of the Makefile. As the order is a list, modules cannot form a cycle. The same
-holds for tables that belong to one module, so the core uses no table of a room.
+holds for tables that belong to one module, so the core uses no table of a room. A plain literal has no backslash unless
+its function pins standard_conforming_strings: a database can set it to off.
 """
 
 import re
@@ -19,6 +20,8 @@ BLOCK = re.compile(r"^do \$\$(.*?)\$\$;$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"\bpgqueue\.(\w+)")
 COMMENT = re.compile(r"--[^\n]*")
 LITERAL = re.compile(r"'(?:[^']|'')*'")
+ESCAPED = re.compile(r"\be'(?:[^'\\]|\\.|'')*'")
+PINNED = "\nset standard_conforming_strings = on\n"
 MODULE_TABLES = {
     "dedup": ["dedup_keys"],
     "archive": ["archived_messages", "unfiled_messages", "archive_promises", "archive_clock"],
@@ -57,5 +60,18 @@ def faults(modules: list[str]) -> Iterator[str]:
                     yield f"sql/{module}.sql: {name} uses pgqueue.{used} of sql/{home[used]}.sql, a later module"
 
 
+def plain_backslashes(modules: list[str]) -> Iterator[str]:
+    """Yield a message for each plain literal with a backslash."""
+    for module in modules:
+        sql = COMMENT.sub("", (SQL / f"{module}.sql").read_text(encoding="utf-8"))
+        sql = FUNCTION.sub(lambda function: "" if PINNED in function[0] else function[0], sql)
+        for literal in LITERAL.findall(ESCAPED.sub("", sql)):
+            if "\\" in literal:
+                yield f"sql/{module}.sql: a plain literal has a backslash, write it with e: {literal[:60]}"
+
+
 if __name__ == "__main__":
-    sys.exit("\n".join(faults(sys.argv[1:])) or None)
+    sys.exit(
+        "\n".join([*faults(sys.argv[1:]), *plain_backslashes(["schema", "types", "tables", "dump", *sys.argv[1:]])])
+        or None
+    )
