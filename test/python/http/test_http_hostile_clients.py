@@ -61,7 +61,7 @@ def test_searches_of_two_users_leave_connections_to_the_database_to_others(site:
         with ThreadPoolExecutor(16) as threads:
             with locked(site.target, "lock table pgqueue.dead_messages in access exclusive mode"):
                 searches = [threads.submit(search, user) for user in ("one", "two") for _ in range(8)]
-                web.until(lambda: len(waiters(site.target, "%stats(queue_name%")) >= 3)  # of 6 connections
+                web.until(lambda: len(waiters(site.target, "%pgqueue.stats(%")) >= 3)  # of 6 connections
                 path = f"/v1/queues/{name}/enqueue"
                 answer = web.post(path, {"messages": [{"payload": 1}]}, auth=("sender", ADMIN[1]))
                 assert answer.status_code == 201, answer.text
