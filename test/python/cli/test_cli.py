@@ -369,6 +369,12 @@ def test_the_name_of_an_sql_function_leads_to_its_command() -> None:
         assert in_process("host=/nowhere", *words, "--help").status == 0
 
 
+def test_an_option_before_the_command_is_refused_with_its_place() -> None:
+    done = in_process("host=/nowhere", "-q", "list")
+    assert done.status == 2
+    assert "No such option: -q before the command. Options come after it." in " ".join(done.err.split())
+
+
 # Claiming and settling
 
 

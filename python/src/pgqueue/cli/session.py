@@ -400,6 +400,15 @@ _COMMANDS: Final = {
 class Group(typer.core.TyperGroup):
     """A group whose help lists the commands under headings, in the order in which they are registered."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say where options stand."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "option_name", None):
+                error.message = f"{error.message.rstrip('.')} before the command. Options come after it."  # type: ignore[attr-defined]
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Name the command for the name of an SQL function."""
         try:
