@@ -62,7 +62,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- The first sweep takes the messages over.
+    -- The claims of the new queue take the messages over.
     update pgqueue.messages m set kind = null where m.kind = 1000 + _drop_partition_left.queue_id;
     execute format('drop table pgqueue.messages_%s cascade', queue_id);
 end;

@@ -149,8 +149,8 @@ comment on column pgqueue.messages.transport_seq is
 gaps between the ids of a queue can exceed the range in which a transport counts. In a queue with priorities: the place
 of a message that came due, among those of its priority; null if the id is its place.';
 comment on column pgqueue.messages.kind is
-'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; the next sweep of
-a queue of another kind then moves the message to its partition.';
+'The kind of the queue (see queues.kind) when the message was sent or moved. Plain SQL leaves it null; a claim of a
+queue of another kind then moves the message to the partition of that kind.';
 comment on column pgqueue.messages.claimed_at is
 'When the claim of claimed_attempt was made. An extension does not change it.';
 
