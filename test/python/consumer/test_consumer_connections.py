@@ -10,11 +10,11 @@ from typing import Any
 import psycopg
 import pytest
 from clients import PATIENCE, wait_for
-from consumers import LONG, MODES, THREADS, Case, attempts, beside, prepare
+from consumers import LONG, MODES, THREADS, Case, attempts, beside, extend_often, prepare
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 
-from pgqueue import AsyncConsumer, Consumer
+from pgqueue import AsyncConsumer, Consumer, _tasks
 from pgqueue.consumer.connections import ConnectionFactory, ConnectionPool
 from pgqueue.consumer.timings import timings
 
@@ -31,9 +31,11 @@ class Gate:
         self.made: list[Any] = []
         self.reached = threading.Event()
         self.opened = threading.Event()
+        self.thread: threading.Thread  # that waits
 
     def __call__(self) -> Any:
         if next(self.tries, None) is None:
+            self.thread = threading.current_thread()
             self.reached.set()
             assert self.opened.wait(PATIENCE)
         self.made.append(self.connect(self.dsn))
@@ -48,10 +50,6 @@ def _nothing_lost() -> Iterator[None]:
     """A connection that is lost is reported by the test that lost it."""
     yield
     gc.collect()
-
-
-def opening_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pgqueue-in-thread"]
 
 
 async def others_are_done() -> None:
@@ -70,9 +68,8 @@ async def test_a_thread_closes_a_connection_whose_waiter_was_cancelled(database:
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert gate.made == []
-    [thread] = opening_threads()
     gate.opened.set()
-    await asyncio.to_thread(thread.join)
+    await asyncio.to_thread(gate.thread.join)
     assert len(gate.made) == 1
     assert gate.all_closed()
 
@@ -82,9 +79,8 @@ async def test_a_task_cancelled_before_it_uses_its_connection_closes_it(is_async
     gate = Gate(database, is_async=is_async)
     opening = asyncio.create_task(ConnectionFactory(gate, "test").open(on_loop=True))
     await asyncio.to_thread(gate.reached.wait)
-    [thread] = opening_threads()
     gate.opened.set()
-    thread.join()  # The event loop is blocked: the connection is open, and no task has it yet.
+    gate.thread.join()  # The event loop is blocked: the connection is open, and no task has it yet.
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
@@ -104,9 +100,8 @@ async def test_a_connection_opened_after_the_end_of_its_loop_is_closed(database:
         asyncio.run(open_late())
 
     await asyncio.to_thread(short)  # It does not wait for the thread.
-    [thread] = opening_threads()
     gate.opened.set()
-    await asyncio.to_thread(thread.join)
+    await asyncio.to_thread(gate.thread.join)
     assert len(gate.made) == 1
     assert gate.all_closed()
 
@@ -241,7 +236,7 @@ def test_a_stop_during_connecting_does_not_wait_and_loses_no_message(
     starting.result(PATIENCE)
     assert gate.reached.is_set()
     gate.opened.set()
-    wait_for(lambda: not opening_threads())
+    gate.thread.join(PATIENCE)
     wait_for(lambda: not [thread for thread in threading.enumerate() if case.name in thread.name])
     assert gate.all_closed()
 
@@ -268,6 +263,29 @@ def test_a_handler_is_not_called_if_its_connection_opens_after_the_stop(
     assert len(gate.made) == 1
     assert gate.all_closed()
     assert called == []
+
+
+def test_a_stop_returns_when_the_connection_that_extends_claims_is_closed(
+    database: str, connection: Connection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extend_often(monkeypatch)
+    monkeypatch.setattr(_tasks, "_CANCEL_AGAIN_SECONDS", PATIENCE)
+    close = ConnectionPool.close
+
+    async def close_late(pool: ConnectionPool) -> None:
+        if threading.current_thread().name == "pgqueue-in-thread":
+            await asyncio.sleep(0.2)
+        await close(pool)
+
+    monkeypatch.setattr(ConnectionPool, "close", close_late)
+    prepare(connection, name).enqueue(1)
+    gate, go_on = Gate(database, 10), threading.Event()
+    consumer = Consumer(gate, name, lambda _: wait_for(go_on.is_set))
+    consumer.start()
+    wait_for(lambda: consumer.stats.extended)
+    go_on.set()
+    consumer.stop()
+    assert gate.all_closed()
 
 
 async def test_the_connection_of_a_handler_that_outlives_a_stop_is_closed(

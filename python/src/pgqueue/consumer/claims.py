@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -90,12 +90,14 @@ class Claims:
         self.held.update(messages)
 
     async def keep_extended(self) -> None:
-        """Extend claims on a thread, endlessly."""
+        """Extend claims on a thread, endlessly. When this is cancelled it closes what the thread uses."""
         extension = Extension(self, self._runtime)
         try:
             await in_thread(extension.run)
-        finally:
+        except asyncio.CancelledError:
             extension.stopped.set()
+            await extension.ended.wait()  # A second cancellation ends this, where the server does not answer.
+            raise
 
     def extended(self, messages: list[ClaimedMessage], kept: set[int]) -> None:
         """Note the answers to an extension. A settlement that is on its way has an answer of its own."""
@@ -368,10 +370,14 @@ class Extension:
         self._loop = asyncio.get_running_loop()  # of the consumer
         self.link = SharedConnection(runtime.connections)
         self.stopped = threading.Event()
+        self.ended = asyncio.Event()
 
     def run(self) -> None:
-        """Extend each claim when a third of its time has passed, until `stopped` is set."""
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        """Extend each claim when a third of its time has passed, until `stopped` is set. Sets `ended` at last."""
+        with ExitStack() as ends:
+            ends.callback(self._post, self.ended.set)
+            runner = ends.enter_context(asyncio.Runner(loop_factory=asyncio.SelectorEventLoop))
+            ends.callback(lambda: runner.run(self.link.close()))
             while not self.stopped.wait(min(self._seconds / 12, timings.extension_check)):
                 now = time.monotonic()
                 if due := [message for message in list(self._claims.held) if message.renew_at <= now]:
@@ -379,7 +385,6 @@ class Extension:
                         runner.run(self._extend(due))
                     except (psycopg.Error, OSError) as error:
                         self._post(self._runtime.failed, "extend", error)
-            runner.run(self.link.close())
 
     @property
     def _seconds(self) -> float:
