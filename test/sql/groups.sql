@@ -76,7 +76,7 @@ select is(
                 row_number() over (partition by m.headers ->> 'pgqueue.group' order by m.visible_at <= pgqueue._now(), m.id) as n
             from pgqueue.messages m where m.queue_name = 'fifo' and m.headers ? 'pgqueue.group'
         ) w where w.is_ready and w.n > 1
-    ), 3::bigint, 'a query of sql/README.md counts those that wait');
+    ), 3::bigint, 'a query of sql/REFERENCE.md counts those that wait');
 select is(pgqueue.prepare_wait('fifo'), pgqueue._now() + interval '1 s', 'prepare_wait returns a time that is one second ahead while messages wait for others of their groups');
 select is(pgqueue.next_due_at('fifo') <= pgqueue._now(), true, 'next_due_at does not return a later time while messages wait for others of their groups');
 select is(pg_temp.ack('fifo', 'a1'), true, 'a message of a group is acknowledged like others');
