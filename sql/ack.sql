@@ -1,6 +1,7 @@
 -- Acknowledges processed messages: deletes them or moves them to the archive if their claims are still valid.
 -- A statement on messages locks and starts up each partition. So what every consumer calls looks into messages_shared
--- first, and into the other partitions only if it finds nothing there.
+-- first, and into the partition of the queue only if it finds nothing there. The kind is a variable, as PostgreSQL 18
+-- then opens no other partition.
 
 create or replace function pgqueue.ack(queue_name pgqueue.queue_of_consumer, id bigint, claim_token uuid)
 returns boolean
@@ -11,15 +12,17 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 set jit = off
 as $$
+declare
+    queue_kind bigint;
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
         delete from pgqueue.messages_shared m
         where m.queue_name = ack.queue_name collate "C" and m.id = ack.id
             and pgqueue._is_claimed_by(m, ack.claim_token);
         if not found then
+            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C");
             delete from pgqueue.messages m
-            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack.queue_name collate "C")
-                and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
+            where m.kind = queue_kind and m.queue_name = ack.queue_name collate "C" and m.id = ack.id
                 and pgqueue._is_claimed_by(m, ack.claim_token);
         end if;
         if found then
@@ -48,6 +51,7 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
+    queue_kind bigint;
     acked int;
 begin
     if pgqueue._lock_queue_without_archive(queue_name) then
@@ -56,9 +60,10 @@ begin
         where pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         if not found then
+            queue_kind := (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C");
             delete from pgqueue.messages m
             using pgqueue._lookup_keys(ack_batch.queue_name collate "C", ids) k
-            where m.kind = (select q.kind from pgqueue.queues q where q.name = ack_batch.queue_name collate "C")
+            where m.kind = queue_kind
                 and pgqueue._matches_key(m.queue_name, m.id, ack_batch.queue_name collate "C", k.names, k.ids, k.id)
                 and pgqueue._is_claimed_by(m, ack_batch.claim_token);
         end if;

@@ -174,6 +174,102 @@ $$;
 comment on function pgqueue._claim_candidates_limited(pgqueue.queues, timestamptz, int) is
 'The part of _lock_candidates for a queue with limits.';
 
+create or replace function pgqueue._are_only_visible(
+    queue_name text, found_ids bigint[], fresh_from_id bigint, fresh_register regclass
+)
+returns boolean
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    at constant timestamptz := pgqueue._now();
+begin
+    perform case
+        when greatest(w.last_id, s.settled_id) >= fresh_from_id
+            then setval(fresh_register, least(greatest(w.last_id, s.settled_id), 9223372036854775806) + 1)
+    end
+    from pgqueue.sweep_state s
+    cross join lateral (
+        select count(*) as n, count(*) filter (where c.visible_at <= at) as visible, max(c.id) as last_id
+        from (
+            select m.id, m.visible_at
+            from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
+            cross join lateral (
+                select c.id, c.visible_at from pgqueue.messages_shared c
+                where c.queue_name = _are_only_visible.queue_name collate "C" and c.id >= lower(r) and c.id < upper(r)
+                offset 0
+            ) m
+            limit cardinality(found_ids) + 500
+        ) c
+    ) w
+    where s.queue_name = _are_only_visible.queue_name collate "C"
+        and w.visible = cardinality(found_ids) and w.n < cardinality(found_ids) + 500
+        -- With `order by` it is one search of the index on the time, whatever statistics say.
+        and (
+            select true from pgqueue.requeued_messages r
+            where r.queue_name = _are_only_visible.queue_name collate "C"
+                and r.check_at >= pgqueue._discard_future_time(s.first_check_at, at)
+            order by r.check_at limit 1
+        ) is null
+        and (
+            select true from pgqueue.scheduled_messages c
+            where c.queue_name = _are_only_visible.queue_name collate "C" and c.due_at <= at
+                and c.due_at >= pgqueue._discard_future_time(s.first_due_at, at)
+            order by c.due_at limit 1
+        ) is null;
+    return found;
+end;
+$$;
+comment on function pgqueue._are_only_visible(text, bigint[], bigint, regclass) is
+'Whether the messages that a claim has found are the only ones that a sweep could find: it counts the visible messages
+at all ids that are not vacant. Then moves fresh_from_id beyond all messages. False if there are more than 500 others,
+rows of requeued_messages, or due messages. For a queue of messages_shared.';
+
+create or replace function pgqueue._lock_candidates_slowly(
+    queue_name text, max_messages int, visibility_timeout interval, is_receive boolean, found_ids bigint[],
+    out ids bigint[], out kind bigint
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    -- The scan before can have waited for a compaction or for the processor. What was ready then may be claimed by now,
+    -- and what is ready now was not ready then.
+    at constant timestamptz := pgqueue._now();
+    has_adopted boolean := false;
+begin
+    kind := q.kind;
+    if max_messages is null or max_messages not between 1 and 10000 then
+        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
+    end if;
+    if visibility_timeout is not null then
+        perform pgqueue._check_visibility_timeout(visibility_timeout);
+    end if;
+    if is_receive and q.max_in_flight is not null then
+        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
+    end if;
+    -- Messages that plain SQL has sent to a queue that is not plain.
+    if pg_sequence_last_value(q.next_sweep_at) <= pgqueue._to_micros(at) and pgqueue._adopt_messages(q) then
+        found_ids := null;
+    end if;
+    loop
+        ids := case
+            when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
+            when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
+            when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
+            else pgqueue._claim_candidates(q, at, max_messages, found_ids)
+        end;
+        exit when ids <> '{}' or has_adopted or not pgqueue._adopt_messages(q);
+        has_adopted := true;
+        found_ids := null;
+    end loop;
+end;
+$$;
+comment on function pgqueue._lock_candidates_slowly(text, int, interval, boolean, bigint[]) is
+'The part of _lock_candidates that handles all queues and states. found_ids are the messages that the fast path has
+locked, too few; null if it has not looked.';
+
 create or replace function pgqueue._lock_candidates(
     queue_name text, max_messages int, visibility_timeout interval, is_receive boolean default false,
     out ids bigint[], out kind bigint
@@ -190,8 +286,6 @@ declare
     is_fast_path boolean;
     last_id bigint;
     found_ids bigint[];
-    q pgqueue.queues;
-    has_adopted boolean := false;
 begin
     if not pgqueue._lock_queue(queue_name) then
         perform pgqueue._raise_queue_not_found(queue_name);
@@ -238,87 +332,20 @@ begin
             ids := pgqueue._keep_ready(pgqueue._get_locked_queue(queue_name), ids, at);
             return;
         end if;
-        -- Too few messages are ready from fresh_from_id on. For a second after a short full pass, this statement looks
-        -- where a sweep would find others. It counts the visible messages at all ids that are not vacant: ids are among
-        -- them. With more than 500 others it decides nothing. Rows of requeued_messages and what is due are left to the
-        -- sweep.
+        -- Too few messages are ready from fresh_from_id on. For a second after a short full pass, there is nothing to
+        -- sweep if no other message is visible.
         found_ids := case when not pgqueue._is_walk_over(at) then ids end;
-        at := pgqueue._now();
         if kind is null and found_ids is not null and not pgqueue._has_fixed_snapshot()
             and pg_sequence_last_value(resume_register) = 1
-            and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(at) - 1000000
+            and pg_sequence_last_value(sweep_register) > pgqueue._to_micros(pgqueue._now()) - 1000000
+            and pgqueue._are_only_visible(queue_name, ids, fresh_from_id, fresh_register)
         then
-            select
-                case
-                    when greatest(w.last_id, s.settled_id) >= fresh_from_id
-                        then setval(fresh_register, least(greatest(w.last_id, s.settled_id), 9223372036854775806) + 1)
-                end
-            into last_id
-            from pgqueue.sweep_state s
-            cross join lateral (
-                select count(*) as n, count(*) filter (where c.visible_at <= at) as visible, max(c.id) as last_id
-                from (
-                    select m.id, m.visible_at
-                    from unnest('{[1,9223372036854775807)}'::int8multirange - s.vacant_ids) as r
-                    cross join lateral (
-                        select c.id, c.visible_at from pgqueue.messages_shared c
-                        where c.queue_name = _lock_candidates.queue_name collate "C"
-                            and c.id >= lower(r) and c.id < upper(r)
-                        offset 0
-                    ) m
-                    limit cardinality(ids) + 500
-                ) c
-            ) w
-            where s.queue_name = _lock_candidates.queue_name collate "C"
-                and w.visible = cardinality(ids) and w.n < cardinality(ids) + 500
-                -- With `order by` it is one search of the index on the time, whatever statistics say.
-                and (
-                    select true from pgqueue.requeued_messages r
-                    where r.queue_name = _lock_candidates.queue_name collate "C"
-                        and r.check_at >= pgqueue._discard_future_time(s.first_check_at, at)
-                    order by r.check_at limit 1
-                ) is null
-                and (
-                    select true from pgqueue.scheduled_messages c
-                    where c.queue_name = _lock_candidates.queue_name collate "C" and c.due_at <= at
-                        and c.due_at >= pgqueue._discard_future_time(s.first_due_at, at)
-                    order by c.due_at limit 1
-                ) is null;
-            if found then
-                return;
-            end if;
+            return;
         end if;
     end if;
 
-    q := pgqueue._get_locked_queue(queue_name);
-    kind := q.kind;
-    -- The scan can have waited for a compaction or for the processor. What was ready before may be claimed by now, and
-    -- what is ready now was not ready then.
-    at := pgqueue._now();
-    if max_messages is null or max_messages not between 1 and 10000 then
-        perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1 to 10000');
-    end if;
-    if visibility_timeout is not null then
-        perform pgqueue._check_visibility_timeout(visibility_timeout);
-    end if;
-    if is_receive and q.max_in_flight is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without max_in_flight: what is received cannot be counted');
-    end if;
-    -- Messages that plain SQL has sent to a queue that is not plain.
-    if pg_sequence_last_value(q.next_sweep_at) <= pgqueue._to_micros(at) and pgqueue._adopt_messages(q) then
-        found_ids := null;
-    end if;
-    loop
-        ids := case
-            when coalesce(q.max_in_flight, q.rate_limit) is not null then pgqueue._claim_candidates_limited(q, at, max_messages)
-            when q.group_limit is not null then pgqueue._claim_candidates_grouped(q, at, max_messages)
-            when q.priorities then pgqueue._claim_candidates_by_priority(q, at, max_messages)
-            else pgqueue._claim_candidates(q, at, max_messages, found_ids)
-        end;
-        exit when ids <> '{}' or has_adopted or not pgqueue._adopt_messages(q);
-        has_adopted := true;
-        found_ids := null;
-    end loop;
+    select s.ids, s.kind into ids, kind
+    from pgqueue._lock_candidates_slowly(queue_name, max_messages, visibility_timeout, is_receive, found_ids) s;
 end;
 $$;
 comment on function pgqueue._lock_candidates(text, int, interval, boolean) is

@@ -19,6 +19,7 @@ set jit = off
 as $$
 declare
     given constant int := coalesce(cardinality(ids), 0);
+    queue_kind bigint;
     acked bigint[];
     candidates record;
 begin
@@ -36,10 +37,11 @@ begin
             )
             select array_agg(g.id) into acked from gone g;
             if acked is null then
+                queue_kind := (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C");
                 with gone as (
                     delete from pgqueue.messages m
                     using pgqueue._lookup_keys(exchange.queue_name collate "C", ids) k
-                    where m.kind = (select q.kind from pgqueue.queues q where q.name = exchange.queue_name collate "C")
+                    where m.kind = queue_kind
                         and pgqueue._matches_key(m.queue_name, m.id, exchange.queue_name collate "C", k.names, k.ids, k.id)
                         and pgqueue._is_claimed_by(m, exchange.claim_token)
                     returning m.id

@@ -55,6 +55,8 @@ returns setof pgqueue.messages
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    queue_kind bigint;
 begin
     return query
     delete from pgqueue.messages_shared m
@@ -63,10 +65,11 @@ begin
         and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
     returning m.*;
     if not found then
+        queue_kind := (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name);
         return query
         delete from pgqueue.messages m
         using pgqueue._lookup_keys(_delete_claimed.queue_name, ids) k
-        where m.kind = (select q.kind from pgqueue.queues q where q.name = _delete_claimed.queue_name)
+        where m.kind = queue_kind
             and pgqueue._matches_key(m.queue_name, m.id, _delete_claimed.queue_name, k.names, k.ids, k.id)
             and pgqueue._is_claimed_by(m, coalesce(_delete_claimed.claim_token, m.claim_token))
         returning m.*;
