@@ -6030,6 +6030,128 @@ comment on function pgqueue._maintain_groups(pgqueue.queues, timestamptz) is
 'What a sweep does besides finding messages, for a queue with groups: records vacant ids, moves due messages that the
 register first_due_at missed, and removes rows of requeued_messages.';
 
+create function pgqueue._walk_groups(
+    q pgqueue.queues, at timestamptz, from_position bigint, below_position bigint, first_id bigint, wanted int,
+    out locked bigint[], out spent_ids bigint[], out lock_count int, out next_position bigint
+)
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
+    most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
+begin
+    -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
+    -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
+    -- taking two messages of a group, as neither sees what the other has not committed. A group that another
+    -- transaction has locked waits for its next turn.
+    with recursive walk as (
+        select
+            0 as n, from_position - 1 as position, null::bigint as id, null::bigint as spent_id, false as is_locked,
+            0 as found
+        union all
+        select
+            w.n + 1, s.position, s.id, p.spent_id, h.is_locked,
+            w.found + h.is_locked::int
+        from walk w
+        cross join lateral (
+            select
+                pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                pgqueue._is_ready(m, at) as is_ready
+            from pgqueue.messages m
+            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
+                and pgqueue._group_position(m.headers, m.id) > w.position
+                and pgqueue._group_position(m.headers, m.id) < below_position
+                -- PostgreSQL compares it in the index, so no row that was removed before is read.
+                and m.id + 0 >= first_id
+            limit 1
+        ) s
+        cross join lateral (
+            -- With a higher limit, a message without attempts can have one in flight before it.
+            select case
+                when s.visible_at <= at and not s.is_ready then s.id
+                when q.group_limit > 1 then (
+                    select c.id from pgqueue.messages c
+                    where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
+                        and pgqueue._group_position(c.headers, c.id) = s.position
+                        and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                    limit 1
+                )
+            end as spent_id
+            offset 0
+        ) p
+        cross join lateral (
+            -- The lock of a group that gives no message would keep others from it until the transaction ends.
+            select case
+                when p.spent_id is not null
+                    or q.group_limit = 1 and s.is_ready
+                    and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
+                    or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
+                then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
+            offset 0
+        ) h
+        where w.found < wanted and w.n < most_steps
+    )
+    select
+        -- What has no attempts left holds its group like the dead letter that it will be.
+        array_agg(case q.group_limit when 1 then w.id else w.position end)
+        filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
+        array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
+        max(w.found),
+        case when max(w.found) >= wanted or max(w.n) >= most_steps then max(w.position) + 1 end
+    into locked, spent_ids, lock_count, next_position
+    from walk w;
+end;
+$$;
+comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
+'Visits the groups from one position to another and locks up to wanted of them. Returns the locked ones that can give a
+message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups that
+have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
+
+create function pgqueue._claim_first_of_groups(q pgqueue.queues, at timestamptz, ids bigint[], wanted int)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
+    -- id can be in flight if this message came later.
+    return array(
+        select m.id
+        from pgqueue._lookup_keys(q.name, ids) k, pgqueue.messages m
+        where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
+            and not exists (
+                select from pgqueue.messages c
+                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
+                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                    and c.id + 0 > m.id and c.attempt_count > 0
+                    and (
+                        c.visible_at > at
+                        or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
+                    )
+                offset 0
+            )
+            and not exists (
+                select from pgqueue.messages c
+                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
+                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                    and c.id + 0 < m.id
+                    and c.id + 0 >= coalesce(
+                        (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
+                offset 0
+            )
+            and not (
+                q.on_dead = 'hold'
+                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
+            )
+        limit wanted for update of m skip locked
+    );
+end;
+$$;
+comment on function pgqueue._claim_first_of_groups(pgqueue.queues, timestamptz, bigint[], int) is
+'The part of _claim_candidates_grouped for a group_limit of one: those of the ids, up to wanted, that are still the
+first message of their group, locked. The caller holds the locks of their groups.';
+
 create function pgqueue._claim_candidates_grouped(q pgqueue.queues, at timestamptz, wanted int)
 returns bigint[]
 language plpgsql volatile
@@ -6047,13 +6169,9 @@ declare
     started_from constant bigint := greatest(pgqueue._register_value(q.sweep_resume_id), first_position);
     from_position bigint := started_from;
     below_position bigint := 9223372036854775807;
-    next_position bigint;
     first_id constant bigint := pgqueue._first_id_of(q.name);
-    -- With a higher limit each step counts the messages in flight. Between two walks the claim looks at the clock.
-    most_steps constant int := case q.group_limit when 1 then 500 else 100 end;
     locks_left int := 100;
-    locked bigint[];
-    walk_spent_ids bigint[];
+    walk record;
     spent_ids bigint[] := '{}'::bigint[];
     removed int;
     walks int := 0;
@@ -6075,113 +6193,23 @@ begin
     end if;
     ungrouped_ids := candidate_ids;
     while cardinality(candidate_ids) < wanted and locks_left > 0 loop
-        -- With a limit of one, each step of the walk is one search of the index, so a group costs the same however many
-        -- messages it has. A group whose first message is not visible is blocked. The lock keeps two claims from
-        -- taking two messages of a group, as neither sees what the other has not committed. A group that another
-        -- transaction has locked waits for its next turn.
-        with recursive walk as (
-            select
-                0 as n, from_position - 1 as position, null::bigint as id, null::bigint as spent_id, false as is_locked,
-                0 as found
-            union all
-            select
-                w.n + 1, s.position, s.id, p.spent_id, h.is_locked,
-                w.found + h.is_locked::int
-            from walk w
-            cross join lateral (
-                select
-                    pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
-                    pgqueue._is_ready(m, at) as is_ready
-                from pgqueue.messages m
-                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                    and pgqueue._group_position(m.headers, m.id) > w.position
-                    and pgqueue._group_position(m.headers, m.id) < below_position
-                    -- PostgreSQL compares it in the index, so no row that was removed before is read.
-                    and m.id + 0 >= first_id
-                limit 1
-            ) s
-            cross join lateral (
-                -- With a higher limit, a message without attempts can have one in flight before it.
-                select case
-                    when s.visible_at <= at and not s.is_ready then s.id
-                    when q.group_limit > 1 then (
-                        select c.id from pgqueue.messages c
-                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = s.position
-                            and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
-                        limit 1
-                    )
-                end as spent_id
-                offset 0
-            ) p
-            cross join lateral (
-                -- The lock of a group that gives no message would keep others from it until the transaction ends.
-                select case
-                    when p.spent_id is not null
-                        or q.group_limit = 1 and s.is_ready
-                        and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, s.position))
-                        or q.group_limit > 1 and pgqueue._has_group_candidate(q, at, s.position, first_id)
-                    then pg_try_advisory_xact_lock(hashint8extended(s.position, q.queue_id)) else false end as is_locked
-                offset 0
-            ) h
-            where w.found < least(wanted - cardinality(candidate_ids), locks_left) and w.n < most_steps
-        )
-        select
-            -- What has no attempts left holds its group like the dead letter that it will be.
-            array_agg(case q.group_limit when 1 then w.id else w.position end)
-            filter (where w.is_locked and (w.spent_id is null or q.group_limit > 1 and q.on_dead is distinct from 'hold')),
-            array_agg(w.spent_id) filter (where w.is_locked and w.spent_id is not null),
-            locks_left - max(w.found),
-            case
-                when max(w.found) >= least(wanted - cardinality(candidate_ids), locks_left) or max(w.n) >= most_steps
-                    then max(w.position) + 1
-            end
-        into locked, walk_spent_ids, locks_left, next_position
-        from walk w;
-
+        select w.* into walk
+        from pgqueue._walk_groups(
+            q, at, from_position, below_position, first_id, least(wanted - cardinality(candidate_ids), locks_left)) w;
+        locks_left := locks_left - walk.lock_count;
         -- The statements below see what the last holders of the groups have committed, if the snapshot is new.
-        if locked is not null and pgqueue._has_fixed_snapshot() then
+        if walk.locked is not null and pgqueue._has_fixed_snapshot() then
             perform pgqueue._require_current_snapshot(format('queue %L', q.name));
         end if;
-        spent_ids := spent_ids || walk_spent_ids;
-        if locked is not null and q.group_limit > 1 then
+        spent_ids := spent_ids || walk.spent_ids;
+        if walk.locked is not null and q.group_limit > 1 then
             candidate_ids := candidate_ids || pgqueue._claim_up_to_group_limit(
-                q, at, locked, first_id, wanted - cardinality(candidate_ids));
-        elsif locked is not null then
-            -- A message with a lower id can have been committed after the walk, and can be in flight. One with a higher
-            -- id can be in flight if this message came later.
-            candidate_ids := candidate_ids || array(
-                select m.id
-                from pgqueue._lookup_keys(q.name, locked) k, pgqueue.messages m
-                where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
-                    and not exists (
-                        select from pgqueue.messages c
-                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id + 0 > m.id and c.attempt_count > 0
-                            and (
-                                c.visible_at > at
-                                or not pgqueue._is_unclaimed(c) and pgqueue._places_left(q, 1, array[c.id], at, 1) = 0
-                            )
-                        offset 0
-                    )
-                    and not exists (
-                        select from pgqueue.messages c
-                        where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                            and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
-                            and c.id + 0 < m.id
-                            and c.id + 0 >= coalesce(
-                                (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
-                        offset 0
-                    )
-                    and not (
-                        q.on_dead = 'hold'
-                        and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
-                    )
-                limit wanted - cardinality(candidate_ids) for update of m skip locked
-            );
+                q, at, walk.locked, first_id, wanted - cardinality(candidate_ids));
+        elsif walk.locked is not null then
+            candidate_ids := candidate_ids || pgqueue._claim_first_of_groups(
+                q, at, walk.locked, wanted - cardinality(candidate_ids));
         end if;
-        from_position := next_position;
+        from_position := walk.next_position;
         if from_position is null and (below_position = started_from or started_from = first_position) then
             -- No group has a ready message. The successors of removed ones may be ready.
             exit when candidate_ids <> ungrouped_ids or spent_ids = '{}';
