@@ -4089,6 +4089,23 @@ $$;
 comment on function pgqueue._check_priorities(int[]) is
 'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
+create function pgqueue._with_groups_and_priorities(headers jsonb[], group_keys text[], priorities int[])
+returns jsonb[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_group_keys(group_keys), pgqueue._check_priorities(priorities);
+    return array(
+        select pgqueue._with_group_and_priority(u.h, u.k, u.p)
+        from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
+        order by u.n
+    );
+end;
+$$;
+comment on function pgqueue._with_groups_and_priorities(jsonb[], text[], int[]) is
+'The headers of a batch, each with the group and the priority of its message. Raises 22023.';
+
 create function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
 )
@@ -4382,6 +4399,87 @@ nothing in a queue without group_limit. priority (0 to 9, the highest; null is 0
 and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too
 large.';
 
+create function pgqueue._take_or_replace(
+    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz,
+    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    holders bigint[];
+    gone bigint[] := '{}'::bigint[];
+    lost bigint[];
+begin
+    perform pgqueue._check_dedup(dedup_keys, on_duplicate);
+    loop
+        holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+        exit when on_duplicate = 'keep';
+        lost := array(
+            select d.holder
+            from (
+                select distinct on (u.holder) u.*
+                from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
+                    as u (holder, payload, body, headers, message_id, delay, n)
+                where u.holder <> all (ids)
+                order by u.holder, u.n desc
+            ) d
+            where not pgqueue._replace_message(
+                q, d.holder, at, coalesce(d.delay, interval '0'), expires_at, d.message_id, d.payload, d.body, d.headers)
+        );
+        exit when lost = '{}';
+        -- A message that cannot be replaced loses its key.
+        gone := gone || lost;
+    end loop;
+    return holders;
+end;
+$$;
+comment on function pgqueue._take_or_replace(
+    pgqueue.queues, text[], text, bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
+) is
+'Takes the keys of a batch, and replaces the messages that have them if on_duplicate is replace. Returns for each
+element the id of the message that has its key. Raises 22023.';
+
+create function pgqueue._schedule_batch(
+    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,
+    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due_at timestamptz;
+begin
+    with delayed as (
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+            at, q.max_attempts, _schedule_batch.expires_at, d.message_id, d.payload, d.body, d.headers
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
+        from (
+            select u.*, row_number() over (partition by u.delay order by u.id) as n
+            from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+                as u (id, payload, body, headers, message_id, delay, holder)
+            where u.delay > interval '0' and coalesce(u.holder, u.id) = u.id
+        ) d
+        returning scheduled_messages.due_at
+    )
+    select min(d.due_at) into due_at from delayed d;
+    if due_at is not null then
+        perform pgqueue._announce_due(q, due_at);
+    end if;
+end;
+$$;
+comment on function pgqueue._schedule_batch(
+    pgqueue.queues, bigint[], bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
+) is
+'Sends those messages of a batch that have a delay, without those whose dedup_key another message has.';
+
 create function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
     payloads jsonb[] default null,
@@ -4408,9 +4506,7 @@ declare
     n constant int := coalesce(cardinality(payloads), cardinality(bodies));
     ids bigint[];
     holders bigint[];
-    gone bigint[] := '{}'::bigint[];
-    lost bigint[];
-    due_at timestamptz;
+    expires_at timestamptz;
 begin
     if payloads is null and bodies is null then
         perform pgqueue._raise_invalid('payloads', null, 'an array with one element for each message, unless bodies is given');
@@ -4430,13 +4526,7 @@ begin
         return;
     end if;
     if group_keys is not null or priorities is not null then
-        perform pgqueue._check_group_keys(group_keys);
-        perform pgqueue._check_priorities(priorities);
-        headers := array(
-            select pgqueue._with_group_and_priority(u.h, u.k, u.p)
-            from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
-            order by u.n
-        );
+        headers := pgqueue._with_groups_and_priorities(headers, group_keys, priorities);
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)
@@ -4447,33 +4537,24 @@ begin
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
+    if delays is not null then
+        delays := array(
+            select coalesce(u.delay, enqueue_batch.delay) from unnest(delays) with ordinality as u (delay, place)
+            order by u.place
+        );
+    elsif delay > interval '0' then
+        delays := array_fill(delay, array[n]);
+    end if;
+    expires_at := pgqueue._add_interval(at, expires_in);
+
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(
         select nextval('pgqueue.message_id')
         from generate_series(1, case when dedup_keys is null then pgqueue._count('enqueued', q.name, n) else n end));
     if dedup_keys is not null then
-        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
-        loop
-            holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
-            exit when on_duplicate = 'keep';
-            lost := array(
-                select d.holder
-                from (
-                    select distinct on (u.holder) u.*
-                    from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
-                        as u (holder, payload, body, headers, message_id, delay, n)
-                    where u.holder <> all (ids)
-                    order by u.holder, u.n desc
-                ) d
-                where not pgqueue._replace_message(
-                    q, d.holder, at, coalesce(d.delay, enqueue_batch.delay), pgqueue._add_interval(at, expires_in),
-                    d.message_id, d.payload, d.body, d.headers)
-            );
-            exit when lost = '{}';
-            -- A message that cannot be replaced loses its key.
-            gone := gone || lost;
-        end loop;
+        holders := pgqueue._take_or_replace(
+            q, dedup_keys, on_duplicate, ids, at, payloads, bodies, headers, message_ids, delays, expires_at);
         perform pgqueue._count('enqueued', q.name, count(*)::int)
         from unnest(ids, holders) as u (id, holder) where u.id = u.holder;
     end if;
@@ -4481,12 +4562,10 @@ begin
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
     )
-    select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body,
-        u.headers, q.kind
+    select u.id, q.name, at, at, q.max_attempts, expires_at, u.message_id, u.payload, u.body, u.headers, q.kind
     from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
         as u (id, payload, body, headers, message_id, delay, holder)
-    where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
+    where coalesce(u.delay, interval '0') = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
         perform pgqueue._wake_if_waiting(q, at);
     end if;
@@ -4494,32 +4573,9 @@ begin
         perform pgqueue._do_maintenance(at);
     end if;
 
-    if delay > interval '0' or delays is not null then
-        with delayed as (
-            insert into pgqueue.scheduled_messages (
-                id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-            )
-            select
-                d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
-                at, q.max_attempts,
-                pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
-            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-            -- would scan the dead index entries of all messages already taken.
-            from (
-                select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
-                    row_number() over (partition by w.delay order by u.id) as n
-                from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
-                    as u (id, payload, body, headers, message_id, delay, holder)
-                cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
-                where coalesce(u.holder, u.id) = u.id
-            ) d
-            where d.delay > interval '0'
-            returning scheduled_messages.due_at
-        )
-        select min(d.due_at) into due_at from delayed d;
-        if due_at is not null then
-            perform pgqueue._announce_due(q, due_at);
-        end if;
+    if delays is not null then
+        perform pgqueue._schedule_batch(
+            q, ids, holders, at, payloads, bodies, headers, message_ids, delays, expires_at);
     end if;
     return query select i from unnest(coalesce(holders, ids)) as i;
 end;
@@ -6075,8 +6131,8 @@ end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
 'Visits the groups from one position to another and locks up to wanted of them. Returns the locked ones that can give a
-message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups that
-have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
+message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups
+that have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
 
 create function pgqueue._claim_first_of_groups(q pgqueue.queues, at timestamptz, ids bigint[], wanted int)
 returns bigint[]
@@ -8271,6 +8327,56 @@ comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) i
 'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
 pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
+create function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    is_grouped constant boolean := q.group_limit is not null;
+begin
+    with revived as (
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+        returning d.*
+    ),
+    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+    -- Otherwise a claim between the redrive and their due time could take their successors.
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
+            claimed_by, last_error, transport_headers, kind
+        )
+        select
+            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
+            r.claimed_by, r.last_error, r.transport_headers, q.kind
+        from revived r
+        where is_grouped
+        returning messages.id
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), m.id from moved m
+    )
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+        payload, body, headers, claimed_by, last_error, transport_headers
+    )
+    select
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+        -- would scan the dead index entries of all messages already taken.
+        r.id, r.queue_name,
+        pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+        r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
+        r.transport_headers
+    from revived r
+    where not is_grouped;
+end;
+$$;
+comment on function pgqueue._redrive_slice(pgqueue.queues, bigint[], timestamptz) is
+'Moves dead letters, which the caller has locked, back to their queue, ready at the time.';
+
 create function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
     max_messages int default 1000,
@@ -8295,7 +8401,6 @@ declare
     slice_count int;
     first_due_at timestamptz;
     redriven int := 0;
-    is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
@@ -8327,43 +8432,7 @@ begin
             exit;
         end if;
         slice_at := pgqueue._now();
-        with revived as (
-            delete from pgqueue.dead_messages d
-            using pgqueue._lookup_keys(q.name, slice_ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            returning d.*
-        ),
-        -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-        -- Otherwise a claim between the redrive and their due time could take their successors.
-        moved as (
-            insert into pgqueue.messages (
-                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
-                claimed_by, last_error, transport_headers, kind
-            )
-            select
-                r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
-                r.claimed_by, r.last_error, r.transport_headers, q.kind
-            from revived r
-            where is_grouped
-            returning messages.id
-        ),
-        recorded as (
-            insert into pgqueue.requeued_messages (queue_name, check_at, id)
-            select q.name, (select pgqueue._now()), m.id from moved m
-        )
-        insert into pgqueue.scheduled_messages (
-            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers
-        )
-        select
-            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-            -- would scan the dead index entries of all messages already taken.
-            r.id, r.queue_name,
-            pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
-            r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
-            r.transport_headers
-        from revived r
-        where not is_grouped;
+        perform pgqueue._redrive_slice(q, slice_ids, slice_at);
         slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
         redriven := redriven + slice_count;
         if first_due_at is null then
@@ -8650,8 +8719,7 @@ declare
     ready int;
     total int;
     some_came_back boolean;
-    ids bigint[];
-    stand_for bigint;
+    sample record;
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -8667,8 +8735,7 @@ begin
     from (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= state.first_due_at and s.due_at <= at
-            and (s.expires_at is null or s.expires_at > at)
-            and not pgqueue._is_locked(s.xmax)
+            and (s.expires_at is null or s.expires_at > at) and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
     if total < max_records then
@@ -8716,16 +8783,15 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back can have ids that the query above skips.
-        select c.ids, c.stand_for into ids, stand_for
+        select c.* into sample
         from pgqueue._sample_requeued_ids(
             q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, sample.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_ready(m, at)
-            and not pgqueue._is_locked(m.xmax);
+            and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax);
         total := total + ready;
-        if total = 0 and stand_for > 1 then
+        if total = 0 and sample.stand_for > 1 then
             return 1;
         end if;
     end if;

@@ -69,6 +69,56 @@ comment on function pgqueue._send_dead_letters(text, bigint[], pgqueue.queues) i
 'Sends dead letters, which the caller has locked, as new messages to another queue, and returns how many. The header
 pgqueue.dead_letter says where they come from. If the headers do not fit, they are sent without it.';
 
+create or replace function pgqueue._redrive_slice(q pgqueue.queues, ids bigint[], at timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    is_grouped constant boolean := q.group_limit is not null;
+begin
+    with revived as (
+        delete from pgqueue.dead_messages d
+        using pgqueue._lookup_keys(q.name, ids) k
+        where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
+        returning d.*
+    ),
+    -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
+    -- Otherwise a claim between the redrive and their due time could take their successors.
+    moved as (
+        insert into pgqueue.messages (
+            id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
+            claimed_by, last_error, transport_headers, kind
+        )
+        select
+            r.id, r.queue_name, r.enqueued_at, at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
+            r.claimed_by, r.last_error, r.transport_headers, q.kind
+        from revived r
+        where is_grouped
+        returning messages.id
+    ),
+    recorded as (
+        insert into pgqueue.requeued_messages (queue_name, check_at, id)
+        select q.name, (select pgqueue._now()), m.id from moved m
+    )
+    insert into pgqueue.scheduled_messages (
+        id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
+        payload, body, headers, claimed_by, last_error, transport_headers
+    )
+    select
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
+        -- would scan the dead index entries of all messages already taken.
+        r.id, r.queue_name,
+        pgqueue._clamp_due_at(at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
+        r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
+        r.transport_headers
+    from revived r
+    where not is_grouped;
+end;
+$$;
+comment on function pgqueue._redrive_slice(pgqueue.queues, bigint[], timestamptz) is
+'Moves dead letters, which the caller has locked, back to their queue, ready at the time.';
+
 create or replace function pgqueue.redrive(
     queue_name pgqueue.queue_of_admin,
     max_messages int default 1000,
@@ -93,7 +143,6 @@ declare
     slice_count int;
     first_due_at timestamptz;
     redriven int := 0;
-    is_grouped constant boolean := q.group_limit is not null;
 begin
     if max_messages is null or max_messages < 1 then
         perform pgqueue._raise_invalid('max_messages', max_messages::text, 'an integer from 1');
@@ -125,43 +174,7 @@ begin
             exit;
         end if;
         slice_at := pgqueue._now();
-        with revived as (
-            delete from pgqueue.dead_messages d
-            using pgqueue._lookup_keys(q.name, slice_ids) k
-            where pgqueue._matches_key(d.queue_name, d.id, q.name, k.names, k.ids, k.id)
-            returning d.*
-        ),
-        -- In a queue with groups the messages become ready in the transaction in which they stop being dead letters.
-        -- Otherwise a claim between the redrive and their due time could take their successors.
-        moved as (
-            insert into pgqueue.messages (
-                id, queue_name, enqueued_at, visible_at, attempt_count, max_attempts, message_id, payload, body, headers,
-                claimed_by, last_error, transport_headers, kind
-            )
-            select
-                r.id, r.queue_name, r.enqueued_at, slice_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers,
-                r.claimed_by, r.last_error, r.transport_headers, q.kind
-            from revived r
-            where is_grouped
-            returning messages.id
-        ),
-        recorded as (
-            insert into pgqueue.requeued_messages (queue_name, check_at, id)
-            select q.name, (select pgqueue._now()), m.id from moved m
-        )
-        insert into pgqueue.scheduled_messages (
-            id, queue_name, due_at, enqueued_at, attempt_count, max_attempts, message_id,
-            payload, body, headers, claimed_by, last_error, transport_headers
-        )
-        select
-            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-            -- would scan the dead index entries of all messages already taken.
-            r.id, r.queue_name,
-            pgqueue._clamp_due_at(slice_at - (row_number() over (order by r.id desc) - 1) * interval '1 microsecond'),
-            r.enqueued_at, 0, q.max_attempts, r.message_id, r.payload, r.body, r.headers, r.claimed_by, r.last_error,
-            r.transport_headers
-        from revived r
-        where not is_grouped;
+        perform pgqueue._redrive_slice(q, slice_ids, slice_at);
         slice_count := cardinality(pgqueue._array_except(slice_ids, '{}'));
         redriven := redriven + slice_count;
         if first_due_at is null then

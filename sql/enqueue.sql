@@ -46,6 +46,23 @@ $$;
 comment on function pgqueue._check_priorities(int[]) is
 'Raises 22023 for a priority that is out of bounds. Null is allowed.';
 
+create or replace function pgqueue._with_groups_and_priorities(headers jsonb[], group_keys text[], priorities int[])
+returns jsonb[]
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._check_group_keys(group_keys), pgqueue._check_priorities(priorities);
+    return array(
+        select pgqueue._with_group_and_priority(u.h, u.k, u.p)
+        from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
+        order by u.n
+    );
+end;
+$$;
+comment on function pgqueue._with_groups_and_priorities(jsonb[], text[], int[]) is
+'The headers of a batch, each with the group and the priority of its message. Raises 22023.';
+
 create or replace function pgqueue._check_content(
     q pgqueue.queues, payload jsonb, body bytea, headers jsonb, place bigint default 1, messages int default 1
 )
@@ -339,6 +356,87 @@ nothing in a queue without group_limit. priority (0 to 9, the highest; null is 0
 and does nothing in a queue without priorities. Raises 22023, PQ001, and PQ003 if the payload, body or headers are too
 large.';
 
+create or replace function pgqueue._take_or_replace(
+    q pgqueue.queues, dedup_keys text[], on_duplicate text, ids bigint[], at timestamptz,
+    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+)
+returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    holders bigint[];
+    gone bigint[] := '{}'::bigint[];
+    lost bigint[];
+begin
+    perform pgqueue._check_dedup(dedup_keys, on_duplicate);
+    loop
+        holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
+        exit when on_duplicate = 'keep';
+        lost := array(
+            select d.holder
+            from (
+                select distinct on (u.holder) u.*
+                from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
+                    as u (holder, payload, body, headers, message_id, delay, n)
+                where u.holder <> all (ids)
+                order by u.holder, u.n desc
+            ) d
+            where not pgqueue._replace_message(
+                q, d.holder, at, coalesce(d.delay, interval '0'), expires_at, d.message_id, d.payload, d.body, d.headers)
+        );
+        exit when lost = '{}';
+        -- A message that cannot be replaced loses its key.
+        gone := gone || lost;
+    end loop;
+    return holders;
+end;
+$$;
+comment on function pgqueue._take_or_replace(
+    pgqueue.queues, text[], text, bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
+) is
+'Takes the keys of a batch, and replaces the messages that have them if on_duplicate is replace. Returns for each
+element the id of the message that has its key. Raises 22023.';
+
+create or replace function pgqueue._schedule_batch(
+    q pgqueue.queues, ids bigint[], holders bigint[], at timestamptz,
+    payloads jsonb[], bodies bytea[], headers jsonb[], message_ids uuid[], delays interval[], expires_at timestamptz
+)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    due_at timestamptz;
+begin
+    with delayed as (
+        insert into pgqueue.scheduled_messages (
+            id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
+        )
+        select
+            d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
+            at, q.max_attempts, _schedule_batch.expires_at, d.message_id, d.payload, d.body, d.headers
+        -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they would
+        -- scan the dead index entries of all messages already taken.
+        from (
+            select u.*, row_number() over (partition by u.delay order by u.id) as n
+            from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
+                as u (id, payload, body, headers, message_id, delay, holder)
+            where u.delay > interval '0' and coalesce(u.holder, u.id) = u.id
+        ) d
+        returning scheduled_messages.due_at
+    )
+    select min(d.due_at) into due_at from delayed d;
+    if due_at is not null then
+        perform pgqueue._announce_due(q, due_at);
+    end if;
+end;
+$$;
+comment on function pgqueue._schedule_batch(
+    pgqueue.queues, bigint[], bigint[], timestamptz, jsonb[], bytea[], jsonb[], uuid[], interval[], timestamptz
+) is
+'Sends those messages of a batch that have a delay, without those whose dedup_key another message has.';
+
 create or replace function pgqueue.enqueue_batch(
     queue_name pgqueue.queue_of_producer,
     payloads jsonb[] default null,
@@ -365,9 +463,7 @@ declare
     n constant int := coalesce(cardinality(payloads), cardinality(bodies));
     ids bigint[];
     holders bigint[];
-    gone bigint[] := '{}'::bigint[];
-    lost bigint[];
-    due_at timestamptz;
+    expires_at timestamptz;
 begin
     if payloads is null and bodies is null then
         perform pgqueue._raise_invalid('payloads', null, 'an array with one element for each message, unless bodies is given');
@@ -387,13 +483,7 @@ begin
         return;
     end if;
     if group_keys is not null or priorities is not null then
-        perform pgqueue._check_group_keys(group_keys);
-        perform pgqueue._check_priorities(priorities);
-        headers := array(
-            select pgqueue._with_group_and_priority(u.h, u.k, u.p)
-            from unnest(headers, group_keys, priorities) with ordinality as u (h, k, p, n)
-            order by u.n
-        );
+        headers := pgqueue._with_groups_and_priorities(headers, group_keys, priorities);
     end if;
     perform pgqueue._check_enqueue(delay, expires_in);
     perform pgqueue._check_enqueue(u.delay, null, u.place, n)
@@ -404,33 +494,24 @@ begin
     where c.payload is null or c.body is not null or c.headers is not null
         or octet_length(c.payload::text) > q.max_payload_bytes;
 
+    if delays is not null then
+        delays := array(
+            select coalesce(u.delay, enqueue_batch.delay) from unnest(delays) with ordinality as u (delay, place)
+            order by u.place
+        );
+    elsif delay > interval '0' then
+        delays := array_fill(delay, array[n]);
+    end if;
+    expires_at := pgqueue._add_interval(at, expires_in);
+
     -- The inserts need this lock anyway. It is taken before the ids, as the sweep relies on that order.
     lock table only pgqueue.messages in row exclusive mode;
     ids := array(
         select nextval('pgqueue.message_id')
         from generate_series(1, case when dedup_keys is null then pgqueue._count('enqueued', q.name, n) else n end));
     if dedup_keys is not null then
-        perform pgqueue._check_dedup(dedup_keys, on_duplicate);
-        loop
-            holders := pgqueue._take_dedup_keys(q, dedup_keys, ids, at, on_duplicate, gone);
-            exit when on_duplicate = 'keep';
-            lost := array(
-                select d.holder
-                from (
-                    select distinct on (u.holder) u.*
-                    from unnest(holders, payloads, bodies, headers, message_ids, delays) with ordinality
-                        as u (holder, payload, body, headers, message_id, delay, n)
-                    where u.holder <> all (ids)
-                    order by u.holder, u.n desc
-                ) d
-                where not pgqueue._replace_message(
-                    q, d.holder, at, coalesce(d.delay, enqueue_batch.delay), pgqueue._add_interval(at, expires_in),
-                    d.message_id, d.payload, d.body, d.headers)
-            );
-            exit when lost = '{}';
-            -- A message that cannot be replaced loses its key.
-            gone := gone || lost;
-        end loop;
+        holders := pgqueue._take_or_replace(
+            q, dedup_keys, on_duplicate, ids, at, payloads, bodies, headers, message_ids, delays, expires_at);
         perform pgqueue._count('enqueued', q.name, count(*)::int)
         from unnest(ids, holders) as u (id, holder) where u.id = u.holder;
     end if;
@@ -438,12 +519,10 @@ begin
     insert into pgqueue.messages (
         id, queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, payload, body, headers, kind
     )
-    select
-        u.id, q.name, at, at, q.max_attempts, pgqueue._add_interval(at, expires_in), u.message_id, u.payload, u.body,
-        u.headers, q.kind
+    select u.id, q.name, at, at, q.max_attempts, expires_at, u.message_id, u.payload, u.body, u.headers, q.kind
     from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
         as u (id, payload, body, headers, message_id, delay, holder)
-    where coalesce(u.delay, enqueue_batch.delay) = interval '0' and coalesce(u.holder, u.id) = u.id;
+    where coalesce(u.delay, interval '0') = interval '0' and coalesce(u.holder, u.id) = u.id;
     if found then
         perform pgqueue._wake_if_waiting(q, at);
     end if;
@@ -451,32 +530,9 @@ begin
         perform pgqueue._do_maintenance(at);
     end if;
 
-    if delay > interval '0' or delays is not null then
-        with delayed as (
-            insert into pgqueue.scheduled_messages (
-                id, queue_name, due_at, enqueued_at, max_attempts, expires_at, message_id, payload, body, headers
-            )
-            select
-                d.id, q.name, pgqueue._clamp_due_at(pgqueue._add_interval(at, d.delay) + (d.n - 1) * interval '1 microsecond'),
-                at, q.max_attempts,
-                pgqueue._add_interval(at, expires_in), d.message_id, d.payload, d.body, d.headers
-            -- Each message gets a due time of its own. Claims continue at the last due time: with equal times they
-            -- would scan the dead index entries of all messages already taken.
-            from (
-                select u.id, u.payload, u.body, u.headers, u.message_id, w.delay,
-                    row_number() over (partition by w.delay order by u.id) as n
-                from unnest(ids, payloads, bodies, headers, message_ids, delays, holders)
-                    as u (id, payload, body, headers, message_id, delay, holder)
-                cross join lateral (select coalesce(u.delay, enqueue_batch.delay)) as w (delay)
-                where coalesce(u.holder, u.id) = u.id
-            ) d
-            where d.delay > interval '0'
-            returning scheduled_messages.due_at
-        )
-        select min(d.due_at) into due_at from delayed d;
-        if due_at is not null then
-            perform pgqueue._announce_due(q, due_at);
-        end if;
+    if delays is not null then
+        perform pgqueue._schedule_batch(
+            q, ids, holders, at, payloads, bodies, headers, message_ids, delays, expires_at);
     end if;
     return query select i from unnest(coalesce(holders, ids)) as i;
 end;

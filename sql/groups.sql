@@ -300,8 +300,8 @@ end;
 $$;
 comment on function pgqueue._walk_groups(pgqueue.queues, timestamptz, bigint, bigint, bigint, int) is
 'Visits the groups from one position to another and locks up to wanted of them. Returns the locked ones that can give a
-message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups that
-have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
+message (with a group_limit of one by the id of their first message, else by position), the messages of locked groups
+that have no attempts left or have expired, the number of locks, and where to go on; null at the end.';
 
 create or replace function pgqueue._claim_first_of_groups(q pgqueue.queues, at timestamptz, ids bigint[], wanted int)
 returns bigint[]

@@ -77,8 +77,7 @@ declare
     ready int;
     total int;
     some_came_back boolean;
-    ids bigint[];
-    stand_for bigint;
+    sample record;
 begin
     if max_records is null or max_records not between 1 and 10000 then
         perform pgqueue._raise_invalid('max_records', max_records::text, 'an integer from 1 to 10000');
@@ -94,8 +93,7 @@ begin
     from (
         select from pgqueue.scheduled_messages s
         where s.queue_name = q.name and s.due_at >= state.first_due_at and s.due_at <= at
-            and (s.expires_at is null or s.expires_at > at)
-            and not pgqueue._is_locked(s.xmax)
+            and (s.expires_at is null or s.expires_at > at) and not pgqueue._is_locked(s.xmax)
         order by s.due_at limit max_records
     ) r;
     if total < max_records then
@@ -143,16 +141,15 @@ begin
     end if;
     if some_came_back and total < max_records then
         -- Messages that came back can have ids that the query above skips.
-        select c.ids, c.stand_for into ids, stand_for
+        select c.* into sample
         from pgqueue._sample_requeued_ids(
             q.name, state.vacant_ids * int8multirange(int8range(null, fresh_from_id)), at, 400) c;
         select count(*) into ready
-        from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
+        from pgqueue.messages m, pgqueue._lookup_keys(q.name, sample.ids) k
         where pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
-            and pgqueue._is_ready(m, at)
-            and not pgqueue._is_locked(m.xmax);
+            and pgqueue._is_ready(m, at) and not pgqueue._is_locked(m.xmax);
         total := total + ready;
-        if total = 0 and stand_for > 1 then
+        if total = 0 and sample.stand_for > 1 then
             return 1;
         end if;
     end if;
