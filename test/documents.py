@@ -20,7 +20,7 @@ COMMENTS = {".sql": ("--",), ".spec": ("#", "--")}
 def files() -> Iterator[Path]:
     """The documents, the SQL written by hand, and the isolation specs."""
     yield from ROOT.glob("*.md")
-    yield from ROOT.glob("extension/doc/*.md")
+    yield from ROOT.glob("extension/doc/**/*.md")
     yield from ROOT.glob("test/isolation/specs/*.spec")
     for directory in ("sql", "python", "test"):
         for pattern in ("**/*.md", "**/*.sql"):

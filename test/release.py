@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -66,6 +67,30 @@ def edit(file: str, pattern: str, text: str) -> None:
     path.write_text(changed, encoding="utf-8")
 
 
+def home() -> str | None:
+    """The page of the repository, by the remote `origin`; None if that is not public."""
+    remote = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True).stdout
+    found = re.fullmatch(r"(?:https://|(?:ssh://)?git@)([\w.-]+)[:/](.+?)(?:\.git)?/?\n", remote)
+    return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def write_home() -> None:
+    """Write the page of the repository into the card of PGXN and the metadata of PyPI."""
+    url = home()
+    if url is None:
+        print('no home page: the remote "origin" has no public URL')
+        return
+    card = json.loads((ROOT / "META.json").read_text())
+    card["resources"] = {
+        "homepage": url,
+        "bugtracker": {"web": f"{url}/issues"},
+        "repository": {"url": f"{url}.git", "web": url, "type": "git"},
+    }
+    (ROOT / "META.json").write_text(json.dumps(card, indent=4) + "\n")
+    urls = f'[project.urls]\nHomepage = "{url}"\nIssues = "{url}/issues"\n\n'
+    edit("python/pyproject.toml", r"^(\[project\.urls\]\n(.+\n)*\n)?(?=\[project\.scripts\])", urls)
+
+
 def is_frozen(version: str) -> bool:
     """Whether the scripts of the version are those of a release."""
     return FROZEN.exists() and f"pgqueue--{version}.sql" in FROZEN.read_text()
@@ -111,6 +136,7 @@ def begin(version: str) -> None:
 
 def write_release(version: str) -> None:
     """Write the version, the date, and the checksums of the scripts, which never change from here on."""
+    write_home()
     write_version(version)
     edit("CHANGELOG.md", f"^## {re.escape(version)}$", f"## {version} ({datetime.now(UTC):%Y-%m-%d})")
     scripts = [ROOT / f"extension/pgqueue--{version}.sql", *sorted(ROOT.glob(f"extension/pgqueue--*--{version}.sql"))]
@@ -147,6 +173,10 @@ def build_artefacts(version: str) -> None:
     run(*build, cwd=ROOT / "python", SOURCE_DATE_EPOCH=epoch)
     name = f"pgqueue-{version}"
     run("git", "archive", f"--prefix={name}/", f"--output={OUT / name}.zip", "HEAD", *ARCHIVED.split())
+    with zipfile.ZipFile(OUT / f"{name}.zip") as archive:
+        provided = json.loads(archive.read(f"{name}/META.json"))["provides"]["pgqueue"]
+        if missing := {f"{name}/{provided[key]}" for key in ("file", "docfile")} - set(archive.namelist()):
+            raise Refused(f"{name}.zip lacks {', '.join(missing)}")
     run(python, "-m", "twine", "check", "--strict", *OUT.glob("*.whl"), *OUT.glob("*.tar.gz"))
     # The modules of Spark and pytest stand beside the package. A migration begins with a number: W004.
     options = ("--toplevel=pgqueue,pyspark_pgqueue.py,pytest_pgqueue.py", "--ignore=W004")

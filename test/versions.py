@@ -1,4 +1,5 @@
-"""Checks that all files have the same version, that commands install our package, and that META.json is valid for PGXN.
+"""Checks that all files have the same version and home page, that commands install our package, and that META.json is
+valid for PGXN.
 
 Standard library only.
 """
@@ -40,11 +41,14 @@ def disagreements(meta: dict[str, Any]) -> Iterator[str]:
     for place, found in places.items():
         if found != version:
             yield f"{place} has version {found}, pgqueue.control {version}"
+    homes = meta.get("resources", {}).get("homepage"), project.get("urls", {}).get("Homepage")
+    if homes[0] != homes[1]:
+        yield f"META.json has the home page {homes[0]}, python/pyproject.toml {homes[1]}"
 
 
 def other_names() -> Iterator[str]:
     """Yield a message for each command that would install the package of another author, which PyPI calls pgqueue."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "extension/doc").glob("*.md"), *(ROOT / "python").rglob("*.md")]
+    files = [*ROOT.glob("*.md"), *(ROOT / "extension/doc").rglob("*.md"), *(ROOT / "python").rglob("*.md")]
     for path in (*files, *(ROOT / "python/src").rglob("*.py")):
         for found in re.finditer(r"pip install [^`\n]*?[' ](pgqueue)(?![\w-])(?! of)", path.read_text()):
             if "uninstall" not in found[0]:
@@ -57,8 +61,9 @@ def faults(meta: dict[str, Any]) -> Iterator[str]:
         if not meta.get(key):
             yield f"META.json: {key} is required"
     for name, extension in meta["provides"].items():
-        if not extension.get("file") or not (ROOT / extension["file"]).exists():
-            yield f"META.json: provides.{name}.file does not exist"
+        for key in ("file", "docfile"):
+            if not extension.get(key) or not (ROOT / extension[key]).exists():
+                yield f"META.json: provides.{name}.{key} does not exist"
         if not SEMANTIC_VERSION.fullmatch(extension.get("version", "")):
             yield f"META.json: provides.{name}.version is not a semantic version"
     if not SEMANTIC_VERSION.fullmatch(meta["version"]):
@@ -69,6 +74,8 @@ def faults(meta: dict[str, Any]) -> Iterator[str]:
         yield "META.json: the license is postgresql"
     if meta.get("release_status", "stable") not in ("stable", "testing", "unstable"):
         yield "META.json: release_status is stable, testing or unstable"
+    if bad := [tag for tag in meta.get("tags", []) if not re.fullmatch(r"[^/\\\x00-\x1f]{2,255}", tag)]:
+        yield f"META.json: tags have 2 to 255 characters and no slash: {bad}"
     for phase, relations in meta.get("prereqs", {}).items():
         for relation, needed in relations.items():
             for name, least in needed.items():

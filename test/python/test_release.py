@@ -70,6 +70,7 @@ def test_a_release_is_refused_if_verify_fails(checkout: Checkout) -> None:
 
 @pytest.mark.long(part="release")
 def test_a_release_has_the_version_everywhere_and_its_scripts_never_change(checkout: Checkout) -> None:
+    checkout.git("remote", "set-url", "origin", "git@git.example.org:ann/pgqueue.git")
     done = checkout.release("9.0.0")
     assert done.returncode == 0, done.stderr
     assert checkout.git("describe") == "v9.0.0"
@@ -91,6 +92,8 @@ def test_a_release_has_the_version_everywhere_and_its_scripts_never_change(check
     subprocess.run([*install, site, *made.glob("*.whl")], check=True, capture_output=True)
     code = "import pgqueue, pgqueue._files as f; print(pgqueue.__version__, len(f.install_script()) > 1000)"
     environment = os.environ | {"PYTHONPATH": str(site)}
+    (metadata,) = site.glob("pgqueue_sql-9.0.0.dist-info/METADATA")
+    assert "Project-URL: Homepage, https://git.example.org/ann/pgqueue\n" in metadata.read_text(encoding="utf-8")
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert said.stdout == "9.0.0 True\n"
 
