@@ -1795,11 +1795,11 @@ comment on function pgqueue._install_key_lookup() is
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create function pgqueue._is_in_queue(message_kind bigint, queue_name text, kind bigint, name text)
+create function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text)
 returns boolean
 language sql immutable parallel safe
-as $$ select message_kind = kind and queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue(bigint, text, bigint, text) is
+as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
+comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';
@@ -5875,6 +5875,25 @@ comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
+create function pgqueue._group_position(m pgqueue.messages)
+returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._group_position(m.headers, m.id) $$;
+comment on function pgqueue._group_position(pgqueue.messages) is
+'The expression of the index on the positions. Inlined.';
+
+create function pgqueue._is_in_group(
+    m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
+)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
+$$;
+comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
+'Whether a message from first_id on belongs to the queue of this kind and name, and to the group at this position.
+Inlined to a search of the index on the positions.';
+
 create function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
 )
@@ -5927,9 +5946,7 @@ begin
         select count(*)
         from (
             select from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and m.attempt_count > 0 and m.visible_at > at
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w
     );
@@ -5948,9 +5965,7 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
         );
 end;
 $$;
@@ -5974,9 +5989,8 @@ begin
     foreach place in array positions loop
         claimed_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0
+                and (m.visible_at > at or not pgqueue._is_unclaimed(m))
         );
         places := least(q.group_limit, wanted - cardinality(candidate_ids));
         if claimed_ids <> '{}' then
@@ -5984,9 +5998,7 @@ begin
         end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
             order by m.id + 0 limit places
             for update skip locked
@@ -6025,9 +6037,8 @@ declare
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
-            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= fresh_from_id
+            and pgqueue._group_position(m) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
@@ -6040,9 +6051,8 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= first_id
-                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= first_id
+                and pgqueue._group_position(m) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
@@ -6075,9 +6085,8 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= state.first_id
-                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= state.first_id
+                and pgqueue._group_position(m) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
 end;
@@ -6112,12 +6121,12 @@ begin
         from walk w
         cross join lateral (
             select
-                pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                pgqueue._group_position(m) as position, m.id, m.visible_at,
                 pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) > w.position
-                and pgqueue._group_position(m.headers, m.id) < below_position
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._group_position(m) > w.position
+                and pgqueue._group_position(m) < below_position
                 -- PostgreSQL compares it in the index, so no row that was removed before is read.
                 and m.id + 0 >= first_id
             limit 1
@@ -6128,9 +6137,8 @@ begin
                 when s.visible_at <= at and not s.is_ready then s.id
                 when q.group_limit > 1 then (
                     select c.id from pgqueue.messages c
-                    where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                        and pgqueue._group_position(c.headers, c.id) = s.position
-                        and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                    where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                        and c.attempt_count > 0 and pgqueue._is_spent(c, at)
                     limit 1
                 )
             end as spent_id
@@ -6178,8 +6186,8 @@ begin
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
             and not exists (
                 select from pgqueue.messages c
-                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                where pgqueue._is_in_queue(c, q.kind, q.name)
+                    and pgqueue._group_position(c) = pgqueue._group_position(m)
                     and c.id + 0 > m.id and c.attempt_count > 0
                     and (
                         c.visible_at > at
@@ -6189,8 +6197,8 @@ begin
             )
             and not exists (
                 select from pgqueue.messages c
-                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                where pgqueue._is_in_queue(c, q.kind, q.name)
+                    and pgqueue._group_position(c) = pgqueue._group_position(m)
                     and c.id + 0 < m.id
                     and c.id + 0 >= coalesce(
                         (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
@@ -6198,7 +6206,7 @@ begin
             )
             and not (
                 q.on_dead = 'hold'
-                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
+                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m))
             )
         limit wanted for update of m skip locked
     );
@@ -6316,12 +6324,31 @@ comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
 The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
+create function pgqueue._level_position(m pgqueue.messages)
+returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
+comment on function pgqueue._level_position(pgqueue.messages) is
+'The expression of the index on the positions. Inlined.';
+
 create function pgqueue._level_start(level_position bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (level_position >> 59) << 59 $$;
 comment on function pgqueue._level_start(bigint) is
 'The lowest position of the priority to which a position belongs. Inlined.';
+
+create function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select pgqueue._is_in_queue(m, kind, name)
+        and pgqueue._level_position(m) >= from_position
+        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
+$$;
+comment on function pgqueue._is_in_level(pgqueue.messages, bigint, text, bigint) is
+'Whether a message belongs to the queue of this kind and name, has the priority of from_position, and stands there or
+after it. Inlined to a search of the index on the positions.';
 
 create function pgqueue._on_queue_created_priorities(q pgqueue.queues)
 returns void
@@ -6415,12 +6442,9 @@ begin
         select f.floor into oldest
         from unnest(floors) as f (floor)
         cross join lateral (
-            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            select pgqueue._level_position(m) as position
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit 1
         ) w
@@ -6437,12 +6461,9 @@ begin
         select r.id, r.position
         from unnest(floors) as f (floor)
         cross join lateral (
-            select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            select m.id, pgqueue._level_position(m) as position
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and m.id <> all (taken)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit wanted for update skip locked
@@ -6471,12 +6492,9 @@ begin
     perform setval(registers[(w.last >> 59) + 1], w.last + 1)
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
-        select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
+        select max(pgqueue._level_position(m)) as last
         from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-            < pgqueue._level_start(f.floor) + 576460752303423488
+        where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
     ) w
     where w.last is not null;
     return found;
@@ -6497,28 +6515,19 @@ begin
     -- The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
-            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            select pgqueue._level_position(m) from pgqueue.messages m
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and (pgqueue._is_ready(m, (select pgqueue._now())) or pgqueue._now() > at + interval '20 ms')
             limit 1
         ),
         (
-            select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) + 1 from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            select max(pgqueue._level_position(m)) + 1 from pgqueue.messages m
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         )))
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
         select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-            < pgqueue._level_start(f.floor) + 576460752303423488
+        where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         limit 1
     ) w
     where not w.is_ready;
@@ -6541,7 +6550,7 @@ begin
         registers[(min(w.position) >> 59) + 1],
         greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
     from (
-        select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+        select pgqueue._level_position(m) as position
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
@@ -6586,10 +6595,10 @@ declare
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m)
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
+                and pgqueue._level_position(m) < f.floor
                 and m.visible_at <= at
             limit 1000
         ) w
@@ -6674,11 +6683,11 @@ begin
             from (
                 select
                     m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
-                    pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                    pgqueue._level_position(m) as position
                 from pgqueue.messages m
-                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
-                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
+                where pgqueue._is_in_queue(m, q.kind, q.name)
+                    and pgqueue._level_position(m) >= next_position
+                    and pgqueue._level_position(m) < below_position
                 limit 1001
             ) w;
             if found_count > 1000 and span > 1 then
@@ -6892,7 +6901,7 @@ begin
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
     ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
+        where pgqueue._is_in_queue(m, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
             and m.attempt_count > 0 and m.visible_at > after
             and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     if returned_ids <> '{}' then
@@ -9907,7 +9916,7 @@ begin
         ) m
         where exists (
             select from pgqueue.messages c
-            where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
+            where pgqueue._is_in_queue(c, q.kind, q.name)
                 and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
         )
         order by m.id limit 10;

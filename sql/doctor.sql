@@ -354,7 +354,7 @@ begin
         ) m
         where exists (
             select from pgqueue.messages c
-            where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
+            where pgqueue._is_in_queue(c, q.kind, q.name)
                 and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id) and c.id > m.id
         )
         order by m.id limit 10;

@@ -14,6 +14,25 @@ comment on function pgqueue._group_position(jsonb, bigint) is
 'Where a message stands in the order in which claims visit a queue with groups: its id if it has no group, and from
 4611686018427387904 (2^62) on a hash of the group. Two groups with the same hash count as one. Inlined.';
 
+create or replace function pgqueue._group_position(m pgqueue.messages)
+returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._group_position(m.headers, m.id) $$;
+comment on function pgqueue._group_position(pgqueue.messages) is
+'The expression of the index on the positions. Inlined.';
+
+create or replace function pgqueue._is_in_group(
+    m pgqueue.messages, kind bigint, name text, place bigint, first_id bigint
+)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select pgqueue._is_in_queue(m, kind, name) and pgqueue._group_position(m) = place and m.id + 0 >= first_id
+$$;
+comment on function pgqueue._is_in_group(pgqueue.messages, bigint, text, bigint, bigint) is
+'Whether a message from first_id on belongs to the queue of this kind and name, and to the group at this position.
+Inlined to a search of the index on the positions.';
+
 create or replace function pgqueue._places_left(
     q pgqueue.queues, places int, claimed_ids bigint[], at timestamptz, wanted int
 )
@@ -66,9 +85,7 @@ begin
         select count(*)
         from (
             select from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and m.attempt_count > 0 and m.visible_at > at
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0 and m.visible_at > at
             limit q.group_limit
         ) w
     );
@@ -87,9 +104,7 @@ begin
         and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
         and exists (
             select from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
         );
 end;
 $$;
@@ -113,9 +128,8 @@ begin
     foreach place in array positions loop
         claimed_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and m.attempt_count > 0 and (m.visible_at > at or not pgqueue._is_unclaimed(m))
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and m.attempt_count > 0
+                and (m.visible_at > at or not pgqueue._is_unclaimed(m))
         );
         places := least(q.group_limit, wanted - cardinality(candidate_ids));
         if claimed_ids <> '{}' then
@@ -123,9 +137,7 @@ begin
         end if;
         candidate_ids := candidate_ids || array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) = place
-                and m.id + 0 >= first_id and pgqueue._is_ready(m, at)
+            where pgqueue._is_in_group(m, q.kind, q.name, place, first_id) and pgqueue._is_ready(m, at)
                 and not (q.on_dead = 'hold' and pgqueue._has_group_dead_letter(q.name, place))
             order by m.id + 0 limit places
             for update skip locked
@@ -164,9 +176,8 @@ declare
 begin
     candidate_ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._group_position(m.headers, m.id) >= fresh_from_id
-            and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+        where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= fresh_from_id
+            and pgqueue._group_position(m) < 4611686018427387904
             and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
         limit wanted for update skip locked
     );
@@ -179,9 +190,8 @@ begin
     if also_below or cardinality(candidate_ids) < wanted then
         visible_ids := array(
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= first_id
-                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= first_id
+                and pgqueue._group_position(m) < 4611686018427387904
                 and m.visible_at <= at and m.id <> all (candidate_ids)
             limit greatest(1000, wanted)
         );
@@ -214,9 +224,8 @@ begin
     perform setval(q.fresh_from_id, coalesce(
         (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) >= state.first_id
-                and pgqueue._group_position(m.headers, m.id) < 4611686018427387904
+            where pgqueue._is_in_queue(m, q.kind, q.name) and pgqueue._group_position(m) >= state.first_id
+                and pgqueue._group_position(m) < 4611686018427387904
             limit 1
         ), 4611686018427387904));
 end;
@@ -251,12 +260,12 @@ begin
         from walk w
         cross join lateral (
             select
-                pgqueue._group_position(m.headers, m.id) as position, m.id, m.visible_at,
+                pgqueue._group_position(m) as position, m.id, m.visible_at,
                 pgqueue._is_ready(m, at) as is_ready
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._group_position(m.headers, m.id) > w.position
-                and pgqueue._group_position(m.headers, m.id) < below_position
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._group_position(m) > w.position
+                and pgqueue._group_position(m) < below_position
                 -- PostgreSQL compares it in the index, so no row that was removed before is read.
                 and m.id + 0 >= first_id
             limit 1
@@ -267,9 +276,8 @@ begin
                 when s.visible_at <= at and not s.is_ready then s.id
                 when q.group_limit > 1 then (
                     select c.id from pgqueue.messages c
-                    where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                        and pgqueue._group_position(c.headers, c.id) = s.position
-                        and c.id + 0 >= first_id and c.attempt_count > 0 and pgqueue._is_spent(c, at)
+                    where pgqueue._is_in_group(c, q.kind, q.name, s.position, first_id)
+                        and c.attempt_count > 0 and pgqueue._is_spent(c, at)
                     limit 1
                 )
             end as spent_id
@@ -317,8 +325,8 @@ begin
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id) and pgqueue._is_ready(m, at)
             and not exists (
                 select from pgqueue.messages c
-                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                where pgqueue._is_in_queue(c, q.kind, q.name)
+                    and pgqueue._group_position(c) = pgqueue._group_position(m)
                     and c.id + 0 > m.id and c.attempt_count > 0
                     and (
                         c.visible_at > at
@@ -328,8 +336,8 @@ begin
             )
             and not exists (
                 select from pgqueue.messages c
-                where pgqueue._is_in_queue(c.kind, c.queue_name, q.kind, q.name)
-                    and pgqueue._group_position(c.headers, c.id) = pgqueue._group_position(m.headers, m.id)
+                where pgqueue._is_in_queue(c, q.kind, q.name)
+                    and pgqueue._group_position(c) = pgqueue._group_position(m)
                     and c.id + 0 < m.id
                     and c.id + 0 >= coalesce(
                         (select s.first_id from pgqueue.sweep_state s where s.queue_name = q.name), 1)
@@ -337,7 +345,7 @@ begin
             )
             and not (
                 q.on_dead = 'hold'
-                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m.headers, m.id))
+                and pgqueue._has_group_dead_letter(q.name, pgqueue._group_position(m))
             )
         limit wanted for update of m skip locked
     );

@@ -63,11 +63,11 @@ comment on function pgqueue._install_key_lookup() is
 
 do $$ begin perform pgqueue._install_key_lookup(); end $$;
 
-create or replace function pgqueue._is_in_queue(message_kind bigint, queue_name text, kind bigint, name text)
+create or replace function pgqueue._is_in_queue(m pgqueue.messages, kind bigint, name text)
 returns boolean
 language sql immutable parallel safe
-as $$ select message_kind = kind and queue_name || '' = name $$;
-comment on function pgqueue._is_in_queue(bigint, text, bigint, text) is
+as $$ select m.kind = _is_in_queue.kind and m.queue_name || '' = name $$;
+comment on function pgqueue._is_in_queue(pgqueue.messages, bigint, text) is
 'Whether a message belongs to the queue of this kind and name, in a form that only the further indexes of the kind have.
 A search by _group_position or _level_position finds the messages in the order of its index. An `order by` would sort
 all messages: the planner cannot know that only the partition with this index is left at run time. Inlined.';

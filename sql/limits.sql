@@ -133,7 +133,7 @@ begin
     -- In a queue with groups a message that waits for its retry stays in messages, without a token.
     ids := array(
         select m.id from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
+        where pgqueue._is_in_queue(m, q.kind, q.name) and m.id + 0 >= coalesce(first_id, 1)
             and m.attempt_count > 0 and m.visible_at > after
             and (m.claim_token is not null or m.claimed_attempt is distinct from m.attempt_count));
     if returned_ids <> '{}' then

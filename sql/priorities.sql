@@ -14,12 +14,31 @@ comment on function pgqueue._level_position(jsonb, bigint) is
 'Where a message stands in the order in which claims read a queue with priorities: (9 - priority) * 2^59 plus its place.
 The place is transport_seq or, if that is null, the id. A priority that is no number from 0 to 9 counts as 0. Inlined.';
 
+create or replace function pgqueue._level_position(m pgqueue.messages)
+returns bigint
+language sql immutable parallel safe
+as $$ select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) $$;
+comment on function pgqueue._level_position(pgqueue.messages) is
+'The expression of the index on the positions. Inlined.';
+
 create or replace function pgqueue._level_start(level_position bigint)
 returns bigint
 language sql immutable parallel safe
 as $$ select (level_position >> 59) << 59 $$;
 comment on function pgqueue._level_start(bigint) is
 'The lowest position of the priority to which a position belongs. Inlined.';
+
+create or replace function pgqueue._is_in_level(m pgqueue.messages, kind bigint, name text, from_position bigint)
+returns boolean
+language sql immutable parallel safe
+as $$
+    select pgqueue._is_in_queue(m, kind, name)
+        and pgqueue._level_position(m) >= from_position
+        and pgqueue._level_position(m) < pgqueue._level_start(from_position) + 576460752303423488
+$$;
+comment on function pgqueue._is_in_level(pgqueue.messages, bigint, text, bigint) is
+'Whether a message belongs to the queue of this kind and name, has the priority of from_position, and stands there or
+after it. Inlined to a search of the index on the positions.';
 
 create or replace function pgqueue._on_queue_created_priorities(q pgqueue.queues)
 returns void
@@ -113,12 +132,9 @@ begin
         select f.floor into oldest
         from unnest(floors) as f (floor)
         cross join lateral (
-            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            select pgqueue._level_position(m) as position
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit 1
         ) w
@@ -135,12 +151,9 @@ begin
         select r.id, r.position
         from unnest(floors) as f (floor)
         cross join lateral (
-            select m.id, pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+            select m.id, pgqueue._level_position(m) as position
             from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and m.id <> all (taken)
                 and (pgqueue._is_ready(m, at) or m.visible_at <= at and pgqueue._is_walk_over(at))
             limit wanted for update skip locked
@@ -169,12 +182,9 @@ begin
     perform setval(registers[(w.last >> 59) + 1], w.last + 1)
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
-        select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) as last
+        select max(pgqueue._level_position(m)) as last
         from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-            < pgqueue._level_start(f.floor) + 576460752303423488
+        where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
     ) w
     where w.last is not null;
     return found;
@@ -195,28 +205,19 @@ begin
     -- The time is read in this statement. At an earlier time, messages that were sent since would not be ready.
     perform setval(registers[(f.floor >> 59) + 1], coalesce(
         (
-            select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            select pgqueue._level_position(m) from pgqueue.messages m
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
                 and (pgqueue._is_ready(m, (select pgqueue._now())) or pgqueue._now() > at + interval '20 ms')
             limit 1
         ),
         (
-            select max(pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))) + 1 from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-                < pgqueue._level_start(f.floor) + 576460752303423488
+            select max(pgqueue._level_position(m)) + 1 from pgqueue.messages m
+            where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         )))
     from unnest(pgqueue._level_floors(registers)) as f (floor)
     cross join lateral (
         select pgqueue._is_ready(m, (select pgqueue._now())) as is_ready from pgqueue.messages m
-        where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= f.floor
-            and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
-            < pgqueue._level_start(f.floor) + 576460752303423488
+        where pgqueue._is_in_level(m, q.kind, q.name, f.floor)
         limit 1
     ) w
     where not w.is_ready;
@@ -239,7 +240,7 @@ begin
         registers[(min(w.position) >> 59) + 1],
         greatest(1, least(pgqueue._register_value(registers[(min(w.position) >> 59) + 1]), min(w.position))))
     from (
-        select pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+        select pgqueue._level_position(m) as position
         from pgqueue.messages m, pgqueue._lookup_keys(q.name, ids) k
         where m.kind = q.kind and pgqueue._matches_key(m.queue_name, m.id, q.name, k.names, k.ids, k.id)
     ) w
@@ -284,10 +285,10 @@ declare
         from unnest(pgqueue._level_floors(pgqueue._level_registers(q))) as f (floor)
         cross join lateral (
             select m.id from pgqueue.messages m
-            where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id))
+            where pgqueue._is_in_queue(m, q.kind, q.name)
+                and pgqueue._level_position(m)
                 >= greatest(pgqueue._level_start(f.floor), f.floor - recent_count)
-                and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < f.floor
+                and pgqueue._level_position(m) < f.floor
                 and m.visible_at <= at
             limit 1000
         ) w
@@ -372,11 +373,11 @@ begin
             from (
                 select
                     m.id, m.visible_at, pgqueue._is_spent(m, at) as is_spent,
-                    pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) as position
+                    pgqueue._level_position(m) as position
                 from pgqueue.messages m
-                where pgqueue._is_in_queue(m.kind, m.queue_name, q.kind, q.name)
-                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) >= next_position
-                    and pgqueue._level_position(m.headers, coalesce(m.transport_seq, m.id)) < below_position
+                where pgqueue._is_in_queue(m, q.kind, q.name)
+                    and pgqueue._level_position(m) >= next_position
+                    and pgqueue._level_position(m) < below_position
                 limit 1001
             ) w;
             if found_count > 1000 and span > 1 then
