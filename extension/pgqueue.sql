@@ -14915,7 +14915,7 @@ create function pgqueue.create_result(
     queue_name pgqueue.queue_of_producer, id bigint, message_id uuid, task jsonb default null,
     expires_in interval default '14 days'
 )
-returns void
+returns timestamptz
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set jit = off
@@ -14935,14 +14935,15 @@ begin
     values (
         q.name, create_result.id, create_result.message_id, create_result.task, at,
         pgqueue._add_interval(at, create_result.expires_in), create_result.expires_in);
+    return at;
 end;
 $$;
 comment on function pgqueue.create_result(pgqueue.queue_of_producer, bigint, uuid, jsonb, interval) is
-'Creates the result of a message, with the status ready. Call it in the transaction of enqueue, with the id that it has
-returned. message_id, by which get_result finds it, is that of the message, or another UUID that no result has. task is
-for the program that reads the result, such as the name of a function and its arguments; it has at most
-max_payload_bytes. expires_in, from 0 to 3652.5 days, counts from the end of the message. Raises 22023, 23505 (the
-message or message_id has a result), PQ001, PQ003.';
+'Creates the result of a message, with the status ready, and returns its enqueued_at. Call it in the transaction of
+enqueue, with the id that it has returned. message_id, by which get_result finds it, is that of the message, or another
+UUID that no result has. task is for the program that reads the result, such as the name of a function and its
+arguments; it has at most max_payload_bytes. expires_in, from 0 to 3652.5 days, counts from the end of the message.
+Raises 22023, 23505 (the message or message_id has a result), PQ001, PQ003.';
 
 create function pgqueue.update_result(
     queue_name pgqueue.queue_of_consumer, id bigint, status text, value jsonb default null, error jsonb default null,

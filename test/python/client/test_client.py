@@ -247,7 +247,8 @@ def test_enqueue_batch_keeps_order_headers_and_ids(queue: Any) -> None:
 
 def test_a_result_is_written_with_the_acknowledgement(client: Client, queue: Any, connection: Any, name: str) -> None:
     message_id = uuid4()
-    queue.create_result(queue.enqueue(1, message_id=message_id), message_id, {"name": "f"}, timedelta(days=1))
+    number = queue.enqueue(1, message_id=message_id)
+    enqueued_at = queue.create_result(number, message_id, {"name": "f"}, timedelta(days=1))
     (message,) = queue.claim()
     queue.update_result(message.id, "running", worker="here")
     beside = pgqueue.Queue(connection, name)
@@ -256,6 +257,7 @@ def test_a_result_is_written_with_the_acknowledgement(client: Client, queue: Any
         beside.update_result(message.id, "successful", value=[1])
     result = client.queues.get_result(message_id)
     assert (result.status, result.task, result.value, result.workers) == ("running", {"name": "f"}, None, ["here"])
+    assert result.enqueued_at == enqueued_at
     assert queue.ack(message.id, message.claim_token)
     done = queue.update_result(message.id, "successful", value=[1])
     assert (done.status, done.value, done.expires_at - done.finished_at) == ("successful", [1], timedelta(days=1))

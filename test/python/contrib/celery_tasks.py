@@ -14,7 +14,9 @@ import pgqueue.contrib.celery as pgqueue_celery
 assert pgqueue_celery  # its import makes the scheme known
 
 app = Celery("shop", broker=os.environ.get("BROKER_URL"), backend="rpc://")
-app.conf.update(broker_connection_retry_on_startup=True, **ast.literal_eval(os.environ.get("SETTINGS", "{}")))
+settings = ast.literal_eval(os.environ.get("SETTINGS", "{}"))
+is_later = settings.pop("is_later", False)  # a later version of the app has one task more
+app.conf.update(broker_connection_retry_on_startup=True, **settings)
 
 
 def write(*words: object) -> None:
@@ -55,3 +57,10 @@ def requeued(self: Any) -> bool:
 @app.task(acks_late=True)  # type: ignore[untyped-decorator]
 def rejected() -> None:
     raise Reject("never")
+
+
+if is_later:
+
+    @app.task  # type: ignore[untyped-decorator]
+    def added_later(number: int) -> None:
+        write("later", number)

@@ -1,15 +1,21 @@
 """Workers of Celery that end, lose the server, or hold many tasks; and other pools."""
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
-from celeries import Worker, shop, worker
+from celeries import Worker, broker_url, shop, worker
 from clients import PATIENCE, wait_for
 
 import pgqueue
@@ -141,6 +147,70 @@ def test_a_worker_reconnects_each_time_its_connections_are_ended(
             task = app.send_task("celery_tasks.sleep", (0,), ignore_result=True)
             wait_for_line(running, f"end {task.id}")
         wait_for(lambda: app.control.ping(destination=[running.name], timeout=2))
+
+
+def test_two_versions_of_an_app_share_a_queue(
+    app: Any, database: str, name: str, tmp_path: Path, connection: psycopg.Connection[Any]
+) -> None:
+    """A task that only the later version knows is a dead letter of the earlier one, and runs after a redrive."""
+    queue = pgqueue.Queue(connection, name)
+    settings: dict[str, Any] = {"task_default_queue": name, "task_acks_late": True}
+
+    def send(number: int) -> None:
+        app.send_task("celery_tasks.added_later", (number,), ignore_result=True)
+
+    with worker(database, tmp_path, "-c", "1", **settings):
+        send(0)
+        [dead] = wait_for(queue.browse_dead_messages)
+        assert dead.reason == "rejected"
+        with worker(database, tmp_path, "-c", "1", is_later=True, **settings) as later:
+            sums = []
+            for number in range(1, 10):
+                send(number)
+                sums.append(app.send_task("celery_tasks.add", (number, 1)))
+            assert [each.get(timeout=PATIENCE) for each in sums] == list(range(2, 11))
+            # A redrive reaches either worker.
+            wait_for(lambda: queue.redrive() == 0 and len(later.lines()) == 10)
+            assert sorted(later.lines()) == [f"later {number}" for number in range(10)]
+
+
+def test_flower_shows_workers_and_tasks_and_sends_some(database: str, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("flower")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--address=127.0.0.1", f"--port={port}"]
+    variables = {
+        "BROKER_URL": broker_url(database),
+        "SETTINGS": repr({"task_default_queue": name}),
+        "FLOWER_UNAUTHENTICATED_API": "true",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    with worker(database, tmp_path, "-c", "1", "-E", task_default_queue=name) as running:
+        command = [sys.executable, "-m", "celery", "-A", "celery_tasks", "flower", *options]
+        with (tmp_path / "flower.log").open("wb") as log:
+            flower = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=log)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+
+                def get(path: str) -> Any:
+                    with suppress(httpx.ConnectError):
+                        return client.get(path).raise_for_status().json()
+
+                wait_for(lambda: get("/api/workers?refresh=1"))
+                assert get("/api/workers")[running.name]["active_queues"][0]["name"] == name
+                done = client.post("/api/task/apply/celery_tasks.add", json={"args": [20, 3]}).raise_for_status().json()
+                assert (done["state"], done["result"]) == ("SUCCESS", 23)
+                wait_for(lambda: get("/api/tasks").get(done["task-id"], {}).get("state") == "SUCCESS")
+                revoked = client.post("/api/worker/pool/grow/" + running.name, data={"n": 1}).raise_for_status()
+                assert "Growing" in revoked.text
+                assert client.get("/broker").status_code == 200
+        except BaseException:
+            print((tmp_path / "flower.log").read_text())
+            raise
+        finally:
+            flower.terminate()
+            flower.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo", "gevent"])

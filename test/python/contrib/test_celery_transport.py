@@ -11,6 +11,7 @@ from celeries import Collecting, broker_of, broker_url, drain, drain_all, shop
 from clients import wait_for
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.exceptions import ChannelError
@@ -101,6 +102,17 @@ def test_at_most_the_prefetch_count_is_held_and_what_is_held_is_released_without
             assert stored.stats().inflight_messages == 2
         consumer.messages[1].ack(multiple=True)  # Those that were delivered before it, too: none.
     assert [(m.attempt_count, bytes(m.body or b"")) for m in stored.browse()] == [(0, b"2"), (0, b"3"), (0, b"4")]
+
+
+def test_a_consumer_that_began_before_its_event_loop_gets_messages(database: str, name: str) -> None:
+    queue = Queue(name)
+    hub = Hub()
+    with broker_of(database) as broker, Collecting(broker, queue, prefetch=1) as consumer:
+        send(broker, "x", queue)
+        broker.register_with_event_loop(hub)
+        wait_for(lambda: hub.run_once() or consumer.messages)
+        hub.close()
+        consumer.messages[0].ack()
 
 
 def test_a_requeued_message_is_redelivered_and_a_rejected_one_is_a_dead_letter(

@@ -7,6 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from suites import dsn, run, suites
+
+__all__ = ["dsn", "suites"]
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("test/python/contrib/test_django.py", "test/python/contrib/test_django_tasks.py")
@@ -35,17 +38,32 @@ def requirements() -> list[str]:
     return ["django>=6,<7", "psutil", *(line for line in [*own, *tools] if not line.startswith("pgqueue-sql["))]
 
 
-@pytest.mark.long(part="consumer")
-def test_all_holds_with_django_6(server: str, tmp_path: Path) -> None:
-    python = interpreter()
-    if sys.version_info >= (3, 12) or python is None:
-        pytest.skip("Python 3.12 runs the tests with Django 6 anyway" if python else "there is no Python 3.12")
-    subprocess.run([python, "-m", "venv", tmp_path], check=True)
-    own = str(tmp_path / "bin/python")
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with Django 6."""
+    found = interpreter()
+    if sys.version_info >= (3, 12) or found is None:
+        pytest.skip("Python 3.12 runs the tests with Django 6 anyway" if found else "there is no Python 3.12")
+    home = tmp_path_factory.mktemp("django")
+    subprocess.run([found, "-m", "venv", home], check=True)
+    own = str(home / "bin/python")
     subprocess.run([own, "-m", "pip", "install", "--quiet", *requirements()], check=True)
     version = subprocess.run([own, "-m", "django", "--version"], check=True, capture_output=True, text=True).stdout
     assert version.startswith("6.")
+    return own
+
+
+@pytest.mark.long(part="consumer")
+def test_all_holds_with_django_6(server: str, python: str) -> None:
     left = {name: text for name, text in os.environ.items() if not name.startswith(("PYTEST", "DJANGO", "PGQUEUE"))}
     variables = left | {"PGQUEUE_TEST_DSN": server, "PYTHONPATH": str(ROOT / "python/src")}
     words = ["-m", "pytest", "-q", "-c", "python/pyproject.toml", "--rootdir", ".", "-p", "no:cacheprovider"]
-    subprocess.run([own, *words, *FILES], cwd=ROOT, env=variables, check=True)
+    subprocess.run([python, *words, *FILES], cwd=ROOT, env=variables, check=True)
+
+
+@pytest.mark.long(part="consumer")
+def test_the_tests_of_django_pass(suites: Path, dsn: str, python: str) -> None:
+    home = next(suites.glob("django-*")) / "tests"
+    paths = {"PYTHONPATH": str(ROOT / "python/src"), "DJANGO_ALLOW_ASYNC_UNSAFE": "1"}
+    outcomes = run(home, dsn, "--pyargs", "django_suites", python=python, **paths)
+    assert (len(outcomes), set(outcomes.values())) == (54, {"passed"})

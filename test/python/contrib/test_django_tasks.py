@@ -152,6 +152,17 @@ def test_a_task_without_an_outcome_has_failed_when_its_message_is_gone() -> None
     assert (result.status, result.errors[0].exception_class) == ("FAILED", OutcomeMissing)
 
 
+def test_a_task_of_a_later_version_is_repeated_until_a_worker_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = tasks.add.enqueue(1)
+    with monkeypatch.context() as earlier:
+        earlier.delattr(tasks, "add")
+        with task_consumer(task_backends["default"], ["default"]) as consumer:
+            wait_for(lambda: consumer.stats.failed)
+    run()
+    result.refresh()
+    assert (result.return_value, result.errors[0].exception_class) == (3, ImportError)
+
+
 def test_what_a_task_returns_must_be_json() -> None:
     result = tasks.return_object.enqueue()
     run()

@@ -540,6 +540,7 @@ def test_handlers_on_many_threads_have_sessions_of_their_own(
 def test_all_of_this_works_with_sqlalchemy_2_0(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
     subprocess.run([*install, "sqlalchemy>=2.0,<2.1"], check=True)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # The tests below run in one process.
     monkeypatch.setenv("PGQUEUE_TEST_DSN", server)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     project = Path(__file__).parents[3] / "python"

@@ -199,6 +199,7 @@ class Transport(virtual.Transport):
         """Consume in the event loop of a worker."""
         self._loop = loop
         self._join_loop()
+        self.waiter.ring()  # Consumers can have begun before.
 
     def _join_loop(self) -> None:
         if self._loop is not None:

@@ -100,12 +100,12 @@ class PgqueueBackend(BaseTaskBackend):
                 message_id=message_id,
                 priority=(task.priority + 100) * 9 // 200,
             )
-            tasks.create_result(number, message_id, work, self.expires_in)
+            enqueued_at = tasks.create_result(number, message_id, work, self.expires_in)
         result = TaskResult(
             task=task,
             id=str(message_id),
             status=TaskResultStatus.READY,
-            enqueued_at=_in_time_zone(now),
+            enqueued_at=_in_time_zone(enqueued_at),
             started_at=None,
             finished_at=None,
             last_attempted_at=None,
@@ -218,10 +218,13 @@ def _note_failure(backend: PgqueueBackend, failure: Failure) -> None:
     }
     found = queue(message.queue_name, backend.database).update_result(message.id, "ready", error=note)
     if found is not None:
-        transaction.on_commit(partial(_tell_if_failed, backend, found.message_id), using=backend.database)
+        transaction.on_commit(partial(_tell_if_failed, backend, found.message_id, error), using=backend.database)
 
 
-def _tell_if_failed(backend: PgqueueBackend, message_id: UUID) -> None:
+def _tell_if_failed(backend: PgqueueBackend, message_id: UUID, error: BaseException) -> None:
     result = backend.get_result(str(message_id))
     if result.status == TaskResultStatus.FAILED:
-        task_finished.send_robust(type(backend), task_result=result)
+        try:
+            raise error  # Receivers, such as the log of Django, look for the exception that is handled.
+        except type(error):
+            task_finished.send_robust(type(backend), task_result=result)

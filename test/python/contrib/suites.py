@@ -1,0 +1,63 @@
+"""Tests of other projects, unchanged, from their source distributions in .cache/brokers."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psycopg
+import pytest
+from commands import NewDatabase
+
+import pgqueue
+
+__all__ = ["SUITES", "dsn", "run", "suites"]
+
+SUITES = Path(__file__).parents[3] / ".cache/brokers"
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> Path:
+    """The source distributions, unpacked."""
+    if not SUITES.exists():
+        pytest.skip("the source distributions are missing: make test-long-tools")
+    for archive in SUITES.glob("*.tar.gz"):
+        with tarfile.open(archive) as tar:
+            wanted = [each for each in tar if not each.name.startswith("django-") or "/tests/tasks/" in each.name]
+            tar.extractall(tmp_path, wanted, filter="data")
+    return tmp_path
+
+
+@pytest.fixture
+def dsn(empty_database: NewDatabase) -> str:
+    dsn = empty_database()
+    with psycopg.connect(dsn) as connection:
+        pgqueue.install(connection)
+    return dsn
+
+
+def run(home: Path, dsn: str, *words: str, python: str = sys.executable, **variables: str) -> dict[str, str]:
+    """Run tests in a process of their own. Returns the outcome of each: passed, skipped or failed."""
+    environment = os.environ | variables | {"DATABASE": dsn}
+    paths = [str(home), str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    report = home / "report.xml"
+    options = ["-q", "-c", os.devnull, "--rootdir", str(home), "-o", "python_classes=test_*", f"--junit-xml={report}"]
+    plugins = ["-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [python, "-m", "pytest", *options, *plugins, *words],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout[-20_000:], done.stderr)
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        ends = {end.tag for end in case}
+        outcome = "failed" if ends & {"failure", "error"} else "skipped" if "skipped" in ends else "passed"
+        found[f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"] = outcome
+    return found

@@ -1,0 +1,113 @@
+"""The tests of kombu, Celery and django-tasks-db; test_django_6.py has those of Django."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import django
+import pytest
+from celeries import broker_url
+from clients import wait_for
+from suites import SUITES, dsn, run, suites
+
+__all__ = ["dsn", "suites"]
+
+pytestmark = pytest.mark.long(part="brokers")
+KOMBU = """
+import os
+import kombu
+import psycopg
+import pytest
+import pgqueue
+import pgqueue.contrib.celery
+from t.integration import common
+
+@pytest.fixture
+def connection():
+    with psycopg.connect(os.environ["DATABASE"], autocommit=True) as connection:
+        for queue in pgqueue.Queues(connection).list_queues():
+            pgqueue.Queue(connection, queue.name).drop_queue()
+    return kombu.Connection(os.environ["TEST_BROKER"])
+
+@pytest.fixture
+def failover_connection(connection):
+    # The port is given, because the transport parses the URL, and kombu does so after a failover only.
+    return kombu.Connection("pgqueue://localhost:1/none;" + os.environ["TEST_BROKER"], port=1)
+
+@pytest.fixture
+def invalid_connection():
+    return kombu.Connection("pgqueue://nobody@localhost:1/none")
+
+class test_basic(common.BasicFunctionality): pass
+class test_exchanges(common.BaseExchangeTypes): pass
+class test_messages(common.BaseMessage): pass
+class test_time_to_live(common.BaseTimeToLive): pass
+class test_priority(common.BasePriority): pass
+class test_event_loop(common.BaseEventLoop): pass
+class test_failover(common.BaseFailover): pass
+"""
+# Tests of Celery that fail with Redis as the broker, too.
+FAILURES: dict[str, set[str]] = {
+    "test_canvas.py": set(),
+    "test_inspect.py": set(),
+    "test_security.py": set(),
+    "test_tasks.py": {"test_trace_log_arguments"},  # they want log records that this pytest does not collect
+}
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[int]:
+    """The port of a server of Redis, in which Celery's tests look for results."""
+    root = SUITES / "root"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    libraries = {str(path.parent) for path in root.rglob("*.so*")}
+    with (tmp_path / "redis.log").open("wb") as log:
+        server = subprocess.Popen(
+            [root / "usr/bin/redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
+            stdout=log,
+            env=os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries))},
+        )
+    try:
+        wait_for(lambda: "eady to accept" in (tmp_path / "redis.log").read_text())
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_kombus_integration_tests_pass(suites: Path, dsn: str) -> None:
+    [home] = suites.glob("kombu-*")
+    (home / "test_pgqueue.py").write_text(KOMBU)
+    outcomes = run(home, dsn, "test_pgqueue.py", TEST_BROKER=broker_url(dsn))
+    assert (len(outcomes), set(outcomes.values())) == (47, {"passed"})
+
+
+@pytest.mark.parametrize("file", FAILURES)
+def test_celerys_integration_tests_pass_as_with_redis(suites: Path, dsn: str, redis: int, file: str) -> None:
+    [home] = suites.glob("celery-*")
+    (home / "pgqueue_alias.py").write_text("import pgqueue.contrib.celery\n")
+    words = ["-p", "pgqueue_alias", "-p", "celery.contrib.pytest", f"t/integration/{file}"]
+    at = f"redis://127.0.0.1:{redis}"
+    backend = {"TEST_BACKEND": at, "REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis)}
+    outcomes = run(home, dsn, *words, TEST_BROKER=broker_url(dsn), **backend)
+    assert "passed" in outcomes.values() or file == "test_security.py"
+    failed = {test for test, outcome in outcomes.items() if outcome == "failed"}
+    assert {test.partition("::")[2].partition("[")[0] for test in failed} == FAILURES[file]
+    if failed:
+        names = [f"t/integration/{file}::{test}" for test in sorted(failed)]
+        assert set(run(home, dsn, *words[:-1], *names, TEST_BROKER=at, **backend).values()) == {"failed"}
+
+
+def test_the_tests_of_django_tasks_db_pass(suites: Path, dsn: str) -> None:
+    [home] = suites.glob("django_tasks_db-*")
+    (home / "tests/__init__.py").touch()
+    # The distribution lacks the tasks. Those of Django are the same.
+    tasks = next(suites.glob("django-*/tests/tasks/tasks.py")).read_text().replace("This Task", "This task")
+    package = "django.tasks" if django.VERSION >= (6,) else "django_tasks"
+    (home / "tests/tasks.py").write_text(tasks.replace("django.tasks", package))
+    outcomes = run(home, dsn, "--pyargs", "django_suites", APPS="django_tasks_db", DJANGO_ALLOW_ASYNC_UNSAFE="1")
+    assert (len(outcomes), set(outcomes.values())) == (30, {"passed"})
