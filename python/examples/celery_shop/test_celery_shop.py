@@ -22,7 +22,7 @@ def test_an_order_and_its_task_commit_together_and_a_worker_ships_it(
     with psycopg.connect(pgqueue_dsn) as caller:
         shop.place(caller, "pen")
         caller.rollback()
-    pools.reset()  # type: ignore[no-untyped-call]
+    pools.reset()
     assert pgqueue.Queue(pgqueue_connection, "shipping").stats().ready_messages == 1
     command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "-P", "solo", "--without-mingle"]
     with subprocess.Popen(command, cwd=PROGRAM.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as worker:
