@@ -998,7 +998,7 @@ create table pgqueue.transports (
     next_at timestamptz not null default '-infinity',
     settled_seq bigint not null default 0,
     bound_seq bigint not null default 0,
-    writers text[] not null default '{}'
+    bound_id bigint not null default 0
 );
 alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
@@ -1011,8 +1011,9 @@ comment on column pgqueue.transports.head is
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
-sweep_state.';
+'No running transaction has taken a transport_seq up to this one.';
+comment on column pgqueue.transports.bound_id is
+'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
 
 create table pgqueue.results (
     queue_name text collate "C" not null,
@@ -12697,39 +12698,8 @@ language sql volatile
 as $$ delete from pgqueue.subscriptions s where s.queue_name = q.name $$;
 comment on function pgqueue._on_queue_dropping_topics(pgqueue.queues) is
 'Deletes the subscriptions of the queue.';
--- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
--- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
--- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
-
-create function pgqueue._raise_schedule_not_found(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ011',
-        message = format('schedule %s does not exist', coalesce(quote_literal(left(name, 200)), 'null')),
-        hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
-end;
-$$;
-comment on function pgqueue._raise_schedule_not_found(text) is
-'Raises PQ011 schedule_not_found.';
-
-create function pgqueue._raise_schedule_exists(name text)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    raise exception using
-        errcode = 'PQ012',
-        message = format('schedule %L already exists', name),
-        hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
-end;
-$$;
-comment on function pgqueue._raise_schedule_exists(text) is
-'Raises PQ012 schedule_exists.';
+-- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
+-- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
 
 create function pgqueue._refuse_cron(cron text, problem text)
 returns void
@@ -12744,122 +12714,80 @@ $$;
 comment on function pgqueue._refuse_cron(text, text) is
 'Raises 22023 for a cron expression. The hint says what is wrong with it.';
 
-create function pgqueue._cron_fields(cron text)
-returns text[]
-language sql immutable parallel safe
-as $$
-    select regexp_split_to_array(
-        -- Other collations, such as that of Turkish, have other lower case letters.
-        case lower(trim(cron) collate "C")
-            when '@hourly' then '0 * * * *'
-            when '@daily' then '0 0 * * *'
-            when '@midnight' then '0 0 * * *'
-            when '@weekly' then '0 0 * * 0'
-            when '@monthly' then '0 0 1 * *'
-            when '@yearly' then '0 0 1 1 *'
-            when '@annually' then '0 0 1 1 *'
-            else lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C")
-        end, '[[:space:]]+')
-$$;
-comment on function pgqueue._cron_fields(text) is
-'The fields of a cron expression in lower case, not checked.';
-
-create function pgqueue._cron_values(cron text, field text, least_value int, most_value int, names text[])
-returns int[]
+create function pgqueue._parse_cron(
+    cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
+    out is_fixed boolean, out needs_both boolean
+)
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    part text;
-    parsed text[];
-    first_value int;
-    last_value int;
-    step int;
-    found_values int[] := '{}'::int[];
-begin
-    foreach part in array string_to_array(field, ',') loop
-        -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
-        parsed := regexp_match(part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$');
-        if parsed is null then
-            perform pgqueue._refuse_cron(cron, format('%L is not a value, a range or a step', part));
-        end if;
-        step := coalesce(parsed[4]::int, 1);
-        first_value := case
-            when parsed[1] is not null then least_value
-            when parsed[2] ~ '^[0-9]' then parsed[2]::int
-            else array_position(names, parsed[2]) - 1 + least_value
-        end;
-        last_value := case
-            -- As in 5/15: from 5 on.
-            when parsed[1] is not null or parsed[3] is null and parsed[4] is not null then most_value
-            when parsed[3] is null then first_value
-            when parsed[3] ~ '^[0-9]' then parsed[3]::int
-            else array_position(names, parsed[3]) - 1 + least_value
-        end;
-        if first_value is null or last_value is null then
-            perform pgqueue._refuse_cron(cron, format('%L has an unknown name', part));
-        end if;
-        if step = 0 or first_value < least_value or last_value > most_value or first_value > last_value then
-            perform pgqueue._refuse_cron(
-                cron, format('%L is not within %s to %s, ascending, with a step of at least 1', part, least_value, most_value));
-        end if;
-        found_values := found_values || array(select generate_series(first_value, last_value, step));
-    end loop;
-    return array(select distinct v from unnest(found_values) as v order by v);
-end;
-$$;
-comment on function pgqueue._cron_values(text, text, int, int, text[]) is
-'The values that one field of a cron expression allows, in order. names are the names of the values from least_value
-on. Raises 22023.';
-
-create function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
-returns timestamptz
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    fields constant text[] := pgqueue._cron_fields(cron);
-    minutes int[];
-    hours int[];
-    days int[];
-    months int[];
-    weekdays int[];
-    -- Fixed times have rules of their own where daylight saving time skips or repeats an hour: see _first_tick_of_day.
-    is_fixed constant boolean := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
-    -- Whether a day must match both fields, because one of them begins with *. Otherwise one match is enough.
-    needs_both constant boolean := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
-    -- The day before can have ticks after this moment, if its last hour is repeated.
-    day date := (after at time zone time_zone)::date - 1;
-    last_day constant date := day + 15000;
-    is_day boolean;
-    is_weekday boolean;
-    tick timestamptz;
+    -- Other collations, such as that of Turkish, have other lower case letters.
+    trimmed constant text := lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C");
+    fields constant text[] := regexp_split_to_array(case trimmed
+        when '@hourly' then '0 * * * *'
+        when '@daily' then '0 0 * * *'
+        when '@midnight' then '0 0 * * *'
+        when '@weekly' then '0 0 * * 0'
+        when '@monthly' then '0 0 1 * *'
+        when '@yearly' then '0 0 1 1 *'
+        when '@annually' then '0 0 1 1 *'
+        else trimmed
+    end, '[[:space:]]+');
+    problem text;
 begin
     if cardinality(fields) is distinct from 5 then
         perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
     end if;
-    minutes := pgqueue._cron_values(cron, fields[1], 0, 59, '{}');
-    hours := pgqueue._cron_values(cron, fields[2], 0, 23, '{}');
-    days := pgqueue._cron_values(cron, fields[3], 1, 31, '{}');
-    months := pgqueue._cron_values(cron, fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}');
-    weekdays := pgqueue._cron_values(cron, fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}');
-    weekdays := array(select w % 7 from unnest(weekdays) as w);
-
-    -- February 29 on a given weekday can be 40 years away.
-    while tick is null and day < last_day loop
-        is_day := date_part('day', day)::int = any (days);
-        is_weekday := date_part('dow', day)::int = any (weekdays);
-        if date_part('month', day)::int = any (months) and (is_day and is_weekday or not needs_both and (is_day or is_weekday)) then
-            tick := pgqueue._first_tick_of_day(day, minutes, hours, time_zone, is_fixed, after);
-        end if;
-        day := day + 1;
-    end loop;
-    return tick;
+    with parsed as (
+        select
+            l.n, l.least_value, l.most_value, p.part, l.names,
+            -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+            regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+        from (values
+            (1, 0, 59, '{}'::text[]), (2, 0, 23, '{}'), (3, 1, 31, '{}'),
+            (4, 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'), (5, 0, 7, '{sun,mon,tue,wed,thu,fri,sat}')
+        ) as l (n, least_value, most_value, names)
+        cross join string_to_table(fields[l.n], ',') as p (part)
+    ),
+    numbered as (
+        select
+            p.*, coalesce(p.m[4]::int, 1) as step,
+            case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
+            case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
+        from parsed p
+    ),
+    ranges as (
+        select
+            u.n, u.least_value, u.most_value, u.part, u.step,
+            case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,
+            case
+                when u.m[1] = '*' then u.most_value
+                when u.m[3] is not null then u.upper_end
+                -- As in 5/15: from 5 on.
+                when u.m[4] is not null then u.most_value
+                else u.lower_end
+            end as last_value
+        from numbered u
+    )
+    select
+        min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
+            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true),
+        array_agg(v) filter (where r.n = 1), array_agg(v) filter (where r.n = 2), array_agg(v) filter (where r.n = 3),
+        array_agg(v) filter (where r.n = 4), array_agg(v % 7) filter (where r.n = 5)
+    into problem, minutes, hours, days, months, weekdays
+    from ranges r left join generate_series(r.first_value, r.last_value, nullif(r.step, 0)) as v on true;
+    if problem is not null then
+        perform pgqueue._refuse_cron(cron, problem);
+    end if;
+    is_fixed := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
+    needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
 end;
 $$;
-comment on function pgqueue._next_tick(text, text, timestamptz) is
-'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
-years. Raises 22023 for an invalid expression.';
+comment on function pgqueue._parse_cron(text) is
+'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
+times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
+them begins with *; otherwise one match is enough. Raises 22023.';
 
 create function pgqueue._first_tick_of_day(
     day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
@@ -12909,28 +12837,55 @@ $$;
 comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
 'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
 
+create function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    c constant record := pgqueue._parse_cron(cron);
+    day date;
+    tick timestamptz;
+begin
+    -- The day before can have ticks after this moment, if its last hour is repeated. February 29 on a given weekday can
+    -- be 40 years away.
+    for day in
+        select w.day
+        from (select (after at time zone time_zone)::date + generate_series(-1, 15000) as day) w
+        where date_part('month', w.day)::int = any (c.months)
+            and case
+                when c.needs_both then date_part('day', w.day)::int = any (c.days) and date_part('dow', w.day)::int = any (c.weekdays)
+                else date_part('day', w.day)::int = any (c.days) or date_part('dow', w.day)::int = any (c.weekdays)
+            end
+    loop
+        tick := pgqueue._first_tick_of_day(day, c.minutes, c.hours, time_zone, c.is_fixed, after);
+        exit when tick is not null;
+    end loop;
+    return tick;
+end;
+$$;
+comment on function pgqueue._next_tick(text, text, timestamptz) is
+'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
+years. Raises 22023 for an invalid expression.';
+
 create function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
 returns timestamptz
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- Invariant: (early, at] contains a tick, (late, at] contains none.
-    early timestamptz;
-    late timestamptz := at;
-    middle timestamptz;
+    span interval := interval '1 min';
+    early timestamptz := at - span;
 begin
-    for n in 0..25 loop
-        early := at - 2 ^ n * interval '1 min';
-        exit when pgqueue._next_tick(cron, time_zone, early) <= at;
-        late := early;
+    -- Step back until a tick lies between early and at, and then forward by half of the step while one still does.
+    while pgqueue._next_tick(cron, time_zone, early) > at loop
+        span := 2 * span;
+        early := at - span;
     end loop;
-    while late - early > interval '1 min' loop
-        middle := early + (late - early) / 2;
-        if pgqueue._next_tick(cron, time_zone, middle) <= at then
-            early := middle;
-        else
-            late := middle;
+    while span > interval '1 min' loop
+        span := span / 2;
+        if pgqueue._next_tick(cron, time_zone, early + span) <= at then
+            early := early + span;
         end if;
     end loop;
     return pgqueue._next_tick(cron, time_zone, early);
@@ -12961,6 +12916,39 @@ end;
 $$;
 comment on function pgqueue._canonical_time_zone(text) is
 'The name of a region as pg_timezone_names spells it, or UTC. Raises 22023 for other names.';
+-- Schedules: a message at each tick of a cron expression. The message of the next tick waits in scheduled_messages, as
+-- any delayed message does. When the message leaves scheduled_messages, a trigger adds the message of the following
+-- tick in the same transaction. So each schedule has one message in that table, and no daemon is needed.
+
+create function pgqueue._raise_schedule_not_found(name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ011',
+        message = format('schedule %s does not exist', coalesce(quote_literal(left(name, 200)), 'null')),
+        hint = 'Create it with pgqueue.create_schedule, or see pgqueue.list_schedules().';
+end;
+$$;
+comment on function pgqueue._raise_schedule_not_found(text) is
+'Raises PQ011 schedule_not_found.';
+
+create function pgqueue._raise_schedule_exists(name text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'PQ012',
+        message = format('schedule %L already exists', name),
+        hint = 'Change it with pgqueue.alter_schedule, or drop it with pgqueue.drop_schedule.';
+end;
+$$;
+comment on function pgqueue._raise_schedule_exists(text) is
+'Raises PQ012 schedule_exists.';
 
 create function pgqueue._tick_headers(s pgqueue.schedules, tick timestamptz)
 returns jsonb
@@ -13388,7 +13376,7 @@ $$;
 comment on function pgqueue._findings_of_schedules(pgqueue.queues) is
 'The findings of doctor about schedules that have stopped.';
 
-create function pgqueue._add_missing_ticks(at timestamptz)
+create function pgqueue._on_housekeeping_due_schedules(at timestamptz)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
@@ -13423,16 +13411,9 @@ begin
     end loop;
 end;
 $$;
-comment on function pgqueue._add_missing_ticks(timestamptz) is
+comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
 'Adds the message of the next tick where it is missing, for example because scheduled_messages was truncated or the
 trigger was disabled, for up to 100 schedules.';
-
-create function pgqueue._on_housekeeping_due_schedules(at timestamptz)
-returns void
-language sql volatile
-as $$ select pgqueue._add_missing_ticks(at) $$;
-comment on function pgqueue._on_housekeeping_due_schedules(timestamptz) is
-'Repairs schedules that have stopped.';
 -- Takes back messages that no consumer has claimed, or changes when they are due.
 
 create function pgqueue.cancel(queue_name pgqueue.queue_of_producer_or_admin, id bigint)
@@ -13561,111 +13542,39 @@ ahead; null or a time that has passed is now. Waiting consumers are notified. At
 in a group stay. Returns false if the message is ready or in flight, if another transaction has locked it at this
 moment, or if it is gone. Does not wait for consumers. For the message of a future tick call run_schedule or
 alter_schedule instead. Raises 22023, PQ001.';
--- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
--- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
--- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
+-- What a transport writes and reads: the form of headers and ids, and the triggers of an exposed queue. These send what
+-- is inserted into its relation, and archive what is deleted through it.
 
-create function pgqueue._raise_exposed(queue_name text, relation regclass)
+create function pgqueue._raise_null_column(schema_name name, table_name name, column_name name)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    raise exception using
-        errcode = 'duplicate_object',
-        message = format('queue %L is already exposed as %s', queue_name, relation),
-        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
-end;
-$$;
-comment on function pgqueue._raise_exposed(text, regclass) is
-'Raises 42710: the queue already has a relation. A queue has at most one.';
-
-create function pgqueue._raise_null_column(relation regclass, column_name name)
-returns void
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    of_relation record;
-begin
-    select n.nspname, c.relname into of_relation
-    from pg_class c join pg_namespace n on n.oid = c.relnamespace
-    where c.oid = relation;
     -- The message and the fields are those of a table with a not-null constraint.
     raise exception using
         errcode = 'not_null_violation',
-        message = format('null value in column "%s" of relation "%s" violates not-null constraint', column_name, of_relation.relname),
+        message = format('null value in column "%s" of relation "%s" violates not-null constraint', column_name, table_name),
         hint = 'A table of the transport has the same constraint. Headers may be {}.',
-        schema = of_relation.nspname, table = of_relation.relname, column = column_name;
+        schema = schema_name, table = table_name, column = column_name;
 end;
 $$;
-comment on function pgqueue._raise_null_column(regclass, name) is
+comment on function pgqueue._raise_null_column(name, name, name) is
 'Raises 23502: a transport inserted null into a column that must not be null.';
-
-create function pgqueue._wire_string(content text)
-returns text
-language sql immutable parallel safe
-as $$
-    select case
-        when content is null then 'null'
-        when octet_length(s) = char_length(s) then s
-        else (
-            -- A character that UTF-16 encodes in two units is written as two escapes.
-            select string_agg(case
-                when octet_length(convert_to(c, 'UTF8')) < 4 then c
-                else format(e'\\u%s\\u%s', to_hex(55296 + ((ascii(c) - 65536) >> 10)), to_hex(56320 + ((ascii(c) - 65536) & 1023)))
-            end, '' order by n)
-            from regexp_split_to_table(s, '') with ordinality as r (c, n)
-        )
-    end
-    from replace(to_json(content)::text, '/', e'\\/') as s
-$$;
-comment on function pgqueue._wire_string(text) is
-'Returns a string, or null, in JSON as the serializer of the transport writes it.';
 
 create function pgqueue._wire_headers(headers jsonb, message_id uuid)
 returns text
 language sql immutable parallel safe
 as $$
-    select '{' || coalesce(string_agg(pgqueue._wire_string(h.key) || ':' || pgqueue._wire_string(h.value), ','), '') || '}'
+    select coalesce(jsonb_object_agg(h.key, h.value), '{}')::text
     from jsonb_each_text(
         case when message_id is null then '{}' else jsonb_build_object('NServiceBus.MessageId', message_id) end
         || case when jsonb_typeof(headers) = 'object' then headers else '{}' end
     ) h
 $$;
 comment on function pgqueue._wire_headers(jsonb, uuid) is
-'Returns headers as a transport reads them: one compact JSON object of strings and nulls. Adds the header
-NServiceBus.MessageId from message_id if the headers lack it.';
-
-create function pgqueue._parsed_headers(wire text)
-returns jsonb
-language plpgsql immutable
-set search_path = pg_catalog, pg_temp
-set standard_conforming_strings = on
-as $$
-begin
-    return wire::jsonb;
-exception when others then
-    begin
-        -- JSON can contain escapes that PostgreSQL cannot store: U+0000, unpaired surrogates, and characters that the
-        -- encoding of the database lacks. They are replaced here. A transport reads the original text.
-        if getdatabaseencoding() <> 'UTF8' then
-            return regexp_replace(
-                wire::json::text, '(?<!\\)((?:\\\\)*)\\u(?:0000|(?!00[0-7])[0-9a-fA-F]{4})', '\1?', 'g')::jsonb;
-        end if;
-        return regexp_replace(
-            regexp_replace(wire::json::text, '(?<!\\)((?:\\\\)*)\\u0000', '\1\\ufffd', 'g'),
-            '(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])'
-            || '|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})',
-            '\1\\ufffd', 'g')::jsonb;
-    exception when others then
-        return null;
-    end;
-end;
-$$;
-comment on function pgqueue._parsed_headers(text) is
-'Returns the headers of a transport as jsonb, or null if they are not JSON. U+FFFD replaces characters that PostgreSQL
-cannot store, or a question mark if the encoding of the database is not UTF8.';
+'Returns headers as a transport reads them: a JSON object of strings and nulls. Adds the header NServiceBus.MessageId
+from message_id if the headers lack it.';
 
 create function pgqueue._transport_id(id bigint)
 returns uuid
@@ -13674,54 +13583,46 @@ as $$ select ('00000000000080008' || lpad(to_hex(id), 15, '0'))::uuid $$;
 comment on function pgqueue._transport_id(bigint) is
 'Returns the id that a transport sees for a message that no transport sent, or that was put back since.';
 
-create function pgqueue._is_transport_id(id uuid)
-returns boolean
-language sql immutable parallel safe
-as $$ select id between '00000000-0000-8000-8000-000000000000' and '00000000-0000-8000-8fff-ffffffffffff' $$;
-comment on function pgqueue._is_transport_id(uuid) is
-'Returns whether _transport_id can return this id. No other source may give such an id to a message of a queue.';
-
-create function pgqueue._accept_from_transport(
-    relation regclass, queue_name text, id uuid, expires timestamp, wire_headers text, body bytea, own jsonb
-)
-returns bigint
-language plpgsql volatile
+create function pgqueue._insert_by_transport()
+returns trigger
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set jit = off
 as $$
 declare
     at constant timestamptz := pgqueue._now();
-    q constant pgqueue.queues := pgqueue._get_locked_queue(queue_name);
+    q constant pgqueue.queues := pgqueue._get_locked_queue(tg_argv[0]);
     largest constant int := greatest(65536, q.max_payload_bytes);
     headers jsonb;
-    seq bigint;
 begin
-    if id is null then
-        perform pgqueue._raise_null_column(relation, 'id');
+    if new.id is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'id');
     end if;
-    if wire_headers is null then
-        perform pgqueue._raise_null_column(relation, 'headers');
+    if new.headers is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'headers');
     end if;
-    if octet_length(wire_headers) > largest then
-        perform pgqueue._raise_payload_too_large(q.name, 'column headers', octet_length(wire_headers), largest);
+    if octet_length(new.headers) > largest then
+        perform pgqueue._raise_payload_too_large(q.name, 'column headers', octet_length(new.headers), largest);
     end if;
-    if octet_length(body) > q.max_payload_bytes then
-        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(body), q.max_payload_bytes);
+    if octet_length(new.body) > q.max_payload_bytes then
+        perform pgqueue._raise_payload_too_large(q.name, 'body', octet_length(new.body), q.max_payload_bytes);
     end if;
-    if wire_headers ~ e'\\S' then
-        headers := pgqueue._parsed_headers(wire_headers);
+    if new.headers ~ '[^[:space:]]' then
+        begin
+            headers := new.headers::jsonb;
+        exception when others then
+            null;
+        end;
         if jsonb_typeof(headers) = 'null' then
             -- The transport reads JSON null, but fails at its first use of the headers, again and again. It reads an
             -- empty object as no headers.
             headers := null;
-            wire_headers := '{}';
+            new.headers := '{}';
         elsif headers is null or jsonb_typeof(headers) <> 'object' then
             -- A transport moves a message whose headers it cannot read to the error queue of its endpoint. A consumer
             -- rejects a message whose headers are not an object.
-            headers := to_jsonb(wire_headers);
+            headers := to_jsonb(new.headers);
         end if;
-    end if;
-    if own <> '{}' and coalesce(jsonb_typeof(headers) = 'object', true) then
-        headers := own || coalesce(headers, '{}');
     end if;
     insert into pgqueue.messages (
         queue_name, enqueued_at, visible_at, max_attempts, expires_at, message_id, body, headers,
@@ -13729,53 +13630,21 @@ begin
     )
     values (
         -- A transport reads a null body as an empty one. A message has either a payload or a body.
-        q.name, at, at, q.max_attempts, expires at time zone 'UTC', id, coalesce(body, ''), headers, wire_headers,
-        -- Such an id was read from another queue. In this queue it can be the id of another message that will be put
-        -- back.
-        case when not pgqueue._is_transport_id(id) then id end, q.kind
+        q.name, at, at, q.max_attempts, new.expires at time zone 'UTC', new.id, coalesce(new.body, ''), headers,
+        new.headers,
+        -- An id that _transport_id makes was read from another queue. In this queue it can be the id of another message
+        -- that will be put back.
+        case when new.id not between pgqueue._transport_id(0) and pgqueue._transport_id((1::bigint << 60) - 1) then new.id end,
+        q.kind
     )
-    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into seq;
+    returning case when pgqueue._count('enqueued', q.name, 1) = 1 then transport_seq end into new.seq;
     perform pgqueue._wake_if_waiting(q, at);
-    return seq;
-end;
-$$;
-comment on function pgqueue._accept_from_transport(regclass, text, uuid, timestamp, text, bytea, jsonb) is
-'Sends a message that a transport inserted into the relation, and returns its seq. own holds the headers that came in
-columns of their own. Headers that are not a JSON object become a JSON string. Raises 23502, PQ001, PQ003.';
-
-create function pgqueue._insert_by_postgresql()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    new.seq := pgqueue._accept_from_transport(
-        tg_relid, tg_argv[0], new.id, new.expires, new.headers, new.body, '{}');
     return new;
 end;
 $$;
-comment on function pgqueue._insert_by_postgresql() is
-'Trigger of a relation that expose_transport created: an insert sends a message.';
-
-create function pgqueue._insert_by_sqlserver()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    new.seq := pgqueue._accept_from_transport(
-        tg_relid, tg_argv[0], new.id, new.expires, new.headers, new.body,
-        jsonb_strip_nulls(jsonb_build_object(
-            'NServiceBus.CorrelationId', new.correlationid, 'NServiceBus.ReplyToAddress', new.replytoaddress)));
-    new.rowversion := new.seq;
-    return new;
-end;
-$$;
-comment on function pgqueue._insert_by_sqlserver() is
-'Trigger of a relation of flavor sqlserver: an insert sends a message. correlationid and replytoaddress become headers
-if the headers lack them.';
+comment on function pgqueue._insert_by_transport() is
+'Trigger of a relation of expose_transport: an insert sends a message. Headers that are not a JSON object, or that jsonb
+cannot represent, become a JSON string. Raises 23502, PQ001, PQ003.';
 
 create function pgqueue._assign_transport_place()
 returns trigger
@@ -13821,6 +13690,24 @@ $$;
 comment on function pgqueue._archive_deleted_by_transport() is
 'Trigger of the table of an exposed queue that archives: writes messages deleted through the relation to the archive, as
 receive does. Expired messages are not archived.';
+-- Exposes a queue to an SQL transport of NServiceBus, as a relation into which the transport inserts messages and from
+-- which it deletes the lowest row that is not locked. The relation is an automatically updatable view of the queue's
+-- own partition: reading it runs no code except advance_transport, once a second. A trigger checks inserted messages.
+
+create function pgqueue._raise_exposed(queue_name text, relation regclass)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    raise exception using
+        errcode = 'duplicate_object',
+        message = format('queue %L is already exposed as %s', queue_name, relation),
+        hint = format('Drop that relation first: select pgqueue.unexpose_transport(%L).', queue_name);
+end;
+$$;
+comment on function pgqueue._raise_exposed(text, regclass) is
+'Raises 42710: the queue already has a relation. A queue has at most one.';
 
 create function pgqueue._sync_archive_trigger(q pgqueue.queues)
 returns void
@@ -13831,19 +13718,19 @@ as $$
 declare
     partition constant regclass := pgqueue._partition_of(q);
     is_wanted constant boolean := q.archive_for is not null and to_regclass(pgqueue._transport_table(q)) is not null;
-    is_there constant boolean := exists (
-        select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken');
 begin
     -- A statement trigger fires for deletes that name this partition, as the relation does. It does not fire for the
     -- SQL functions, which delete from the parent table and archive by themselves. Queues that do not archive have no
     -- trigger, and so do not pay for it.
-    if is_wanted and not is_there then
-        execute format(
-            'create or replace trigger archive_taken after delete on %s referencing old table as taken for each statement'
-            ' execute function pgqueue._archive_deleted_by_transport()', partition);
-    elsif is_there and not is_wanted then
-        execute format('drop trigger archive_taken on %s', partition);
+    if is_wanted = exists (select from pg_trigger g where g.tgrelid = partition and g.tgname = 'archive_taken') then
+        return;
     end if;
+    execute format(case
+        when is_wanted then
+            'create trigger archive_taken after delete on %s referencing old table as taken for each statement'
+            ' execute function pgqueue._archive_deleted_by_transport()'
+        else 'drop trigger archive_taken on %s'
+    end, partition);
 exception when lock_not_available then
     perform pgqueue._raise_queue_busy(q.name, 'alter_queue');
 end;
@@ -13879,48 +13766,50 @@ comment on function pgqueue._transport_of(pgqueue.queues) is
 'Returns the current relation and sequence of a queue that the caller has locked; nulls if it is not exposed. Raises
 40001 if it was exposed after the snapshot was taken.';
 
-create function pgqueue._record_transport_head(t pgqueue.transports, partition regclass)
+create function pgqueue._record_transport_head(q pgqueue.queues, t pgqueue.transports)
 returns pgqueue.transports
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    bound constant bigint := coalesce(pg_sequence_last_value(t.seq_register), 0);
-    writers constant text[] := pgqueue._running_writers();
     lowest bigint;
 begin
-    -- As in _record_vacant_ids: read the sequence first and the running writers second. Once these writers have ended,
-    -- a later statement sees all rows up to that value of the sequence, and no other row can appear there.
-    t.writers := t.writers || array(select w from unnest(writers) as w where w like '-1/%' and w <> all (t.writers));
-    if not t.writers && writers then
+    -- An insert takes an id first and a transport_seq second. A message that moves keeps its id. So bound_seq is read
+    -- before bound_id is taken, and bound_id is a new id: _record_vacant_ids has listed the writers after both when it
+    -- settles this id. Each row up to bound_seq is then visible, and no other one can appear there.
+    if (select s.settled_id >= t.bound_id from pgqueue.sweep_state s where s.queue_name = q.name) then
         t.settled_seq := t.bound_seq;
-        t.bound_seq := bound;
-        t.writers := writers;
+        t.bound_seq := coalesce(pg_sequence_last_value(t.seq_register), 0);
+        t.bound_id := nextval('pgqueue.message_id');
     end if;
     execute format(
-        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', partition)
+        'select m.transport_seq from %s m where m.transport_seq >= $1 order by m.transport_seq limit 1', pgqueue._partition_of(q))
     into lowest using t.head;
     t.head := greatest(t.head, least(t.settled_seq + 1, lowest));
     return t;
 end;
 $$;
-comment on function pgqueue._record_transport_head(pgqueue.transports, regclass) is
+comment on function pgqueue._record_transport_head(pgqueue.queues, pgqueue.transports) is
 'Returns the row in transports of a relation, with head moved up to the lowest transport_seq at which a row exists or
 may appear.';
 
-create function pgqueue._advance_transport(q pgqueue.queues)
+create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
 returns bigint
-language plpgsql volatile
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+set jit = off
 as $$
 declare
+    q constant pgqueue.queues := pgqueue._get_unlocked_queue(queue_name);
     at constant timestamptz := pgqueue._now();
     past_the_end constant bigint := 9223372036854775807;
     table_name constant text := pgqueue._transport_table(q);
     t pgqueue.transports;
     locked_row pgqueue.transports;
-    is_locked boolean := false;
-    has_more boolean := false;
+    is_due boolean;
 begin
     if q.paused_at is not null or to_regclass(table_name) is null then
         return past_the_end;
@@ -13937,58 +13826,35 @@ begin
     then
         return t.head;
     end if;
-    -- The running writers prove nothing if the snapshot is older than their list.
+    -- A fixed snapshot does not show all rows up to settled_seq.
     if not pgqueue._has_fixed_snapshot() then
         execute format(
-            'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.writers from %s t'
+            'select t.seq_register, t.head, t.settled_seq, t.bound_seq, t.bound_id from %s t'
             ' for no key update skip locked', table_name)
-        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.writers;
-        is_locked := locked_row.head is not null;
+        into locked_row.seq_register, locked_row.head, locked_row.settled_seq, locked_row.bound_seq, locked_row.bound_id;
+    end if;
+    if not pgqueue._try_lock_existing_queue(q) then
+        return t.head;
     end if;
     -- Promote messages 15 s ahead, because the current statement does not see what it promotes. The relation shows no
     -- message before it is due.
-    if (is_locked or t.next_at not between at - interval '2 s' and at + interval '1 min') and exists (
+    is_due := exists (
         select from pgqueue.scheduled_messages s
-        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
-    ) and pgqueue._try_lock_existing_queue(q) then
+        where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s');
+    if is_due and (locked_row.head is not null or t.next_at not between at - interval '2 s' and at + interval '1 min') then
         perform pgqueue._move_due_messages(q, at + interval '15 s', 1000, pgqueue._first_due_at_of(q.name, at));
-        has_more := exists (
-            select from pgqueue.scheduled_messages s
-            where s.queue_name = q.name and s.due_at between pgqueue._first_due_at_of(q.name, at) and at + interval '15 s'
-        );
     end if;
-    if is_locked and pgqueue._try_lock_existing_queue(q) then
+    if locked_row.head is not null then
+        -- The work of sweeps, which a queue without claims does not have. It reads no ids, as only sweeps skip the
+        -- vacant ones.
         perform pgqueue._adopt_messages(q);
-    end if;
-    if is_locked then
-        -- Promoted messages are recorded in requeued_messages for claims, and claims remove them again. This queue may
-        -- never have a claim, so remove them here, too.
-        perform pgqueue._prune_requeued(q, r.gone, r.last_time)
-        from pgqueue._read_requeued(q, at, pgqueue._first_check_at_of(q.name, at), -9223372036854775808, false, 500) r;
-        t := pgqueue._record_transport_head(locked_row, pgqueue._partition_of(q));
-        execute format(
-            'update %s set head = $1, settled_seq = $2, bound_seq = $3, writers = $4, next_at = $5', table_name)
-        using t.head, t.settled_seq, t.bound_seq, t.writers, case when has_more then at else at + interval '1 s' end;
-        -- As in a sweep, which this queue may never have.
+        perform pgqueue._record_vacant_ids(q, at, 0);
+        t := pgqueue._record_transport_head(q, locked_row);
+        execute format('update %s set head = $1, settled_seq = $2, bound_seq = $3, bound_id = $4, next_at = $5', table_name)
+        using t.head, t.settled_seq, t.bound_seq, t.bound_id, case when is_due then at else at + interval '1 s' end;
         perform pgqueue._do_maintenance_if_due(at);
     end if;
     return t.head;
-end;
-$$;
-comment on function pgqueue._advance_transport(pgqueue.queues) is
-'Does the work of advance_transport if it is due, and returns its result.';
-
-create function pgqueue.advance_transport(queue_name pgqueue.queue_of_transport)
-returns bigint
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
-begin
-    return pgqueue._advance_transport(pgqueue._get_unlocked_queue(queue_name));
 end;
 $$;
 comment on function pgqueue.advance_transport(pgqueue.queue_of_transport) is
@@ -13997,69 +13863,32 @@ expose_transport have to read; 9223372036854775807 while the queue is paused, or
 calls this itself, at most once a second. A role that reads the relation needs access to this function:
 grant_access(role, ''transport''). Raises PQ001.';
 
-create function pgqueue._make_dedicated(q pgqueue.queues)
-returns pgqueue.queues
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    perform pgqueue._create_partition(q.name, q.queue_id, 'pgqueue.messages_shared');
-    update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
-    return pgqueue._change_kind(q);
-end;
-$$;
-comment on function pgqueue._make_dedicated(pgqueue.queues) is
-'Moves the messages of a queue into a partition of its own, and returns the row of the queue.';
-
-create function pgqueue._body_string(as_view text)
-returns text
-language sql stable
-as $$
-    -- Use only functions that every role may call. A body is text if its bytes are valid UTF-8 without a zero byte.
-    select case
-        when current_setting('server_encoding') = 'UTF8' then format(
-            'case when encode(%1$s, ''hex'') ~ %2$L then convert_from(%1$s, ''UTF8'') else encode(%1$s, ''escape'') end', as_view,
-            '^(?:0[1-9a-f]|[1-7].|(?:c[2-9a-f]|d.)[89ab].|e0[ab].[89ab].|(?:e[1-9abcef])(?:[89ab].){2}|ed[89].[89ab].|f0[9ab].(?:[89ab].){2}|f[1-3](?:[89ab].){3}|f48.(?:[89ab].){2})*$')
-        else format('encode(%s, ''escape'')', as_view)
-    end
-$$;
-comment on function pgqueue._body_string(text) is
-'Returns the SQL expression that shows a body as text: decoded if it is UTF-8, otherwise in the format escape
-of encode.';
-
-create function pgqueue._relation_query(q pgqueue.queues, flavor text, body_string boolean)
+create function pgqueue._relation_query(q pgqueue.queues, body_string boolean)
 returns text
 language sql stable
 as $$
     select format(
-        'select m.transport_id as id,%1$s m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
-        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%2$s%3$s m.transport_seq as seq from %4$s m'
+        'select m.transport_id as id, m.expires_at at time zone ''UTC'' as expires, m.transport_headers as headers,'
+        ' coalesce(m.body, convert_to(m.payload::text, ''UTF8'')) as body,%s m.transport_seq as seq from %s m'
         -- Planning one condition is faster than planning two, and reading a table of one row is planned faster than a
         -- lookup by key.
         ' where case when m.attempt_count < m.max_attempts then m.visible_at <= clock_timestamp() end'
         ' and m.transport_seq >= ('
         ' select case when t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' then t.head else pgqueue.advance_transport(%5$L) end from %6$s t)'
+        ' then t.head else pgqueue.advance_transport(%3$L) end from %4$s t)'
         -- This condition has no column of m, so it is evaluated before the first row. Otherwise a sequential scan of an
         -- empty table would never call advance_transport, and no message would ever come due.
         ' and (select t.next_at > clock_timestamp() and t.next_at < clock_timestamp() + interval ''1 min'''
-        ' or pgqueue.advance_transport(%5$L) is not null from %6$s t)',
-        case when flavor = 'sqlserver' then
-            ' (m.headers ->> ''NServiceBus.CorrelationId'')::varchar(255) as correlationid,'
-            ' (m.headers ->> ''NServiceBus.ReplyToAddress'')::varchar(255) as replytoaddress, true as recoverable,'
-        end,
-        case when body_string then
-            format(' %s as bodystring,', pgqueue._body_string('coalesce(m.body, convert_to(m.payload::text, ''UTF8''))'))
-        end,
-        case when flavor = 'sqlserver' then ' m.transport_seq as rowversion,' end,
+        ' or pgqueue.advance_transport(%3$L) is not null from %4$s t)',
+        case when body_string then ' coalesce(encode(m.body, ''escape''), m.payload::text) as bodystring,' end,
         pgqueue._partition_of(q), q.name, pgqueue._transport_table(q))
 $$;
-comment on function pgqueue._relation_query(pgqueue.queues, text, boolean) is
+comment on function pgqueue._relation_query(pgqueue.queues, boolean) is
 'Returns the query of the relation of a transport. It shows messages that could be claimed, and expired ones, which the
 transport deletes itself.';
 
 create function pgqueue._expose(
-    q pgqueue.queues, schema_name text, table_name text, body_string boolean, flavor text, for_role name
+    q pgqueue.queues, schema_name text, table_name text, body_string boolean, for_role name
 )
 returns text
 language plpgsql volatile
@@ -14071,16 +13900,9 @@ declare
     name constant text := format('messages_%s', q.queue_id);
     partition regclass;
 begin
-    if q.group_limit is not null then
+    if q.priorities or coalesce(q.group_limit, q.max_in_flight, q.rate_limit) is not null then
         perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without group_limit: endpoints receive without regard to groups');
-    end if;
-    if q.priorities then
-        perform pgqueue._raise_invalid('queue_name', q.name,
-            'a queue without priorities: endpoints receive without regard to them');
-    end if;
-    if q.max_in_flight is not null or q.rate_limit is not null then
-        perform pgqueue._raise_invalid('queue_name', q.name, 'a queue without limits: endpoints receive without regard to them');
+            'a queue without group_limit, priorities, max_in_flight and rate_limit: endpoints receive without regard to them');
     end if;
     if q.dedicated then
         -- Plain SQL inserts do not lock the queue. Without this lock their rows could miss the trigger and have no
@@ -14088,7 +13910,9 @@ begin
         execute format('lock table only %s in share row exclusive mode', pgqueue._partition_of(q));
         perform pgqueue._require_current_snapshot(format('queue %L', q.name));
     else
-        q := pgqueue._make_dedicated(q);
+        perform pgqueue._create_partition(q.name, q.queue_id, 'pgqueue.messages_shared');
+        update pgqueue.queues set dedicated = true, updated_at = pgqueue._now() where queues.name = q.name returning * into q;
+        q := pgqueue._change_kind(q);
     end if;
     partition := pgqueue._partition_of(q);
     perform pgqueue._create_register(q.queue_id, 'seq');
@@ -14121,12 +13945,12 @@ begin
         ' with (fillfactor = 10, autovacuum_vacuum_threshold = 100, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = false)',
         pgqueue._transport_table(q));
     perform pgqueue._revoke_default_privileges(pgqueue._transport_table(q)::regclass);
-    execute format('create view %s as %s', relation, pgqueue._relation_query(q, flavor, body_string));
+    execute format('create view %s as %s', relation, pgqueue._relation_query(q, body_string));
     perform pgqueue._revoke_default_privileges(relation::regclass);
     execute format('alter view %s alter column id set default gen_random_uuid()', relation);
     execute format(
         'create trigger insert_by_transport instead of insert on %s for each row'
-        ' execute function pgqueue.%I(%L)', relation, '_insert_by_' || flavor, q.name);
+        ' execute function pgqueue._insert_by_transport(%L)', relation, q.name);
     execute format('comment on view %s is %L', relation, format('The pgqueue queue %s, for a transport.', q.name));
     execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
     execute format('insert into %s (queue_name, relation, seq_register) values ($1, $2, $3)', pgqueue._transport_table(q))
@@ -14138,7 +13962,7 @@ begin
     return pgqueue._transport_address(relation::regclass);
 end;
 $$;
-comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, text, name) is
+comment on function pgqueue._expose(pgqueue.queues, text, text, boolean, name) is
 'Creates the relation of a queue that the caller has locked exclusively, grants all privileges on it to a role, and
 returns its address.';
 
@@ -14153,7 +13977,7 @@ $$;
 comment on function pgqueue._transport_address(regclass) is
 'Returns the address of a relation, in the form that a transport uses.';
 
-create function pgqueue._check_exposure(schema_name text, table_name text, flavor text, for_role name)
+create function pgqueue._check_exposure(schema_name text, table_name text, for_role name)
 returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
@@ -14167,15 +13991,12 @@ begin
     if table_name is null or octet_length(table_name) not between 1 and 63 then
         perform pgqueue._raise_invalid('table_name', table_name, 'a name of 1 to 63 bytes');
     end if;
-    if flavor is null or flavor not in ('postgresql', 'sqlserver') then
-        perform pgqueue._raise_invalid('flavor', flavor, 'postgresql or sqlserver');
-    end if;
     if not has_schema_privilege(for_role, schema_name, 'CREATE') then
         perform pgqueue._raise_not_allowed(for_role, 'create relations in schema', schema_name);
     end if;
 end;
 $$;
-comment on function pgqueue._check_exposure(text, text, text, name) is
+comment on function pgqueue._check_exposure(text, text, name) is
 'Raises 22023 or 42501 unless the role may create such a relation in the schema.';
 
 create function pgqueue.expose_transport(
@@ -14183,7 +14004,6 @@ create function pgqueue.expose_transport(
     schema_name text default 'public',
     table_name text default null,
     body_string boolean default false,
-    flavor text default 'postgresql',
     caller pgqueue.caller default current_user
 )
 returns text
@@ -14200,7 +14020,7 @@ begin
     perform pg_advisory_xact_lock(pgqueue._lock_key(queue_name));
     q := pgqueue._get_locked_queue(queue_name);
     perform pgqueue._require_current_snapshot(format('queue %L', queue_name));
-    perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), flavor, caller);
+    perform pgqueue._check_exposure(schema_name collate "C", coalesce(table_name, queue_name), caller);
     if body_string is null then
         perform pgqueue._raise_invalid('body_string', null, 'true or false');
     end if;
@@ -14208,7 +14028,7 @@ begin
     if found then
         perform pgqueue._raise_exposed(q.name, exposed);
     end if;
-    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, flavor, caller);
+    address := pgqueue._expose(q, schema_name, coalesce(table_name, queue_name), body_string, caller);
     if not q.dedicated then
         perform pgqueue._call_queue_handlers('queue_altered', w, q) from pgqueue.queues w where w.name = q.name;
     end if;
@@ -14218,15 +14038,15 @@ exception when lock_not_available then
     return null;
 end;
 $$;
-comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, text, pgqueue.caller) is
+comment on function pgqueue.expose_transport(pgqueue.queue_of_admin, text, text, boolean, pgqueue.caller) is
 'Creates a relation over the queue, table_name (default: the queue''s name) in schema_name (default public), and returns
 its address. An NServiceBus transport uses it like its own table. The columns are id, expires (UTC), headers, body and
-seq; with body_string also bodystring, the body as text if it is UTF-8; with flavor sqlserver (default postgresql) also
-correlationid, replytoaddress, recoverable and rowversion. An insert sends a message. It raises 23502 if id or headers
-are null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A
-null body becomes an empty one. Headers that are not a JSON object are kept as they came; pgqueue returns them as a JSON
-string, and its consumers reject the message. A delete takes messages as receive does, and archives them if the queue
-has archive_for; a purge cannot be told apart from a receive. The relation shows messages that could be claimed, and
+seq; with body_string also bodystring, the body as text. An insert sends a message. It raises 23502 if id or headers are
+null, and PQ003 if the body exceeds max_payload_bytes, or the headers exceed both max_payload_bytes and 64 KB. A null
+body becomes an empty one. Headers that are not a JSON object, or have characters that jsonb cannot represent, are kept
+as they came; pgqueue returns them as a JSON string, and its consumers reject the message. A delete takes messages as
+receive does, and archives them if the queue has archive_for; a purge cannot be told apart from a receive. The relation
+shows messages that could be claimed, and
 expired ones, which the transport deletes itself and which are not archived. The queue becomes dedicated, as by
 create_queue, and its messages are moved and numbered under the same lock: expose it while it has few. The caller needs
 the CREATE privilege on the schema, and gets all privileges on the relation, with grant option. A role that reads the
@@ -14292,177 +14112,13 @@ comment on function pgqueue.unexpose_transport(pgqueue.queue_of_admin) is
 'Drops the relation that expose_transport created and returns true; false if there is none. The queue keeps its messages
 and stays dedicated. Raises PQ001, PQ004, and 2BP01 if another object depends on the relation.';
 
-create function pgqueue._resolve_subscription()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    found_name text;
-begin
-    if new.topic is null then
-        perform pgqueue._raise_null_column(tg_relid, 'topic');
-    end if;
-    if new.queue_address is null then
-        perform pgqueue._raise_null_column(tg_relid, 'queue_address');
-    end if;
-    perform pgqueue._check_topic('topic', new.topic, true);
-    perform pgqueue._require_untruncated('{pgqueue.transports}');
-    select t.queue_name into found_name
-    from pgqueue.transports t
-    where pgqueue._transport_address(t.relation) = new.queue_address;
-    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
-    return new;
-end;
-$$;
-comment on function pgqueue._resolve_subscription() is
-'Trigger of subscriptions: sets queue_name to the queue that queue_address leads to, if only the address was given or
-changed. Raises 22023, 23502, PQ001.';
-
-create function pgqueue._address_subscription()
-returns trigger
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-declare
-    q pgqueue.queues;
-begin
-    select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
-    if found then
-        new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
-    end if;
-    return new;
-end;
-$$;
-comment on function pgqueue._address_subscription() is
-'Trigger of subscriptions: sets queue_address of a subscription that subscribe created to the address by which a
-transport knows the queue.';
-
-create or replace trigger address_subscription
-before insert on pgqueue.subscriptions
-for each row when (new.queue_address = new.queue_name)
-execute function pgqueue._address_subscription();
-
-create or replace trigger resolve_new_subscription
-before insert on pgqueue.subscriptions
-for each row when (new.queue_name is null)
-execute function pgqueue._resolve_subscription();
-
-create or replace trigger resolve_changed_subscription
-before update of queue_address on pgqueue.subscriptions
-for each row when (new.queue_address is distinct from old.queue_address)
-execute function pgqueue._resolve_subscription();
-
-create function pgqueue._subscriptions_comment()
-returns text
-language sql immutable parallel safe
-as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
-comment on function pgqueue._subscriptions_comment() is
-'Returns the comment that marks the relations of expose_subscriptions.';
-
-create function pgqueue._create_subscriptions_relation(schema_name text, table_name text, for_role name)
-returns text
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    relation constant text := format('%I.%I', schema_name, table_name);
-begin
-    -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
-    -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
-    -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
-    execute format(
-        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
-        ' where case when s.queue_address <> s.queue_name then exists ('
-        'select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace'
-        ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
-        relation);
-    perform pgqueue._revoke_default_privileges(relation::regclass);
-    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
-    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, for_role);
-    return pgqueue._transport_address(relation::regclass);
-end;
-$$;
-comment on function pgqueue._create_subscriptions_relation(text, text, name) is
-'Creates the relation of expose_subscriptions, grants all privileges on it to a role, and returns its address.';
-
-create function pgqueue.expose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting',
-    caller pgqueue.caller default current_user
-)
-returns text
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
-    perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
-    lock table only pgqueue.subscriptions in share update exclusive mode;
-    perform pgqueue._check_exposure(schema_name collate "C", table_name, 'postgresql', caller);
-    return pgqueue._create_subscriptions_relation(schema_name, table_name, caller);
-end;
-$$;
-comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
-'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
-uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
-have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
-the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
-expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
-topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
-into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
-all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
-
-create function pgqueue._drop_subscriptions_relation(relation regclass)
-returns boolean
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    if relation is null or obj_description(relation, 'pg_class') is distinct from pgqueue._subscriptions_comment()
-        or not exists (select from pg_class c where c.oid = relation and c.relkind = 'v' and pg_get_userbyid(c.relowner) = current_user)
-    then
-        return false;
-    end if;
-    execute format('drop view %s', relation);
-    return true;
-end;
-$$;
-comment on function pgqueue._drop_subscriptions_relation(regclass) is
-'Drops a relation that expose_subscriptions created; returns false if the relation is not one of them.';
-
-create function pgqueue.unexpose_subscriptions(
-    schema_name text default 'public', table_name text default 'SubscriptionRouting',
-    caller pgqueue.caller default current_user
-)
-returns boolean
-language plpgsql volatile security definer
-set search_path = pg_catalog, pg_temp
-set jit = off
-as $$
-begin
-    if schema_name is null then
-        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
-    end if;
-    if table_name is null then
-        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
-    end if;
-    perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
-    lock table only pgqueue.subscriptions in share update exclusive mode;
-    return pgqueue._drop_subscriptions_relation(to_regclass(format('%I.%I', schema_name, table_name)));
-end;
-$$;
-comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
-'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
-Raises 22023, and 2BP01 if another object depends on the relation.';
-
 create function pgqueue._on_queue_created_transport(q pgqueue.queues)
 returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    seq_register constant text := format('pgqueue.queue_%s_seq', q.queue_id);
 begin
     if to_regclass(pgqueue._transport_table(q)) is null then
         return;
@@ -14470,16 +14126,15 @@ begin
     if not q.dedicated or q.priorities or coalesce(q.group_limit, q.max_in_flight) is not null then
         -- The relation was dropped with the table that such a queue cannot have.
         execute format('drop table %s cascade', pgqueue._transport_table(q));
-        execute format('drop sequence pgqueue.queue_%s_seq cascade', q.queue_id);
+        execute format('drop sequence %s cascade', seq_register);
         return;
     end if;
     -- A restore without rows has left the relation. Its trigger has the name of the queue.
     execute format(
-        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2'
-        ' from pg_trigger g join pg_proc p on p.oid = g.tgfoid'
-        ' where p.pronamespace = ''pgqueue''::regnamespace and p.proname ~ ''^_insert_by_'' and g.tgargs = $3'
+        'insert into %s (queue_name, relation, seq_register) select $1, coalesce(max(g.tgrelid), 0), $2 from pg_trigger g'
+        ' where g.tgfoid = ''pgqueue._insert_by_transport''::regproc and g.tgargs = $3'
         ' on conflict do nothing', pgqueue._transport_table(q))
-    using q.name, format('pgqueue.queue_%s_seq', q.queue_id)::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
+    using q.name, seq_register::regclass, convert_to(q.name, 'UTF8') || decode('00', 'hex');
     perform pgqueue._sync_archive_trigger(q);
     if q.rate_limit is not null then
         perform pgqueue._unexpose(q);
@@ -14527,61 +14182,209 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    top_id bigint;
-    last_id bigint;
+    partition constant regclass := pgqueue._partition_of(q);
+    table_name constant text := pgqueue._transport_table(q);
+    top_seq bigint;
+    last_seq bigint;
     register regclass;
     address text;
-    partition constant regclass := pgqueue._partition_of(q);
     expires boolean;
 begin
-    if to_regclass(pgqueue._transport_table(q)) is not null then
-        execute format(
-            'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register,'
-            ' pgqueue._transport_address(t.relation) from %s t',
-            pgqueue._partition_of(q), pgqueue._transport_table(q))
-        into top_id, register, address;
-        if address is null then
-            return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
-                format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
-        elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
-            return next row('warning', q.name, 'renamed_relation',
-                format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
-                format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
-        end if;
-        execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_id;
-        if top_id > last_id then
-            return next row('error', q.name, 'ids_above_sequence',
-                format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_id, register),
-                format(
-                    'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
-                    ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
-                    register, top_id, pgqueue._partition_of(q), pgqueue._transport_table(q)))::pgqueue.finding;
-        end if;
-        if not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)') then
-            execute format(
-                'select bool_or(m.expires_at is not null) from (select c.expires_at from %s c limit 1000) m', partition)
-            into expires;
-            if expires then
-                return next row('warning', q.name, 'missing_index',
-                    format('messages expire, and %s has no index on the column expires of its relation: the transport reads the whole queue', partition),
-                    format('create index concurrently on %s ((expires_at AT TIME ZONE ''UTC''::text)) where expires_at is not null;', partition)
-                )::pgqueue.finding;
-            end if;
-        end if;
-    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name)
-        and exists (
-            select from pg_description d
-            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
-    then
-        return next row('info', q.name, 'subscriber_without_relation',
-            'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
-            format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
+    if to_regclass(table_name) is null then
+        return;
+    end if;
+    execute format(
+        'select greatest(t.head - 1, t.settled_seq, (select max(m.transport_seq) from %s m)), t.seq_register,'
+        ' pgqueue._transport_address(t.relation),'
+        ' (select bool_or(m.expires_at is not null) from (select c.expires_at from %1$s c limit 1000) m) from %2$s t',
+        partition, table_name)
+    into top_seq, register, address, expires;
+    if address is null then
+        return next row('error', q.name, 'missing_relation', 'the relation of the queue was dropped by hand: its transport fails',
+            format('select pgqueue.unexpose_transport(%1$L); select pgqueue.expose_transport(%1$L);', q.name))::pgqueue.finding;
+    end if;
+    execute format('select t.last_value - (not t.is_called)::int from %s t', register) into last_seq;
+    if top_seq > last_seq then
+        return next row('error', q.name, 'ids_above_sequence',
+            format('its relation has already used seq %s, which the sequence %s has not reached: new messages are refused, or its transport does not find them', top_seq, register),
+            format(
+                'select setval(%1$L, greatest(%2$s, pg_sequence_last_value(%1$L)));'
+                ' update %3$s set transport_seq = nextval(%1$L) where transport_seq < (select t.head from %4$s t);',
+                register, top_seq, partition, table_name))::pgqueue.finding;
+    end if;
+    if expires and not pgqueue._has_index(partition, '(expires_at AT TIME ZONE ''UTC''::text)') then
+        return next row('warning', q.name, 'missing_index',
+            format('messages expire, and %s has no index on the column expires of its relation: the transport reads the whole queue', partition),
+            format('create index concurrently on %s ((expires_at AT TIME ZONE ''UTC''::text)) where expires_at is not null;', partition)
+        )::pgqueue.finding;
     end if;
 end;
 $$;
 comment on function pgqueue._findings_of_transport(pgqueue.queues) is
-'The findings of doctor about the relation of a queue: it was dropped or renamed by hand, its sequence is behind, an
-index on expires is missing, or endpoints do not find a subscription because there is no relation.';
+'The findings of doctor about the relation of a queue: it was dropped by hand, its sequence is behind, or an index on
+expires is missing.';
+-- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
+-- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
+
+create function pgqueue._match_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    found_name text;
+    q pgqueue.queues;
+begin
+    if tg_op = 'INSERT' and new.queue_name is not null then
+        select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
+        if found then
+            new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+        end if;
+        return new;
+    end if;
+    if new.topic is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'topic');
+    end if;
+    if new.queue_address is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'queue_address');
+    end if;
+    perform pgqueue._check_topic('topic', new.topic, true);
+    perform pgqueue._require_untruncated('{pgqueue.transports}');
+    select t.queue_name into found_name
+    from pgqueue.transports t
+    where pgqueue._transport_address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
+    return new;
+end;
+$$;
+comment on function pgqueue._match_subscription() is
+'Trigger of subscriptions. subscribe gives the name of a queue: queue_address becomes the address of its relation, if it
+has one. An endpoint gives an address: queue_name becomes the queue to which it leads. Raises 22023, 23502, PQ001.';
+
+create or replace trigger match_new_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_name is null or new.queue_address = new.queue_name)
+execute function pgqueue._match_subscription();
+
+create or replace trigger match_changed_subscription
+before update of queue_address on pgqueue.subscriptions
+for each row when (new.queue_address is distinct from old.queue_address)
+execute function pgqueue._match_subscription();
+
+create function pgqueue._subscriptions_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+comment on function pgqueue._subscriptions_comment() is
+'Returns the comment that marks the relations of expose_subscriptions.';
+
+create function pgqueue.expose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
+    -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
+    -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
+    -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
+    execute format(
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
+        ' where case when s.queue_address <> s.queue_name then exists ('
+        'select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace'
+        ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
+        relation);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
+    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, caller);
+    return pgqueue._transport_address(relation::regclass);
+end;
+$$;
+comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
+'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
+have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
+the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
+expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
+topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
+into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
+all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+
+create function pgqueue.unexpose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    relation regclass;
+begin
+    if schema_name is null then
+        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
+    end if;
+    if table_name is null then
+        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
+    end if;
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
+    lock table only pgqueue.subscriptions in share update exclusive mode;
+    select c.oid into relation from pg_class c
+    where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
+        and pg_get_userbyid(c.relowner) = current_user
+        and obj_description(c.oid, 'pg_class') = pgqueue._subscriptions_comment();
+    if found then
+        execute format('drop view %s', relation);
+    end if;
+    return relation is not null;
+end;
+$$;
+comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
+Raises 22023, and 2BP01 if another object depends on the relation.';
+
+create function pgqueue._findings_of_routing(q pgqueue.queues)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    address text;
+begin
+    if not exists (select from pgqueue.subscriptions s where s.queue_name = q.name) then
+        return;
+    end if;
+    select pgqueue._transport_address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
+    if not found then
+        if exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+        then
+            return next row('info', q.name, 'subscriber_without_relation',
+                'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+                format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
+        end if;
+    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
+        return next row('warning', q.name, 'renamed_relation',
+            format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
+            format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_routing(pgqueue.queues) is
+'The findings of doctor about a subscribed queue that endpoints do not find, because it has no relation or the relation
+was renamed by hand.';
 -- Exposes the tables in a schema of another name, for applications whose SQL names that schema: sends, claims and
 -- acknowledgements by plain SQL on automatically updatable views. The views have no rights of their own: PostgreSQL
 -- checks the rights of their reader on the tables.
@@ -16132,9 +15935,8 @@ as $$
             c.oid::regclass as relation, c.relowner, c.relacl,
             convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
         from pg_trigger g
-        join pg_proc p on p.oid = g.tgfoid
         join pg_class c on c.oid = g.tgrelid
-        where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_insert_by_postgresql', '_insert_by_sqlserver')
+        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
     ),
     past as (
         select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor

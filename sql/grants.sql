@@ -520,9 +520,8 @@ as $$
             c.oid::regclass as relation, c.relowner, c.relacl,
             convert_from(substr(g.tgargs, 1, octet_length(g.tgargs) - 1), 'UTF8') as queue_name
         from pg_trigger g
-        join pg_proc p on p.oid = g.tgfoid
         join pg_class c on c.oid = g.tgrelid
-        where p.pronamespace = 'pgqueue'::regnamespace and p.proname in ('_insert_by_postgresql', '_insert_by_sqlserver')
+        where g.tgfoid = 'pgqueue._insert_by_transport'::regproc
     ),
     past as (
         select g.grantee, g.object, 'all on ' || g.object as privileges, null::oid as grantor

@@ -585,7 +585,7 @@ create table pgqueue.transports (
     next_at timestamptz not null default '-infinity',
     settled_seq bigint not null default 0,
     bound_seq bigint not null default 0,
-    writers text[] not null default '{}'
+    bound_id bigint not null default 0
 );
 alter table pgqueue.transports replica identity full;
 comment on table pgqueue.transports is
@@ -598,8 +598,9 @@ comment on column pgqueue.transports.head is
 comment on column pgqueue.transports.next_at is
 'When advance_transport is due again.';
 comment on column pgqueue.transports.settled_seq is
-'No running transaction has taken a transport_seq up to this one. bound_seq and writers have the same meaning as in
-sweep_state.';
+'No running transaction has taken a transport_seq up to this one.';
+comment on column pgqueue.transports.bound_id is
+'An id that was taken after bound_seq was read. bound_seq becomes settled_seq when this id is settled in sweep_state.';
 
 create table pgqueue.results (
     queue_name text collate "C" not null,

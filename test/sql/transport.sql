@@ -1,7 +1,7 @@
 begin;
 -- The lock makes test files wait for each other: this file attaches tables.
 lock table pgqueue.messages in access exclusive mode;
-select plan(224);
+select plan(156);
 
 -- The statements of the transport, on the relation of a queue.
 create function pg_temp.relation(queue text) returns text language sql as $$ select t.relation::text from pgqueue.transports t where t.queue_name = queue $$;
@@ -34,9 +34,9 @@ select is((select q.dedicated from pgqueue.get_queue('transport') q), true, 'exp
 select is_empty($$ select a.grantee from pg_class c, aclexplode(c.relacl) a where c.oid = 'public.transport'::regclass and a.grantee = 0 $$, 'PUBLIC has no right on the relation');
 select is(pg_temp.estimate('transport'), 0, 'the estimate of an empty relation is 0');
 select is((pg_temp.take('transport')).id, null, 'receiving from an empty relation returns no message');
-select pgqueue.create_queue('transport-sqlserver', dedicated => true) is not null as made \gset
-select is(pgqueue.expose_transport('transport-sqlserver', body_string => true, flavor => 'sqlserver'), '"public"."transport-sqlserver"', 'expose_transport accepts the flavor sqlserver');
-select columns_are('public', 'transport-sqlserver', array['id', 'correlationid', 'replytoaddress', 'recoverable', 'expires', 'headers', 'body', 'bodystring', 'rowversion', 'seq'], 'the relation of flavor sqlserver has its own columns and, if requested, bodystring');
+select pgqueue.create_queue('transport-text', dedicated => true) is not null as made \gset
+select is(pgqueue.expose_transport('transport-text', body_string => true), '"public"."transport-text"', 'expose_transport adds a column with the body as text');
+select columns_are('public', 'transport-text', array['id', 'expires', 'headers', 'body', 'bodystring', 'seq'], 'the relation has the column bodystring if it is requested');
 
 -- From a transport to pgqueue.
 select pg_temp.send('transport', E'{"NServiceBus.CorrelationId":"c 1", "NServiceBus.ReplyToAddress":"\\"dbo\\".\\"Replies\\"","z":null,"a":"\\/größe 🐘"}', '\x00ff', '11111111-1111-4111-8111-111111111111', 3600000) as sent \gset
@@ -81,14 +81,12 @@ select pgqueue.drop_queue('transport-small') as dropped \gset
 -- From pgqueue to a transport: the wire format of headers.
 create temp table wire (headers jsonb, expected text);
 insert into wire values
-('{}', '{}'), ('{"a": null}', '{"a":null}'), ('{"a": ""}', '{"a":""}'), ('{"a/b": "c/d"}', '{"a\/b":"c\/d"}'), ('{"a\"b": "c\"d\\e"}', '{"a\"b":"c\"d\\e"}'),
-('{"a": "\b\f\n\r\t\u0001\u001f\u007f"}', E'{"a":"\\b\\f\\n\\r\\t\\u0001\\u001f\x7f"}'), ('{"ä": "日本"}', '{"ä":"日本"}'), ('{"🐘": "x𝄞y"}', '{"\ud83d\udc18":"x\ud834\udd1ey"}'),
-('{"n": 1, "o": {"x": [true]}}', '{"n":"1","o":"{\"x\": [true]}"}'), ('["no", "object"]', '{}'), (null, '{}');
+('{}', '{}'), ('{"a": null}', '{"a": null}'), ('{"a/b": "c\"d"}', '{"a/b": "c\"d"}'), ('{"🐘": "日本"}', '{"🐘": "日本"}'),
+('{"n": 1, "o": {"x": [true]}}', '{"n": "1", "o": "{\"x\": [true]}"}'), ('["no", "object"]', '{}'), (null, '{}');
 select is(pgqueue._wire_headers(w.headers, null), w.expected, format('the wire format of the headers %s is %s', w.headers, w.expected)) from wire w;
-select ok(pgqueue._wire_headers(w.headers, null)::json is not null, format('the wire format %s is valid JSON', w.expected)) from wire w;
 select pgqueue.enqueue('transport', '{"n": 1}', headers => '{"k": "v"}', message_id => '22222222-2222-4222-8222-222222222222') as sent \gset
 select results_eq('select id, headers, body, expired from pg_temp.take(''transport'')',
-    format($$ values (%L::uuid, '{"k":"v","NServiceBus.MessageId":"22222222-2222-4222-8222-222222222222"}', '{"n": 1}'::bytea, 0) $$, pgqueue._transport_id(:sent)),
+    format($$ values (%L::uuid, '{"k": "v", "NServiceBus.MessageId": "22222222-2222-4222-8222-222222222222"}', '{"n": 1}'::bytea, 0) $$, pgqueue._transport_id(:sent)),
     'a transport receives the payload as JSON text, the headers and the message_id that pgqueue sent');
 select pgqueue.enqueue('transport', body => '\xfffe00') as sent \gset
 select is((pg_temp.take('transport')).body, '\xfffe00'::bytea, 'a transport receives a body as the bytes that pgqueue sent');
@@ -103,7 +101,7 @@ select pgqueue.purge_queue('transport') as purged \gset
 select is(pgqueue.publish('transport.nobody', '1'), 0, 'publish sends nothing before the queue subscribes');
 select is(pgqueue.subscribe('transport.*', 'transport'), true, 'an exposed queue can subscribe to a topic');
 select is(pgqueue.publish('transport.made', '1'), 1, 'publish sends a copy to an exposed queue');
-select is((pg_temp.take('transport')).headers, '{"pgqueue.topic":"transport.made"}', 'a transport receives the topic of a published message as a header');
+select is((pg_temp.take('transport')).headers, '{"pgqueue.topic": "transport.made"}', 'a transport receives the topic of a published message as a header');
 
 -- Messages whose headers cannot be read, and null bodies.
 create temp table corrupt (headers text, body bytea, read jsonb, shown text);
@@ -123,24 +121,15 @@ select is(pgqueue.redrive('transport', 100), 9, 'redrive sends messages with unr
 select pg_temp.hurry('transport'), pg_temp.estimate('transport') as looked \gset
 select set_eq($$ select t.headers, t.body from public.transport t $$, $$ select c.shown, coalesce(c.body, '') from corrupt c $$, 'the relation shows redriven messages with unchanged headers and body');
 delete from public.transport;
-insert into public."transport-sqlserver" (id, correlationid, headers, body) values (gen_random_uuid(), 'c', 'no json', 'x');
-select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '"no json"', 'a legacy column does not change unreadable headers');
-select pgqueue.purge_queue('transport-sqlserver') as purged \gset
 
 -- The constraints of the table of the transport.
 select throws_ok($$ insert into public.transport (id, headers, body) values (null, '{}', 'x') $$, '23502', 'null value in column "id" of relation "transport" violates not-null constraint', 'the relation refuses an id that is null');
 select throws_ok($$ insert into public.transport (id, headers, body) values (gen_random_uuid(), null, 'x') $$, '23502', 'null value in column "headers" of relation "transport" violates not-null constraint', 'the relation refuses headers that are null');
 select throws_ok($$ insert into public.transport (body) values ('x') $$, '23502', null, 'the relation refuses an insert without headers');
-select throws_ok($$ insert into public."transport-sqlserver" (id, headers, body) values (null, '{}', 'x') $$, '23502', null, 'the relation of flavor sqlserver refuses an id that is null');
-select throws_ok($$ insert into public."transport-sqlserver" (headers) values (null) $$, '23502', null, 'the relation of flavor sqlserver refuses headers that are null');
 create temp table inserted (id uuid, seq bigint);
 with i as (insert into public.transport (headers) values ('{}') returning id, seq) insert into inserted select i.* from i;
 select results_eq('select t.id, t.seq from public.transport t', 'select i.id, i.seq from inserted i', 'an insert without id creates one, and returns id and seq');
 delete from public.transport;
-delete from inserted;
-with i as (insert into public."transport-sqlserver" (headers, rowversion) values ('{}', 1000000) returning id, rowversion, seq) insert into inserted select i.id, i.seq from i where i.rowversion = i.seq;
-select results_eq('select t.id, t.rowversion from public."transport-sqlserver" t', 'select i.id, i.seq from inserted i', 'an insert into the relation of flavor sqlserver returns the rowversion that the message got');
-delete from public."transport-sqlserver";
 
 -- Statements that fail on a view, and that no endpoint makes.
 select throws_ok($$ truncate public.transport $$, '42809', null, 'the relation cannot be truncated');
@@ -168,23 +157,18 @@ delete from public.transport;
 
 -- Unusual headers.
 create temp table odd (wire text, headers jsonb);
-insert into odd values ('', null), ('  ', null), ('{"a":"\u0000"}', '{"a": "\ufffd"}'), ('{"a":"\ud800x\udc00\ud83d\udc18\\u0000"}', '{"a": "\ufffdx\ufffd🐘\\u0000"}'), ('{"a":1,"a":2}', '{"a": 2}');
+insert into odd values ('', null), ('  ', null), ('{"a":"\u0000"}', '"{\"a\":\"\\u0000\"}"'), ('{"a":"\ud83d\udc18"}', '{"a": "🐘"}'), ('{"a":1,"a":2}', '{"a": 2}');
 select pg_temp.send('transport', o.wire, 'x'::bytea) as sent from odd o \g /dev/null
 select set_eq($$ select t.headers from public.transport t $$, $$ select o.wire from odd o $$, 'the relation shows unusual headers unchanged');
-select set_eq($$ select c.headers from pgqueue.claim('transport', 10) c $$, $$ select o.headers from odd o $$, 'claim returns unusual headers as far as jsonb can represent them');
+select set_eq($$ select c.headers from pgqueue.claim('transport', 10) c $$, $$ select o.headers from odd o $$, 'claim returns unusual headers, as a JSON string if jsonb cannot represent them');
 select pgqueue.purge_queue('transport') as purged \gset
 
 -- Bodies as readable text.
 create temp table bodies (body bytea, expected text);
-insert into bodies values ('', ''), ('plain', 'plain'), (convert_to('größe 日本 🐘', 'UTF8'), 'größe 日本 🐘'), ('\x00', '\000'), ('\xff41', '\377A'), ('\xc0af', '\300\257'), ('\xeda080', '\355\240\200'),
-('\xf4908080', '\364\220\200\200'), ('\xf48fbfbf', U&'\+10FFFF'), ('\xe0a080', U&'\0800'), ('\xe09f80', '\340\237\200'), ('\xc3', '\303'), (E'a\\\\\nb', E'a\\\nb');
-select count(pg_temp.send('transport-sqlserver', '{}', b.body)) as sent from bodies b \gset
-select set_eq($$ select t.body, t.bodystring from public."transport-sqlserver" t $$, $$ select * from bodies $$, 'bodystring shows a body as text if it is UTF-8, otherwise with escaped bytes');
-delete from public."transport-sqlserver";
-insert into public."transport-sqlserver" (id, correlationid, replytoaddress, recoverable, expires, headers, body) values (gen_random_uuid(), 'c1', 'r1', true, null, '{"x":"y"}', 'b'), (gen_random_uuid(), 'c1', null, true, null, '{"NServiceBus.CorrelationId":"c2"}', 'b');
-select results_eq($$ select t.correlationid::text, t.replytoaddress::text, t.recoverable, t.headers from public."transport-sqlserver" t order by t.rowversion $$,
-    $$ values ('c1', 'r1', true, '{"x":"y"}'), ('c2', null, true, '{"NServiceBus.CorrelationId":"c2"}') $$, 'the relation returns the legacy columns, and headers override them');
-select is((select c.headers from pgqueue.claim('transport-sqlserver') c), '{"x": "y", "NServiceBus.CorrelationId": "c1", "NServiceBus.ReplyToAddress": "r1"}', 'claim returns the legacy columns as headers');
+insert into bodies values ('', ''), ('plain', 'plain'), (convert_to('ö', 'UTF8'), '\303\266'), ('\x00', '\000');
+select count(pg_temp.send('transport-text', '{}', b.body)) as sent from bodies b \gset
+select set_eq($$ select t.body, t.bodystring from public."transport-text" t $$, $$ select * from bodies $$, 'bodystring shows a body as text with escaped bytes');
+delete from public."transport-text";
 
 -- Order, estimate and expiry.
 select count(pg_temp.send('transport', format('{"n":"%s"}', n), 'x')) as sent from generate_series(1, 5) n \gset
@@ -258,7 +242,6 @@ select is(pgqueue.expose_transport('transport-names', table_name => repeat('ä',
 select is(pgqueue.unexpose_transport('transport-names'), true, 'unexpose_transport drops a relation with a name of 63 bytes');
 select throws_ok(format('select pgqueue.expose_transport(%L, table_name => %L)', 'transport-names', t), '22023', null, format('expose_transport refuses a relation name of %s bytes', octet_length(t))) from unnest(array['', repeat('ä', 32)]) t;
 select throws_ok(format('select pgqueue.expose_transport(%L, %L)', 'transport-names', s), '22023', null, 'expose_transport refuses the schema ' || quote_nullable(s)) from unnest(array[null, '', 'nowhere', 'pgqueue', 'pg_catalog', 'pg_temp', 'information_schema']) s;
-select throws_ok($$ select pgqueue.expose_transport('transport-names', flavor => 'oracle') $$, '22023', null, 'expose_transport refuses an unknown flavor');
 select throws_ok($$ select pgqueue.expose_transport('transport-names', body_string => null) $$, '22023', null, 'expose_transport refuses a null body_string');
 select throws_ok($$ select pgqueue.expose_transport('transport', table_name => 'other') $$, '42710', null, 'expose_transport refuses a second relation for a queue');
 select throws_ok($$ select pgqueue.expose_transport('transport-names', table_name => 'transport') $$, '42P07', null, 'expose_transport refuses the name of an existing relation');
@@ -277,7 +260,6 @@ select throws_ok($$ insert into pgqueue.messages (queue_name) values ('transport
 set local role pgqueue_test_transport;
 select lives_ok($$ delete from public.transport where id = (select id from public.transport order by seq limit 1 for update skip locked) $$, 'a role with select, update and delete on the relation can receive');
 select throws_ok($$ insert into public.transport (headers) values ('{}') $$, '42501', null, 'a role without insert on the relation may not send');
-select throws_ok($$ select pgqueue._accept_from_transport('public.transport', 'transport', null, null, '{}', 'x', '{}') $$, '42501', null, 'a role with transport access may not call the function behind the insert trigger');
 set local role pgqueue_test_exposer;
 select throws_ok($$ select pgqueue.expose_transport('transport-names') $$, '42501', null, 'expose_transport refuses a role that may not create in the schema');
 reset role;
@@ -299,70 +281,7 @@ select throws_ok($$ select pgqueue.drop_queue('transport') $$, '2BP01', null, 'd
 drop view pg_temp.dependent;
 select lives_ok($$ select pgqueue.drop_queue('transport') $$, 'drop_queue succeeds after the view was dropped');
 select hasnt_view('public', 'transport', 'drop_queue drops the relation');
-select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-sqlserver') $$, 'drop_queue drops the seq register');
-
--- Subscriptions, with the statements of the transport.
-set local check_function_bodies = off;
-create function pg_temp.enrol(address text, endpoint text, topic text) returns void language sql as $$
-    insert into public."SubscriptionRouting" (QueueAddress, Endpoint, Topic) values (address, endpoint, topic)
-    on conflict (Endpoint, Topic) do update set QueueAddress = excluded.QueueAddress $$;
-create function pg_temp.addresses(topics text[]) returns text[] language sql as $$
-    select array_agg(distinct QueueAddress order by QueueAddress) from public."SubscriptionRouting" where Topic = any (topics) $$;
-select is(pgqueue.expose_subscriptions(), '"public"."SubscriptionRouting"', 'expose_subscriptions returns the address of the relation');
-select pgqueue.create_queue(n) is not null as made from unnest(array['transport-pub']) n \gset
-select pgqueue.create_queue(n) is not null as made from unnest(array['transport-sub']) n \gset
-select pgqueue.expose_transport('transport-sub', table_name => 'Sub.Scriber') as address \gset
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport subscribes by the address of its table');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'a transport can subscribe twice');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue that subscribed twice');
-select is((select count(*) from public."Sub.Scriber"), 1::bigint, 'the relation of the subscriber shows the published copy');
-select is(pgqueue.subscribe('Ns.Event', 'transport-pub'), true, 'a queue without a relation can subscribe');
-select is(pg_temp.addresses('{Ns.Event,System.Object}'), '{"\"public\".\"Sub.Scriber\""}', 'a transport finds the addresses of all subscribers of a topic that have a relation');
-select is(pgqueue.publish('Ns.Event', '1'), 2, 'publish also sends a copy to a subscriber without a relation');
-select lives_ok($$ select pg_temp.enrol('transport-pub', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move its subscription to another address');
-select is(pgqueue.publish('Ns.Event', '1'), 1, 'publish sends one copy to a queue with two subscribed endpoints');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub"}', 'list_subscriptions returns one row for a queue with two subscribed endpoints');
-select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport finds no address while no subscriber has a relation');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'Sub.Scriber', 'Ns.Event') $$, 'an endpoint can move a subscription that the relation does not show');
-prepare unsubscribing as delete from public."SubscriptionRouting" where Endpoint = 'Sub.Scriber' and Topic = 'Ns.Event' returning QueueAddress;
-select results_eq('unsubscribing', $$ values ('"public"."Sub.Scriber"'::text) $$, 'a transport can unsubscribe');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Named') $$, 'an endpoint with another address can have the name of a queue');
-select is(pgqueue.subscribe('Ns.Named', 'transport-pub'), true, 'a queue can subscribe although an endpoint has its name');
-select lives_ok($$ select pg_temp.enrol('"public"."Sub.Scriber"', 'transport-pub', 'Ns.Event') $$, 'an endpoint with the name of a queue can subscribe to a topic of that queue');
-select is((select array_agg(l.topic || ' ' || l.queue_name) from pgqueue.list_subscriptions('transport-pub') l), '{"Ns.Event transport-pub","Ns.Named transport-pub"}', 'list_subscriptions returns the subscriptions of the queue beside those of the endpoint');
-select count(pgqueue.unsubscribe('Ns.Named', n)) as ended from unnest(array['transport-pub', 'transport-sub']) n \gset
-select pgqueue.unsubscribe('Ns.Event', 'transport-sub') as ended \gset
-select is((select array_agg(l.queue_name) from pgqueue.list_subscriptions() l where l.topic = 'Ns.Event'), '{transport-pub}', 'the subscription of the queue stays after the endpoint unsubscribed');
-select lives_ok($$ select pgqueue.expose_transport('transport-pub') $$, 'a subscribed queue can be exposed');
-select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the address of an exposed subscriber is its relation');
-select is_empty($$ select from pgqueue.doctor() f where f.queue_name in ('transport-pub', 'transport-sub') $$, 'doctor reports no subscribed queue that has a relation');
-select is(pgqueue.subscribe('Ns.Other', 'transport-pub'), true, 'an exposed queue can subscribe to another topic');
-select is(pg_temp.addresses('{Ns.Other}'), '{"\"public\".\"transport-pub\""}', 'the address of a queue that subscribed after it was exposed is its relation');
-alter view public."transport-pub" rename to moved;
-select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the old address of a relation that was renamed by hand');
-select is((select f.finding from pgqueue.doctor() f where f.queue_name = 'transport-pub'), 'renamed_relation', 'doctor reports a subscriber whose relation was renamed');
-select f.repair from pgqueue.doctor() f where f.queue_name = 'transport-pub' \gexec
-select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"moved\""}', 'the repair of doctor gives the subscriptions the new address');
-drop view public.moved;
-select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of a relation that was dropped by hand');
-select is((select f.finding from pgqueue.doctor() f where f.queue_name = 'transport-pub'), 'missing_relation', 'doctor reports a relation that was dropped by hand');
-select unnest(string_to_array(f.repair, '; ')) from pgqueue.doctor() f where f.queue_name = 'transport-pub' \gexec
-select is(pg_temp.addresses('{Ns.Event}'), '{"\"public\".\"transport-pub\""}', 'the repair of doctor creates the relation again');
-select is(pgqueue.unexpose_transport('transport-pub'), true, 'a subscribed queue can be unexposed');
-select is(pg_temp.addresses('{Ns.Event}'), null, 'a transport does not find the address of an unexposed subscriber');
-select is((select array_agg(s.queue_address) from pgqueue.subscriptions s where s.topic = 'Ns.Event'), '{transport-pub}', 'the address of an unexposed subscriber is the name of the queue');
-select results_eq($$ select f.severity, f.finding, f.repair from pgqueue.doctor() f where f.queue_name = 'transport-pub' $$, $$ values ('info', 'subscriber_without_relation', 'select pgqueue.expose_transport(''transport-pub'');') $$, 'doctor reports a subscribed queue without a relation');
-select pgqueue.subscribe('Ns.*', 'transport-sub') as subscribed \gset
-select is(pg_temp.addresses('{Ns.Unknown}'), null, 'a transport does not find a queue that subscribed to a pattern');
-select pgqueue.unsubscribe('Ns.*', 'transport-sub') as ended \gset
-select throws_ok(format('select pg_temp.enrol(%L, %L, %L)', a, e, t), '23502', null, format('a subscription of the endpoint %s to the topic %s at the address %s is refused', e, t, a)) from (values (null, 'e', 'Ns.Event'), ('transport-pub', null, 'Ns.Event'), ('transport-pub', 'e', null)) v (a, e, t);
-select throws_ok($$ select pg_temp.enrol('"public"."nowhere"', 'e', 'Ns.Event') $$, 'PQ001', null, 'a subscription with an unknown address is refused');
-select throws_ok($$ select pg_temp.enrol('transport-pub', 'e', 'a..b') $$, '22023', null, 'a subscription to an invalid topic is refused');
-select throws_ok($$ select pgqueue.expose_subscriptions() $$, '42P07', null, 'expose_subscriptions refuses the name of an existing relation');
-select is(pgqueue.unexpose_subscriptions('public', 'Sub.Scriber'), false, 'unexpose_subscriptions returns false for another relation');
-select is(pgqueue.unexpose_subscriptions(), true, 'unexpose_subscriptions returns true for its relation');
-select is(pgqueue.unexpose_subscriptions(), false, 'unexpose_subscriptions returns false if there is no such relation');
-select is_empty($$ select from pgqueue.doctor() f where f.finding = 'subscriber_without_relation' $$, 'doctor reports no subscribed queue if no relation shows subscriptions');
+select is_empty($$ select from pg_class c where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'S' and c.relname ~ '_seq$' and c.relname <> (select format('queue_%s_seq', q.queue_id) from pgqueue.queues q where q.name = 'transport-text') $$, 'drop_queue drops the seq register');
 
 -- Archiving what a transport receives.
 create function pg_temp.archived(queue text) returns jsonb language sql as $$ select jsonb_agg(a.payload order by a.id) from pgqueue.browse_archived_messages(queue) a $$;
@@ -413,18 +332,18 @@ select is((select count(*) from pgqueue.unfiled_messages u where u.payload = '10
 -- Turning the archive on and off.
 create function pg_temp.triggers(queue text) returns bigint language sql as $$
     select count(*) from pg_trigger g where g.tgname = 'archive_taken' and g.tgrelid = (select pgqueue._partition_of(q) from pgqueue.queues q where q.name = queue) $$;
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'a relation without an archive has no archive trigger');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '1 day') $$, 'alter_queue turns on the archive of an exposed queue');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '2 days') $$, 'alter_queue changes the archive_for of an exposed queue');
-select pgqueue.purge_queue('transport-sqlserver') as purged \gset
-select pgqueue.enqueue('transport-sqlserver', '1') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned on');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned on is archived');
-select lives_ok($$ select pgqueue.alter_queue('transport-sqlserver', archive_for => '0') $$, 'alter_queue turns off the archive of an exposed queue');
-select pgqueue.enqueue('transport-sqlserver', '2') as sent \gset
-select isnt((pg_temp.take('transport-sqlserver')).id, null, 'a transport receives a message after the archive was turned off');
-select is((select count(*) from pgqueue.browse_archived_messages('transport-sqlserver')), 1::bigint, 'the message received after the archive was turned off is not archived');
-select is(pg_temp.triggers('transport-sqlserver'), 0::bigint, 'the archive trigger does not exist after the archive was turned off');
+select is(pg_temp.triggers('transport-text'), 0::bigint, 'a relation without an archive has no archive trigger');
+select lives_ok($$ select pgqueue.alter_queue('transport-text', archive_for => '1 day') $$, 'alter_queue turns on the archive of an exposed queue');
+select lives_ok($$ select pgqueue.alter_queue('transport-text', archive_for => '2 days') $$, 'alter_queue changes the archive_for of an exposed queue');
+select pgqueue.purge_queue('transport-text') as purged \gset
+select pgqueue.enqueue('transport-text', '1') as sent \gset
+select isnt((pg_temp.take('transport-text')).id, null, 'a transport receives a message after the archive was turned on');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-text')), 1::bigint, 'the message received after the archive was turned on is archived');
+select lives_ok($$ select pgqueue.alter_queue('transport-text', archive_for => '0') $$, 'alter_queue turns off the archive of an exposed queue');
+select pgqueue.enqueue('transport-text', '2') as sent \gset
+select isnt((pg_temp.take('transport-text')).id, null, 'a transport receives a message after the archive was turned off');
+select is((select count(*) from pgqueue.browse_archived_messages('transport-text')), 1::bigint, 'the message received after the archive was turned off is not archived');
+select is(pg_temp.triggers('transport-text'), 0::bigint, 'the archive trigger does not exist after the archive was turned off');
 select is(pgqueue.unexpose_transport('transport-archive'), true, 'unexpose_transport succeeds for a queue with an archive');
 select is(pg_temp.triggers('transport-archive'), 0::bigint, 'unexpose_transport drops the archive trigger');
 select lives_ok($$ select pgqueue.drop_queue('transport-archive') $$, 'drop_queue succeeds after unexpose_transport');

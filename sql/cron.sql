@@ -1,0 +1,218 @@
+-- The times of cron expressions. A tick is a moment at which the wall clock of a time zone shows a time that the
+-- expression matches. Where the clock changes, the rules are those of Debian's cron: see _first_tick_of_day.
+
+create or replace function pgqueue._refuse_cron(cron text, problem text)
+returns void
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    perform pgqueue._raise_invalid(
+        'cron', cron, format('five fields, such as 0 9 * * mon-fri, or a word such as @daily: %s', problem));
+end;
+$$;
+comment on function pgqueue._refuse_cron(text, text) is
+'Raises 22023 for a cron expression. The hint says what is wrong with it.';
+
+create or replace function pgqueue._parse_cron(
+    cron text, out minutes int[], out hours int[], out days int[], out months int[], out weekdays int[],
+    out is_fixed boolean, out needs_both boolean
+)
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    -- Other collations, such as that of Turkish, have other lower case letters.
+    trimmed constant text := lower(regexp_replace(cron, '^[[:space:]]+|[[:space:]]+$', '', 'g') collate "C");
+    fields constant text[] := regexp_split_to_array(case trimmed
+        when '@hourly' then '0 * * * *'
+        when '@daily' then '0 0 * * *'
+        when '@midnight' then '0 0 * * *'
+        when '@weekly' then '0 0 * * 0'
+        when '@monthly' then '0 0 1 * *'
+        when '@yearly' then '0 0 1 1 *'
+        when '@annually' then '0 0 1 1 *'
+        else trimmed
+    end, '[[:space:]]+');
+    problem text;
+begin
+    if cardinality(fields) is distinct from 5 then
+        perform pgqueue._refuse_cron(cron, format('it has %s', pgqueue._with_number(coalesce(cardinality(fields), 0), 'field')));
+    end if;
+    with parsed as (
+        select
+            l.n, l.least_value, l.most_value, p.part, l.names,
+            -- Without backslashes, which the session's standard_conforming_strings gives another meaning.
+            regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,2}))?$') as m
+        from (values
+            (1, 0, 59, '{}'::text[]), (2, 0, 23, '{}'), (3, 1, 31, '{}'),
+            (4, 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'), (5, 0, 7, '{sun,mon,tue,wed,thu,fri,sat}')
+        ) as l (n, least_value, most_value, names)
+        cross join string_to_table(fields[l.n], ',') as p (part)
+    ),
+    numbered as (
+        select
+            p.*, coalesce(p.m[4]::int, 1) as step,
+            case when p.m[2] ~ '^[0-9]' then p.m[2]::int else array_position(p.names, p.m[2]) - 1 + p.least_value end as lower_end,
+            case when p.m[3] ~ '^[0-9]' then p.m[3]::int else array_position(p.names, p.m[3]) - 1 + p.least_value end as upper_end
+        from parsed p
+    ),
+    ranges as (
+        select
+            u.n, u.least_value, u.most_value, u.part, u.step,
+            case when u.m[1] = '*' then u.least_value else u.lower_end end as first_value,
+            case
+                when u.m[1] = '*' then u.most_value
+                when u.m[3] is not null then u.upper_end
+                -- As in 5/15: from 5 on.
+                when u.m[4] is not null then u.most_value
+                else u.lower_end
+            end as last_value
+        from numbered u
+    )
+    select
+        min(format('%L is not a value, a range or a step within %s to %s', r.part, r.least_value, r.most_value)) filter (
+            where (r.step > 0 and r.first_value between r.least_value and r.last_value and r.last_value <= r.most_value) is not true),
+        array_agg(v) filter (where r.n = 1), array_agg(v) filter (where r.n = 2), array_agg(v) filter (where r.n = 3),
+        array_agg(v) filter (where r.n = 4), array_agg(v % 7) filter (where r.n = 5)
+    into problem, minutes, hours, days, months, weekdays
+    from ranges r left join generate_series(r.first_value, r.last_value, nullif(r.step, 0)) as v on true;
+    if problem is not null then
+        perform pgqueue._refuse_cron(cron, problem);
+    end if;
+    is_fixed := left(fields[1], 1) <> '*' and left(fields[2], 1) <> '*';
+    needs_both := left(fields[3], 1) = '*' or left(fields[5], 1) = '*';
+end;
+$$;
+comment on function pgqueue._parse_cron(text) is
+'The values that the fields of a cron expression allow. is_fixed: neither the minute nor the hour begins with *; such
+times have rules of their own where the clock changes. needs_both: a day must match both fields of days, because one of
+them begins with *; otherwise one match is enough. Raises 22023.';
+
+create or replace function pgqueue._first_tick_of_day(
+    day date, minutes int[], hours int[], time_zone text, is_fixed boolean, after timestamptz
+)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    midnight constant timestamptz := day::timestamp at time zone time_zone;
+    tick timestamptz;
+begin
+    if (midnight - interval '12 h') at time zone time_zone + interval '48 h' = (midnight + interval '36 h') at time zone time_zone
+    then
+        select min(w.t) into tick
+        from (
+            select midnight + (h * 60 + m) * interval '1 min' as t from unnest(hours) as h cross join unnest(minutes) as m
+        ) w
+        where w.t > after;
+        return tick;
+    end if;
+    -- The offset from UTC changes about this day. Each minute that passes is compared with the wall clock. latest is
+    -- the latest time that the wall clock has shown before. A fixed time ticks when the wall clock first shows it or a
+    -- later time; other times tick whenever the wall clock shows them.
+    select min(c.t) into tick
+    from (
+        select w.t, w.wall, max(w.wall) over (order by w.t rows between unbounded preceding and 1 preceding) as latest
+        from (
+            select t, t at time zone time_zone as wall
+            from generate_series(midnight - interval '27 h', midnight + interval '51 h', interval '1 min') as t
+        ) w
+    ) c
+    where c.t > after
+        and case
+            when is_fixed and c.wall <= c.latest then false
+            when is_fixed and c.wall > c.latest + interval '1 min' then exists (
+                select from unnest(hours) as h cross join unnest(minutes) as m
+                where day::timestamp + (h * 60 + m) * interval '1 min' > c.latest
+                    and day::timestamp + (h * 60 + m) * interval '1 min' <= c.wall
+            )
+            else c.wall::date = day and date_part('hour', c.wall)::int = any (hours)
+                and date_part('minute', c.wall)::int = any (minutes)
+        end;
+    return tick;
+end;
+$$;
+comment on function pgqueue._first_tick_of_day(date, int[], int[], text, boolean, timestamptz) is
+'The first moment after another one at which a wall clock shows one of the times of a day; null if there is none.';
+
+create or replace function pgqueue._next_tick(cron text, time_zone text, after timestamptz)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    c constant record := pgqueue._parse_cron(cron);
+    day date;
+    tick timestamptz;
+begin
+    -- The day before can have ticks after this moment, if its last hour is repeated. February 29 on a given weekday can
+    -- be 40 years away.
+    for day in
+        select w.day
+        from (select (after at time zone time_zone)::date + generate_series(-1, 15000) as day) w
+        where date_part('month', w.day)::int = any (c.months)
+            and case
+                when c.needs_both then date_part('day', w.day)::int = any (c.days) and date_part('dow', w.day)::int = any (c.weekdays)
+                else date_part('day', w.day)::int = any (c.days) or date_part('dow', w.day)::int = any (c.weekdays)
+            end
+    loop
+        tick := pgqueue._first_tick_of_day(day, c.minutes, c.hours, time_zone, c.is_fixed, after);
+        exit when tick is not null;
+    end loop;
+    return tick;
+end;
+$$;
+comment on function pgqueue._next_tick(text, text, timestamptz) is
+'The first moment after another one that a cron expression matches in a time zone; null if there is none within 41
+years. Raises 22023 for an invalid expression.';
+
+create or replace function pgqueue._last_tick(cron text, time_zone text, at timestamptz)
+returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    span interval := interval '1 min';
+    early timestamptz := at - span;
+begin
+    -- Step back until a tick lies between early and at, and then forward by half of the step while one still does.
+    while pgqueue._next_tick(cron, time_zone, early) > at loop
+        span := 2 * span;
+        early := at - span;
+    end loop;
+    while span > interval '1 min' loop
+        span := span / 2;
+        if pgqueue._next_tick(cron, time_zone, early + span) <= at then
+            early := early + span;
+        end if;
+    end loop;
+    return pgqueue._next_tick(cron, time_zone, early);
+end;
+$$;
+comment on function pgqueue._last_tick(text, text, timestamptz) is
+'The last moment up to another one that a cron expression matches in a time zone. The caller knows that there is one
+within 60 years.';
+
+create or replace function pgqueue._canonical_time_zone(time_zone text)
+returns text
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    canonical text;
+begin
+    -- "at time zone" also takes POSIX specifications, such as a misspelled name that ends in a digit, and
+    -- abbreviations, such as CET, which depend on a setting of the session and have no daylight saving time.
+    select z.name into canonical from pg_timezone_names z
+    where lower(z.name collate "C") = lower(time_zone collate "C") and (z.name ~ '/' or z.name = 'UTC');
+    if canonical is null then
+        perform pgqueue._raise_invalid(
+            'time_zone', time_zone, 'UTC, or the name of a region in pg_timezone_names, such as Europe/Paris');
+    end if;
+    return canonical;
+end;
+$$;
+comment on function pgqueue._canonical_time_zone(text) is
+'The name of a region as pg_timezone_names spells it, or UTC. Raises 22023 for other names.';

@@ -1,0 +1,162 @@
+-- The subscriptions of a transport: a relation over subscriptions that an NServiceBus transport uses like its own
+-- table. A trigger of subscriptions finds the queue of an address, and the address of a queue.
+
+create or replace function pgqueue._match_subscription()
+returns trigger
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    found_name text;
+    q pgqueue.queues;
+begin
+    if tg_op = 'INSERT' and new.queue_name is not null then
+        select queues.* into q from pgqueue.queues where queues.name = new.queue_name;
+        if found then
+            new.queue_address := coalesce(pgqueue._transport_address((pgqueue._transport_of(q)).relation), new.queue_address);
+        end if;
+        return new;
+    end if;
+    if new.topic is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'topic');
+    end if;
+    if new.queue_address is null then
+        perform pgqueue._raise_null_column(tg_table_schema, tg_table_name, 'queue_address');
+    end if;
+    perform pgqueue._check_topic('topic', new.topic, true);
+    perform pgqueue._require_untruncated('{pgqueue.transports}');
+    select t.queue_name into found_name
+    from pgqueue.transports t
+    where pgqueue._transport_address(t.relation) = new.queue_address;
+    new.queue_name := (pgqueue._get_locked_queue(coalesce(found_name, new.queue_address))).name;
+    return new;
+end;
+$$;
+comment on function pgqueue._match_subscription() is
+'Trigger of subscriptions. subscribe gives the name of a queue: queue_address becomes the address of its relation, if it
+has one. An endpoint gives an address: queue_name becomes the queue to which it leads. Raises 22023, 23502, PQ001.';
+
+create or replace trigger match_new_subscription
+before insert on pgqueue.subscriptions
+for each row when (new.queue_name is null or new.queue_address = new.queue_name)
+execute function pgqueue._match_subscription();
+
+create or replace trigger match_changed_subscription
+before update of queue_address on pgqueue.subscriptions
+for each row when (new.queue_address is distinct from old.queue_address)
+execute function pgqueue._match_subscription();
+
+create or replace function pgqueue._subscriptions_comment()
+returns text
+language sql immutable parallel safe
+as $$ select 'The subscriptions of pgqueue, for a transport.' $$;
+comment on function pgqueue._subscriptions_comment() is
+'Returns the comment that marks the relations of expose_subscriptions.';
+
+create or replace function pgqueue.expose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
+)
+returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    relation constant text := format('%I.%I', schema_name, table_name);
+begin
+    perform pgqueue._require_admin_of_all(caller, 'expose_subscriptions');
+    -- Such calls take turns. Otherwise the second would fail with an error of the catalog.
+    lock table only pgqueue.subscriptions in share update exclusive mode;
+    perform pgqueue._check_exposure(schema_name collate "C", table_name, caller);
+    -- A transport sends an event to all addresses or to none, and fails if one is not a relation. So the view does not
+    -- show the subscriptions of a queue without a relation, whose address is the name of the queue, or whose relation
+    -- was dropped or renamed by hand. to_regclass would require the reader to have access to the schemas of all.
+    execute format(
+        'create view %s as select s.queue_address as queueaddress, s.endpoint, s.topic from pgqueue.subscriptions s'
+        ' where case when s.queue_address <> s.queue_name then exists ('
+        'select from pg_catalog.pg_class c join pg_catalog.pg_namespace n on n.oid = c.relnamespace'
+        ' where c.relname = (parse_ident(s.queue_address))[2] and n.nspname = (parse_ident(s.queue_address))[1]) end',
+        relation);
+    perform pgqueue._revoke_default_privileges(relation::regclass);
+    execute format('comment on view %s is %L', relation, pgqueue._subscriptions_comment());
+    execute format('grant select, insert, update, delete on %s to %I with grant option', relation, caller);
+    return pgqueue._transport_address(relation::regclass);
+end;
+$$;
+comment on function pgqueue.expose_subscriptions(text, text, pgqueue.caller) is
+'Creates a relation over the subscriptions, table_name in schema_name, and returns its address. An NServiceBus transport
+uses it like its own table. The columns are queueaddress, endpoint and topic. It shows the subscriptions of queues that
+have a relation of expose_transport: what an endpoint publishes reaches those that are subscribed to exactly the name of
+the event or of one of its base types. publish reaches all subscribed queues, also by patterns. An address is one that
+expose_transport returned, or the name of a queue; an address that leads to no queue raises PQ001. An endpoint has each
+topic once across all such relations: two systems in one database need different endpoint names. A role that may insert
+into the relation can subscribe any queue to any topic. The caller needs the CREATE privilege on the schema, and gets
+all privileges on the relation, with grant option. Raises 22023, 42501, and 42P07 if the name is taken.';
+
+create or replace function pgqueue.unexpose_subscriptions(
+    schema_name text default 'public', table_name text default 'SubscriptionRouting',
+    caller pgqueue.caller default current_user
+)
+returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set jit = off
+as $$
+declare
+    relation regclass;
+begin
+    if schema_name is null then
+        perform pgqueue._raise_invalid('schema_name', null, 'the name of a schema');
+    end if;
+    if table_name is null then
+        perform pgqueue._raise_invalid('table_name', null, 'the name of a relation that expose_subscriptions made');
+    end if;
+    perform pgqueue._require_admin_of_all(caller, 'unexpose_subscriptions');
+    lock table only pgqueue.subscriptions in share update exclusive mode;
+    select c.oid into relation from pg_class c
+    where c.oid = to_regclass(format('%I.%I', schema_name, table_name)) and c.relkind = 'v'
+        and pg_get_userbyid(c.relowner) = current_user
+        and obj_description(c.oid, 'pg_class') = pgqueue._subscriptions_comment();
+    if found then
+        execute format('drop view %s', relation);
+    end if;
+    return relation is not null;
+end;
+$$;
+comment on function pgqueue.unexpose_subscriptions(text, text, pgqueue.caller) is
+'Drops a relation that expose_subscriptions created and returns true; false if there is none. The subscriptions stay.
+Raises 22023, and 2BP01 if another object depends on the relation.';
+
+create or replace function pgqueue._findings_of_routing(q pgqueue.queues)
+returns setof pgqueue.finding
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    address text;
+begin
+    if not exists (select from pgqueue.subscriptions s where s.queue_name = q.name) then
+        return;
+    end if;
+    select pgqueue._transport_address(t.relation) into address from pgqueue.transports t where t.queue_name = q.name;
+    if not found then
+        if exists (
+            select from pg_description d
+            where d.classoid = 'pg_class'::regclass and d.description = pgqueue._subscriptions_comment())
+        then
+            return next row('info', q.name, 'subscriber_without_relation',
+                'the queue is subscribed, but has no relation: what endpoints of a transport publish does not reach it',
+                format('select pgqueue.expose_transport(%L);', q.name))::pgqueue.finding;
+        end if;
+    elsif exists (select from pgqueue.subscriptions s where s.queue_name = q.name and s.queue_address <> address) then
+        return next row('warning', q.name, 'renamed_relation',
+            format('the relation of the queue was renamed to %s: what endpoints of a transport publish does not reach it', address),
+            format('update pgqueue.subscriptions set queue_address = %L where queue_name = %L;', address, q.name))::pgqueue.finding;
+    end if;
+end;
+$$;
+comment on function pgqueue._findings_of_routing(pgqueue.queues) is
+'The findings of doctor about a subscribed queue that endpoints do not find, because it has no relation or the relation
+was renamed by hand.';
