@@ -137,6 +137,9 @@ def _row_maker(row: Any) -> Callable[[Sequence[Any]], Any]:
     return make
 
 
+_make_message: Callable[[Sequence[Any]], Message] = _row_maker(Message)
+
+
 def with_json_as_text(call: Bound[Any], dumps: Callable[[Any], str | bytes]) -> list[Any]:
     """The values of a statement, with the text of JSON in its place. Raises what `dumps` raises."""
 
@@ -491,6 +494,18 @@ def reset_session(user: str, login: str, role: str, settings: str, *kept: bool) 
     if role != "none":
         text += f"; select pg_catalog.set_config('role', {sql.quote(role)}, false)".encode()
     return text + b"".join([reset for reset, keeps in zip(_RESETS, kept, strict=True) if not keeps])
+
+
+def acknowledge_and_claim(
+    queue_name: str, ids: list[int], token: UUID | None, wanted: int, visibility_timeout: timedelta, claimed_by: str
+) -> Bound[Message | int]:
+    """Acknowledge messages of one claim and claim others: returns the ids whose claims were lost, then messages."""
+    call = exchange(queue_name, ids, token, wanted, visibility_timeout, claimed_by)
+    return Bound(call.text, call.values, _message_or_lost_id)
+
+
+def _message_or_lost_id(_cursor: Any) -> Callable[[Sequence[Any]], Message | int]:
+    return lambda values: int(values[0]) if values[-1] else _make_message(values[:-1])
 
 
 NO_COMMIT_WAIT = b"set synchronous_commit = off"

@@ -16,7 +16,7 @@ from psycopg.rows import scalar_row
 
 from pgqueue import Consumer, SettledClaim, testing
 from pgqueue._calls import Bound
-from pgqueue.consumer import handlers
+from pgqueue.consumer import claims, handlers
 from pgqueue.consumer.claims import Claims, Extension
 from pgqueue.consumer.connections import ConnectionFactory, SharedConnection
 from pgqueue.consumer.delivery import ClaimedMessage, Event, HandlerCall, Result, State
@@ -178,7 +178,7 @@ class Desk:
         parts = runtime(on_critical=lambda _, text: self.criticals.append(text), observe=self._observe)
 
         async def run(call: Bound[Any], kind: str) -> Any:
-            assert kind == "settle"
+            assert kind == ("claim" if b"pgqueue.claim(" in call.text else "settle")
             kind = next(kind for kind in answers if kind.encode() in call.text)
             self.asked.append(kind)
             answer = answers[kind][: self.asked.count(kind)][-1]
@@ -353,6 +353,40 @@ async def test_each_acknowledgement_of_a_batch_has_its_own_answer(case: str) -> 
             await desk.claims.flush()
     await desk.claims.flush()
     assert sorted(desk.settled) == list(enumerate(ends, 1))
+
+
+NEXT = testing.message("next", id=9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds", "ends"),
+    [
+        ([NEXT], ["exchange"], {1: "succeeded", 3: "succeeded"}),
+        ([1, NEXT], ["exchange"], {1: "lost", 3: "succeeded"}),
+        (LOCKED, ["exchange", "pgqueue.claim("], {}),
+        (LOST, ["exchange"], {}),
+    ],
+    ids=["kept", "one-lost", "one-locked", "no-answer"],
+)
+async def test_a_claim_acknowledges_the_messages_of_an_earlier_claim_in_the_same_statement(
+    answer: Any, kinds: list[str], ends: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_ACKS_OF_CLAIM", 3)
+    desk = Desk(**{"exchange": [answer], "pgqueue.claim(": [[NEXT]]})
+    first, third = desk.hold(1, 3)
+    other = claimed(2, uuid4())
+    other.become(State.WORKING)
+    desk.acknowledge(first, other, third)
+    if answer is LOST:
+        with pytest.raises(psycopg.OperationalError):
+            await desk.claims.claim(5)
+    else:
+        assert await desk.claims.claim(5) == ([NEXT], False)
+    assert desk.asked == kinds
+    assert dict(desk.settled) == ends
+    left = {1, 2, 3} - ends.keys()
+    assert {result.message.id for result in desk.claims._acks} == left
+    assert {one.id for one in (first, other, third) if one.is_in_doubt} == ({1, 3} if answer is LOST else set())
 
 
 @pytest.mark.parametrize("proxied", [False, True])

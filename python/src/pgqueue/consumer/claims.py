@@ -34,6 +34,7 @@ from .timings import timings
 T = TypeVar("T")
 
 _MOST_ACKS = 5_000
+_ACKS_OF_CLAIM = 16  # that a claim sends as well; it then waits until they are on the disk, which for fewer is too long
 
 
 class _Settlement(NamedTuple):
@@ -71,15 +72,47 @@ class Claims:
         Returns the rows, and whether there may be more. Raises `psycopg.Error`.
         """
         names, wanted = self.queue_names, min(wanted, self._portion)
-        terms = wanted, self.visibility_timeout, self._settings.claimed_by
+        terms = wanted, self.visibility_timeout, self._settings.claimed_by or ""
         call = _calls.claim_any(names, *terms) if len(names) > 1 else _calls.claim(names[0], *terms)
+        rows: list[Any] | None = None
         try:
-            rows = await self._runtime.run(call, "claim")
+            if len(self._acks) >= _ACKS_OF_CLAIM and len(names) == 1 and not self._flushing.locked():
+                rows = await self._acknowledge_and_claim(names[0], terms)
+            if rows is None:
+                rows = await self._runtime.run(call, "claim")
         except (psycopg.Error, OSError):
             self._portion = max(1, wanted // 4)
             raise
         self._portion = min(2 * self._portion, MOST_MESSAGES)
         return rows, len(rows) == wanted
+
+    async def _acknowledge_and_claim(self, queue_name: str, terms: tuple[int, timedelta, str]) -> list[Any] | None:
+        """Acknowledge messages of one claim and claim others, in one statement.
+
+        None, and nothing was done, if one of them is locked, or all were acknowledged meanwhile.
+        """
+        async with self._flushing:
+            if not self._acks:
+                return None
+            token = self._acks[0].message.token
+            done = [result for result in self._acks if result.message.token == token]
+            self._acks = [result for result in self._acks if result.message.token != token]
+            ids = [result.message.id for result in done]
+            is_locked = any(result.message.is_locked for result in done)
+            try:
+                rows = await self._settle(_calls.acknowledge_and_claim(queue_name, ids, token, *terms), is_locked)
+            except BaseException as error:
+                self._queue_acks(done)
+                for result in done:
+                    result.message.is_in_doubt |= is_trouble(error)
+                raise
+            if rows is None:
+                self._queue_acks(done)
+                return None
+            lost = {row for row in rows if isinstance(row, int)}
+            for result in done:
+                self._answered(result, result.message.id not in lost)
+            return rows[len(lost) :]  # The ids of lost claims come first.
 
     def add(self, messages: list[ClaimedMessage], claimed_at: float) -> None:
         """Keep claims that were made not before `claimed_at` of the monotonic clock."""
