@@ -244,3 +244,96 @@ def test_unexpose_transport_finds_a_relation_created_during_its_lock_wait(
                 unexposed = pool.submit(admin.execute, unexpose, (name,))
                 wait_for(lambda: is_blocked(watcher, admin))
             assert unexposed.result().fetchone() == (True,)
+
+
+KINDS = {
+    "plain": "",
+    "groups": ", group_limit => 1",
+    "larger groups": ", group_limit => 2",
+    "priorities": ", priorities => true",
+    "limit": ", max_in_flight => 100",
+    "dedicated": ", dedicated => true",
+}
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_no_call_waits_for_a_row_that_another_transaction_has_locked(
+    connection: psycopg.Connection[Any], database: str, name: str, settings: str
+) -> None:
+    def value(statement: str, *values: object) -> Any:
+        rows = connection.execute(statement.encode(), values).fetchall()
+        return rows[0][0] if rows else None
+
+    def enqueue(arguments: str) -> int:
+        return int(value(f"select pgqueue.enqueue(%s, '1', {arguments})", name))
+
+    dead_letters = f"{name}-dead"
+    value("select pgqueue.create_queue(%s)", dead_letters)
+    value(f"select pgqueue.create_queue(%s, dead_letter_to => %s{settings})", name, dead_letters)
+    dead = enqueue("group_key => 'first'")
+    value("select pgqueue.reject(queue_name, id, claim_token) from pgqueue.claim(%s)", name)
+    gone = enqueue("group_key => 'gone'")
+    value("select pgqueue.ack(queue_name, id, claim_token) from pgqueue.claim(%s)", name)
+    retried = enqueue("group_key => 'retried'")
+    value("select pgqueue.nack(queue_name, id, claim_token, '1 h') from pgqueue.claim(%s)", name)
+    ended = enqueue("group_key => 'ended'")
+    value("select id from pgqueue.claim(%s)", name)
+    connection.execute("update pgqueue.messages set visible_at = now() where id = %s", [ended])
+    ready, keyed = enqueue("group_key => 'one'"), enqueue("dedup_key => 'key'")
+    delayed, due = enqueue("delay => '1 h', dedup_key => 'delayed'"), enqueue("delay => '1 h'")
+    spent = [enqueue("expires_in => '0'"), enqueue("expires_in => '0', group_key => 'two'")]
+    late = enqueue("delay => '1 h', expires_in => '0'")
+    by_plain_sql = value("insert into pgqueue.messages (queue_name, payload) values (%s, '1') returning id", name)
+    connection.execute("update pgqueue.scheduled_messages set due_at = now() where id = any (%s)", [[due, late]])
+    requeue = "insert into pgqueue.requeued_messages select %s, now() - interval '1 min', i from unnest(%s::bigint[]) i"
+    connection.execute(requeue, [name, [ready, gone]])
+    connection.execute("update pgqueue.sweep_state set recorded_at = '1970-01-01' where queue_name = %s", [name])
+
+    claim = "select id from pgqueue.claim(%s, 10)"
+    everything_is_due = (
+        "select setval(q.next_sweep_at, 1), setval(q.first_due_at, 1), setval('pgqueue.next_maintenance_at', 1),"
+        " setval('pgqueue.next_housekeeping_at', 1) from pgqueue.queues q where q.name = any (%s)"
+    )
+    nothing_is_due = (
+        "select setval(q.next_sweep_at, pgqueue._to_micros(now() + '10 s')),"
+        " setval(q.first_due_at, 9223372036854775807),"
+        " setval(q.fresh_from_id, case when q.priorities then 4611686018427387904 else 1 end)"
+        " from pgqueue.queues q where q.name = %s"
+    )
+    calls: list[tuple[str, tuple[object, ...], object]] = [
+        (claim, (name,), None),
+        (claim, (dead_letters,), None),
+        ("select pgqueue.redrive(%s)", (name,), 0),
+        ("select pgqueue.redrive(%s, ids => %s)", (name, [dead, *spent]), 0),
+        ("select pgqueue.purge_expired(%s)", (name,), 0),
+        *[("select pgqueue.cancel(%s, %s)", (name, each), False) for each in (ready, delayed, spent[0], late)],
+        *[("select pgqueue.cancel_by_key(%s, %s)", (name, key), False) for key in ("key", "delayed")],
+        *[("select pgqueue.reschedule(%s, %s, now())", (name, each), False) for each in (ready, delayed, retried)],
+        *[("select pgqueue.record_failure(%s, %s, 1)", (name, each), False) for each in (ready, due)],
+    ]
+    if "max_in_flight" not in settings:
+        calls.append(("select id from pgqueue.receive(%s, 10)", (name,), None))
+    connection.execute("set lock_timeout = '2 s'")
+    lock = "select from pgqueue.{} where queue_name = any (%s) for update"
+    with connect(database) as other, connect(database) as recording, other.transaction():
+        for table in ("messages", "scheduled_messages", "dead_messages", "requeued_messages"):
+            other.execute(lock.format(table).encode(), [[name, dead_letters]])
+        with recording.transaction():
+            recording.execute(lock.format("sweep_state").encode(), [[name, dead_letters]])
+            connection.execute(everything_is_due.encode(), [[name, dead_letters]])
+            assert value(claim, name) is None
+        for statement, values, expected in calls:
+            connection.execute(everything_is_due.encode(), [[name, dead_letters]])
+            assert value(statement, *values) == expected, statement
+            connection.execute(nothing_is_due.encode(), [name])
+            assert value(claim, name) is None
+        for key, holder in (("key", keyed), ("delayed", delayed)):
+            replacing = "select pgqueue.enqueue(%s, '2', dedup_key => %s, on_duplicate => 'replace')"
+            assert value(replacing, name, key) > holder
+    kept = connection.execute(
+        "select id from pgqueue.messages where queue_name = %(name)s and payload = '1' union all"
+        " select id from pgqueue.scheduled_messages where queue_name = %(name)s union all"
+        " select id from pgqueue.dead_messages where queue_name = %(name)s",
+        {"name": name},
+    )
+    assert {each for (each,) in kept} == {dead, retried, ended, ready, keyed, delayed, due, *spent, late, by_plain_sql}
