@@ -2,17 +2,19 @@
 # Runs `make demo`, `make test` and `make test-long` (with PART=soak one part of it) on a minimal Debian 12, in a clone of
 # the last commit, with an empty HOME:
 #     test/bare.sh root|user [FILE…]
-# With names of test files it runs `make demo` and these files. A chroot has no user namespaces. The capabilities are
-# those of a container by default. The script needs root and debootstrap, and passes on this machine's settings of apt,
+#     test/bare.sh release
+# With names of test files it runs `make demo` and these files. `release` has the files of .cache/release in place of the
+# clone: it installs the Python package by name, the extension into Debian's PostgreSQL, and runs the first SQL of the
+# README and the tutorial. A chroot has no user namespaces. The capabilities are those of a container by default. The script needs root and debootstrap, and passes on this machine's settings of apt,
 # pip and npm.
 set -euo pipefail
 repository=$(cd "$(dirname "$0")/.." && pwd)
 cache=$repository/.cache/bare
 account=${1:-}
 case $account in
-    root) home=/root ids=0:0 ;;
+    root | release) home=/root ids=0:0 ;;
     user) home=/home/user ids=1000:1000 ;;
-    *) sed -n '2,7s/^# //p' "$0" >&2; exit 2 ;;
+    *) sed -n '2,10s/^# //p' "$0" >&2; exit 2 ;;
 esac
 
 # The namespaces end with the script, and with them its mounts and processes.
@@ -50,7 +52,13 @@ show() {
 
 # What the machine uses to reach its registries.
 cp -L /etc/resolv.conf /etc/hosts "$root/etc"
-show /etc/apt /etc/ssl/certs /usr/share/keyrings /usr/share/ca-certificates /usr/local/share/ca-certificates
+mkdir -p "$root/etc/ssl/certs"
+cp -rL --remove-destination /etc/ssl/certs/. "$root/etc/ssl/certs"
+show /etc/apt /usr/share/keyrings /usr/share/ca-certificates /usr/local/share/ca-certificates
+if [ "$account" = release ]; then
+    chroot "$root" sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+        --no-install-recommends python3-venv postgresql-15' > "$cache/apt.log" 2>&1 || { cat "$cache/apt.log"; exit 1; }
+fi
 mapfile -t settings < <(
     env | grep -iE '^(PIP_|SSL_CERT_|NODE_EXTRA_CA_CERTS=|NPM_CONFIG_|[a-z]+_PROXY=)'
     python3 -m pip config list 2>/dev/null | python3 -c '
@@ -71,7 +79,13 @@ for path in "${settings[@]#*=}"; do
 done
 
 if [ "$account" = user ]; then chroot "$root" useradd --create-home user; fi
-git clone --quiet --no-hardlinks "$repository" "$root$home/pgqueue"
+if [ "$account" = release ]; then
+    cp -r "$repository/.cache/release" "$root/release"
+    python3 -m zipfile -e "$root"/release/pgqueue-*.zip "$root$home"
+    mv "$root$home"/pgqueue-* "$root$home/pgqueue"
+else
+    git clone --quiet --no-hardlinks "$repository" "$root$home/pgqueue"
+fi
 chroot "$root" chown -R "$ids" "$home"
 
 capabilities=-all
@@ -87,6 +101,23 @@ inside() {
         env -i HOME="$home" PATH=/usr/local/bin:/usr/bin:/bin "${settings[@]}" \
         sh -c 'cd "$HOME/pgqueue" && exec "$@"' sh "$@"
 }
+# The code of a language in a document.
+code() {
+    python3 -c 'import re, sys; print("\n".join(re.findall(r"(?ms)^```%s\n(.*?)^```$" % sys.argv[1], open(sys.argv[2]).read())))' \
+        "$1" "$root$home/pgqueue/$2"
+}
+if [ "$account" = release ]; then
+    code sh extension/doc/tutorial.md | sed -e '/^pip install/d' > "$root/release/tutorial.sh"
+    code sql README.md > "$root/release/first.sql"
+    chmod -R a+rX "$root/release"
+    inside sh -c 'python3 -m venv ~/venv && ~/venv/bin/pip install -qq --find-links /release "pgqueue-sql[cli,embedded]"'
+    inside make --silent install PG_CONFIG=/usr/lib/postgresql/15/bin/pg_config
+    chroot "$root" sh -ec 'pg_ctlcluster 15 main start; cd /tmp
+        runuser -u postgres -- psql -XqAt -v ON_ERROR_STOP=1 -f /release/first.sql; pg_ctlcluster 15 main stop'
+    inside bash -ec 'PATH=$HOME/venv/bin:$PATH; mkdir ~/tutorial; cd ~/tutorial; . /release/tutorial.sh; pgqueue stop'
+    echo "$SECONDS s in all"
+    exit
+fi
 inside make demo | while IFS= read -r line; do echo "$SECONDS s: $line"; done
 du -sh "$root$home/pgqueue/.venv"
 if [ $# -eq 1 ]; then

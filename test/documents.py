@@ -1,7 +1,8 @@
-"""Checks the form of prose: the sizes of two documents, and the length of lines in documents and comments of SQL and
-specs.
+"""Checks the form of prose: the sizes of two documents, the words of all, and the length of lines in documents and in
+comments of SQL and specs.
 
-Lines of tables, code and generated text may be longer.
+Lines of tables, code and generated text may be longer. A word has a letter. Words of code, of generated text, of
+CHANGELOG.md and of tables of figures do not count. `documents.py --words` prints the words of each document.
 """
 
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = {"README.md": 12_000, "python/README.md": 15_000}  # what a document may have at most
 WIDTH = 120
+WORDS = 40_000  # what all documents may have
+FIGURES = "test/bench/README.md"  # its tables
 EXEMPT = re.compile(r"\||!\[")
 # How the lines of a comment begin, by the suffix of the file.
 COMMENTS = {".sql": ("--",), ".spec": ("#", "--")}
@@ -44,9 +47,31 @@ def prose(text: str, suffix: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def words(document: Path) -> int:
+    """The words of a document, also those of its tables."""
+    is_code = is_generated = False
+    count = 0
+    for line in document.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif marks := re.match(r"<!-- \w+: (begin|end) -->", line):
+            is_generated = marks[1] == "begin"
+        elif not is_code and not is_generated and not (line.startswith("|") and document == ROOT / FIGURES):
+            count += sum(1 for word in line.split() if re.search("[A-Za-z]", word))
+    return count
+
+
 def main() -> int:
     """Print what is too long."""
+    counts = {file.relative_to(ROOT): words(file) for file in files() if file.suffix == ".md"}
+    del counts[Path("CHANGELOG.md")]
+    if "--words" in sys.argv:
+        print("\n".join(f"{count:6,} {file}" for file, count in counts.items()))
+        print(f"{sum(counts.values()):6,} of {WORDS:,}")
+        return 0
     problems = []
+    if (total := sum(counts.values())) > WORDS:
+        problems.append(f"the documents have {total:,} words; they may have {WORDS:,}: test/documents.py --words")
     for name, most in BYTES.items():
         size = len((ROOT / name).read_bytes())
         if size > most:

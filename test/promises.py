@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 def documents() -> list[Path]:
     """All documents in which promises may be: not this table, nor what tests or tools have fetched."""
-    places = ("*.md", "extension/doc/*.md", "sql/**/*.md", "python/**/*.md")
+    places = ("*.md", "extension/doc/**/*.md", "sql/**/*.md", "python/**/*.md")
     found = [path for place in places for path in ROOT.glob(place)]
     return sorted(path for path in found if "node_modules" not in path.parts)
 

@@ -182,7 +182,6 @@ def test_every_block_can_be_pasted_in_order_into_one_database(
     said = {
         "README.md": ["ships 1002"],
         "extension/doc/how-to": ["printer is off"],
-        "python/README.md": ["ships 1002"],
         "python/src/pgqueue/http/README.md": ['{"task_id":"', '"payload":{"order_id": 1001}'],
     }
     for text in said.get(document, []):

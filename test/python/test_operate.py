@@ -1,22 +1,30 @@
-"""The files of python/examples/operate name metrics, labels and options that exist."""
+"""The files of python/examples/operate name metrics, labels and options that exist, and compose.yaml makes a shop."""
 
 import json
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import httpx
 import psycopg
 import pytest
-from commands import in_process
+import yaml  # type: ignore[import-untyped]
+from clients import wait_for
+from commands import COMMAND, NewDatabase, environment, in_process
 
 import pgqueue
 from pgqueue.http.metrics import Metrics
 from pgqueue.http.sampling import Sampler
 
 HERE = Path(__file__).parents[2] / "python/examples/operate"
+DOCKER = Path(__file__).parents[1] / "docker"
 LABELS = {"service", "database", "queue", "operation", "route", "status", "kind", "le"}
 
 
@@ -78,3 +86,56 @@ def test_the_services_use_options_that_exist() -> None:
         known = in_process("", command, "--help").out
         for option in (word for word in words if word.startswith("--")):
             assert re.search(rf"{option}\b", known), (command, option)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.long(part="release")
+def test_the_services_of_compose_are_a_shop(empty_database: NewDatabase) -> None:
+    """Their commands run as processes of this machine, on a server of the tests."""
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    image = (DOCKER / "serve.Dockerfile").read_text(encoding="utf-8")
+    dsn = in_process(empty_database(), "dsn", "--url").out.strip()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create extension pgqueue")
+    ports = {"8000": str(free_port()), "8080": str(free_port())}
+    urls = {port: f"http://127.0.0.1:{ports[port]}" for port in ports}
+
+    def start(name: str, *more: str) -> "subprocess.Popen[bytes]":
+        service = services[name]
+        words = service.get("command") or json.loads(re.findall(r"^CMD (.*)", image, re.MULTILINE)[-1])
+        program = [sys.executable, "-c"] if service.get("entrypoint") == ["python", "-c"] else COMMAND
+        words = [word.replace("0.0.0.0", "127.0.0.1").replace("8000", ports["8000"]) for word in words]
+        given = {key: re.sub(r"postgresql://.*", lambda _: dsn, text) for key, text in service["environment"].items()}
+        shop = DOCKER.parents[1] / "python/examples/fastapi_shop"
+        return subprocess.Popen([*program, *words, *more], cwd=shop, env=environment(**given))
+
+    with ExitStack() as stack:
+
+        def run(name: str, *more: str) -> None:
+            process = start(name, *more)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+
+        run("app")
+        run("serve", "--port", ports["8080"])
+        wait_for(lambda: answers(f"{urls['8000']}/openapi.json"))
+        placed = httpx.post(f"{urls['8000']}/orders", json={"article": "book"}).json()
+        assert placed["shipped_at"] is None
+        run("worker")
+        wait_for(lambda: httpx.get(f"{urls['8000']}/orders/{placed['id']}").json()["shipped_at"])
+        wait_for(lambda: answers(f"{urls['8080']}/readyz"))
+        password = services["serve"]["environment"]["PGQUEUE_PASSWORD"]
+        stats = httpx.get(f"{urls['8080']}/v1/queues/orders/stats", auth=("admin", password)).json()
+        assert (stats["enqueued_total"], stats["acknowledged_total"]) == (1, 1)
