@@ -215,10 +215,9 @@ def test_contradicting_values_are_refused() -> None:
     assert "since, until" in refused(READ, since="2026-02-01", until="2026-01-01")
 
 
-def test_every_option_is_documented_and_accepts_its_own_default() -> None:
+def test_every_option_accepts_its_own_default() -> None:
     assert len({option.name.lower() for option in OPTIONS}) == len(OPTIONS)
     for option in OPTIONS:
-        assert option.doc.endswith(".")
         assert set(option.required) <= set(option.uses) <= {READ, STREAM, WRITE}
         if isinstance(option.default, (int, str)):
             assert option.parse(str(option.default).lower()) == option.default

@@ -13,12 +13,10 @@ from pyspark.sql import types as t
 from ..errors import InvalidArgument
 from .arrow_json import json_object, json_text, unsupported_type
 from .columns import source_schema
-from .option_parsers import duration
-from .options import OptionError
+from .options import OptionError, parse_duration
 
 __all__ = ["ColumnMapping", "map_columns"]
 
-_parse_interval = duration(timedelta(0), timedelta.max)
 _NESTED = (t.StructType, t.MapType, t.ArrayType)
 _INTERVALS = (
     (t.DayTimeIntervalType, t.NumericType, t.StringType),
@@ -164,7 +162,7 @@ def _scalar(array: pa.Array, target: str) -> pa.Array:
 def _interval(value: str | float | Decimal | None, target: str) -> timedelta | None:
     try:
         if isinstance(value, str):
-            return _parse_interval(value)
+            return parse_duration(value)
         return None if value is None else timedelta(seconds=float(value))
     except (ValueError, OverflowError):
         raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""The options of the data source, declared once: name, type, limits, default, and documentation.
+"""The options of the data source, declared once: name, limits, parser and default. README.md has their meaning.
 
 Spark itself ignores unknown options. Here an option that is unknown, malformed, missing or given for another use raises
 OptionError. Names are case-insensitive.
@@ -7,25 +7,15 @@ OptionError. Names are case-insensitive.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
+from types import SimpleNamespace
 from typing import Any
 
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+
 from .kafka_options import DEFAULT_STREAM, KAFKA_NAMES, names_topic, substitute
-from .option_parsers import (
-    boolean,
-    choice,
-    connection_string,
-    duration,
-    integer,
-    jdbc_url,
-    name,
-    names,
-    pattern,
-    size,
-    text,
-    timestamp,
-)
 
 __all__ = [
     "OPTIONS",
@@ -38,6 +28,7 @@ __all__ = [
     "distinct_names",
     "has_kafka_columns",
     "parse",
+    "parse_duration",
 ]
 
 READ = "read"
@@ -69,36 +60,35 @@ class Option:
     allowed: str
     parse: Callable[[str], Any]
     uses: tuple[str, ...]
-    doc: str
     default: Any = None
     required: tuple[str, ...] = ()
     secret: bool = False
 
 
-class Options:
+class Options(SimpleNamespace):
     """The values of the options of one read or write, as attributes in snake case. Options not given have defaults."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        # AttributeError, not KeyError: copying and pickling look up attributes that do not exist.
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
 
     def __repr__(self) -> str:
         secrets = {_snake(option.name) for option in OPTIONS if option.secret}
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._values.items() if name not in secrets)
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in secrets)
         return f"Options({shown})"
 
 
 _BIGINT = 2**63 - 1
 _SECOND = timedelta(seconds=1)
 _HOUR = timedelta(hours=1)
-_PLAIN_NAME = "1 to 128 lowercase letters, digits, hyphens and underscores"
-_TIMESTAMP = "a timestamp in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in UTC if it has no time zone"
+_ALL = (READ, STREAM, WRITE)
+_MOST_QUEUES = 1000
+_PATTERN = re.compile(r"[a-z0-9_-]{0,127}[_-]\*")
+_INTEGER = re.compile(r"[0-9]{1,19}")
+_DURATION = re.compile(
+    r"([0-9]+(?:\.[0-9]+)?) ?"
+    r"(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?|d|days?)?"
+)
+_SIZE = re.compile(r"([0-9]{1,19})([kmg])?b?")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+# Which texts a parser accepts, in words, and the parser. It raises ValueError for other texts.
+_Allowed = tuple[str, Callable[[str], Any]]
 
 
 def distinct_names(queues: Iterable[str]) -> list[str]:
@@ -108,231 +98,163 @@ def distinct_names(queues: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(queues)]
 
 
-SOURCE_OPTIONS = (
+def parse_duration(value: str, least: timedelta = timedelta(0), most: timedelta = timedelta.max) -> timedelta:
+    """Parse a number with a unit, such as `90 seconds` or `10m`, or a number of seconds. Raises ValueError."""
+    found = _DURATION.fullmatch(value.strip().lower())
+    if not found:
+        raise ValueError
+    unit = found[2] or "s"
+    span = timedelta(seconds=float(found[1]) * _SECONDS["ms" if unit.startswith(("ms", "milli")) else unit[0]])
+    if not least <= span <= most:
+        raise ValueError
+    return span
+
+
+def _connection_string(value: str) -> str:
+    try:
+        password = conninfo_to_dict(value).get("password")
+    except ProgrammingError:
+        raise ValueError from None
+    # Spark shows options in plans, except those whose text contains this word.
+    if password and "password" not in value.lower():
+        raise ValueError
+    return value
+
+
+def _jdbc_url(value: str) -> str:
+    """Return a connection string of libpq."""
+    dsn = value.removeprefix("jdbc:")
+    if not value.startswith("jdbc:postgresql://") or "password" in dsn.lower():
+        raise ValueError
+    return _connection_string(dsn)
+
+
+def _queue_names(value: str) -> tuple[str, ...]:
+    several = tuple(_NAME[1](one.strip()) for one in value.split(","))
+    if len(set(several)) < len(several) or len(several) > _MOST_QUEUES:
+        raise ValueError
+    return several
+
+
+def _prefix(value: str) -> str:
+    if not _PATTERN.fullmatch(value):
+        raise ValueError
+    return value[:-1]
+
+
+def _size(value: str) -> int:
+    found = _SIZE.fullmatch(value.strip().lower())
+    number = int(found[1]) * {None: 1, "k": 2**10, "m": 2**20, "g": 2**30}[found[2]] if found else 0
+    if not 1 <= number < 2**63:
+        raise ValueError
+    return number
+
+
+def _timestamp(value: str) -> datetime:
+    found = datetime.fromisoformat(value.strip())
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def _matching(form: str, allowed: str) -> _Allowed:
+    def parse(value: str) -> str:
+        if not re.fullmatch(form, value, re.DOTALL):
+            raise ValueError
+        return value
+
+    return allowed, parse
+
+
+def _text(limit: int) -> _Allowed:
+    return _matching(rf"[^\0]{{1,{limit}}}", f"a text of 1 to {limit} characters")
+
+
+def _integer(least: int, most: int = _BIGINT, more: str = "") -> _Allowed:
+    def parse(value: str) -> int:
+        if not _INTEGER.fullmatch(value.strip()) or not least <= int(value) <= most:
+            raise ValueError
+        return int(value)
+
+    return f"an integer from {least}{'' if most == _BIGINT else f' to {most}'}{more}", parse
+
+
+def _choice(*words: str) -> _Allowed:
+    def parse(value: str) -> str:
+        word = value.strip().lower()
+        if word not in words:
+            raise ValueError
+        return word
+
+    return f"{', '.join(words[:-1])} or {words[-1]}", parse
+
+
+def _duration(least: timedelta, limits: str, most: timedelta) -> _Allowed:
+    return f"a duration from {limits}", lambda value: parse_duration(value, least, most)
+
+
+_NAME = _matching("[a-z0-9_-]{1,128}", "1 to 128 lowercase letters, digits, hyphens and underscores")
+_BOOLEAN = ("true or false", lambda value: _choice("true", "false")[1](value) == "true")
+_MOMENT = (
+    "a timestamp in ISO 8601, such as 2026-01-31 or 2026-01-31T12:00:00Z, in UTC if it has no time zone",
+    _timestamp,
+)
+
+OPTIONS = (
     Option(
         "dsn",
         "a connection string of libpq, such as 'host=db dbname=app' or postgresql://db/app, without user:password@,"
         " which Spark would show in plans",
-        connection_string,
-        (READ, STREAM, WRITE),
-        "The database: a connection string of libpq. The default is PGQUEUE_DSN, else the libpq variables (PGHOST and"
-        " so on), as set on the driver. Keep passwords out of it: put them in a service file or ~/.pgpass on the"
-        " workers, or in PGQUEUE_DSN or PGPASSWORD on the driver, which Spark never shows. Plans show options, except"
-        " those in which Spark finds the word password (spark.redaction.regex); Spark Connect shows all of them.",
+        _connection_string,
+        _ALL,
         secret=True,
     ),
     Option(
         "url",
         "jdbc:postgresql://host:port/database, with parameters of libpq and no password",
-        jdbc_url,
-        (READ, STREAM, WRITE),
-        "Instead of dsn: the database, as option url of Spark's JDBC source has it, with parameters of libpq.",
+        _jdbc_url,
+        _ALL,
         secret=True,
     ),
-    Option(
-        "user",
-        "a text of 1 to 63 characters",
-        text(63),
-        (READ, STREAM, WRITE),
-        "The role, in place of that in dsn, url or the environment.",
-    ),
-    Option(
-        "password",
-        "a text of 1 to 1000 characters",
-        text(),
-        (READ, STREAM, WRITE),
-        "The password of the role. Spark redacts it in plans; Spark Connect shows it in its UI and its event log.",
-        secret=True,
-    ),
+    Option("user", *_text(63), _ALL),
+    Option("password", *_text(1000), _ALL, secret=True),
     Option(
         "queue",
-        f"a name ({_PLAIN_NAME}) or, for a read, up to 1,000 different names with commas between them",
-        names,
-        (READ, STREAM, WRITE),
-        "The queue. A read can name several, with commas between them. A write without this option sends each row to"
-        " the queue in its column queue_name.",
+        f"a name ({_NAME[0]}) or, for a read, up to 1,000 different names with commas between them",
+        _queue_names,
+        _ALL,
         required=(READ, STREAM),
     ),
-    Option(
-        "numPartitions",
-        "an integer from 1 to 1000",
-        integer(1, 1000),
-        (READ, STREAM),
-        "The most partitions of a read, over all queues, each with about the same number of messages. A batch read uses"
-        " one snapshot for each partition, so 1 gives one snapshot for all messages. A batch of a stream keeps the"
-        " number it was claimed with.",
-        default=2,
-    ),
+    Option("numPartitions", *_integer(1, 1000), (READ, STREAM), 2),
     Option(
         "queuePattern",
         "the beginning of a name that ends in - or _, and a *, such as billing-*",
-        pattern,
+        _prefix,
         (READ, STREAM),
-        "Instead of queue: all queues whose names have this beginning. A stream reads those of which the role is a"
-        " consumer; a queue that is created while the query runs is read from the next micro-batch on.",
     ),
+    Option("columns", *_choice("pgqueue", "kafka"), _ALL, "pgqueue"),
+    Option("includeHeaders", *_BOOLEAN, _ALL, True),
+    Option("source", *_choice("ready", "inflight", "scheduled", "dead", "archive", "all"), (READ,), "ready"),
+    Option("minId", *_integer(0), (READ,)),
+    Option("maxId", *_integer(0), (READ,)),
+    Option("since", *_MOMENT, (READ,)),
+    Option("until", *_MOMENT, (READ,)),
+    Option("streamId", *_NAME, (STREAM,), required=(STREAM,)),
+    Option("maxMessagesPerTrigger", *_integer(1, 100000), (STREAM,), 10000),
     Option(
-        "columns",
-        "pgqueue or kafka",
-        choice("pgqueue", "kafka"),
-        (READ, STREAM, WRITE),
-        "The names and types of the columns: those of pgqueue, or those of Spark's Kafka source and sink. The default"
-        " is kafka if the queue is named by subscribe or topic, the options of Kafka; streamId is then kafka by"
-        " default.",
-        default="pgqueue",
+        "maxBytesPerTrigger", "a number of bytes from 1 on, also with a unit: k, m or g, such as 64m", _size, (STREAM,)
     ),
+    Option("minMessagesPerTrigger", *_integer(1, 100000, ", and at most maxMessagesPerTrigger"), (STREAM,), 1),
+    Option("maxTriggerDelay", *_duration(0 * _HOUR, "0 s to 24 h", 24 * _HOUR), (STREAM,), _HOUR / 4),
+    Option("leaseDuration", *_duration(_SECOND, "1 s to 12 h", 12 * _HOUR), (STREAM,), _HOUR / 6),
     Option(
-        "includeHeaders",
-        "true or false",
-        boolean,
-        (READ, STREAM, WRITE),
-        "Whether there is a column headers among those of Kafka. With false, a write ignores such a column.",
-        default=True,
+        "heartbeatInterval", *_duration(_SECOND / 10, "0.1 s to 6 h, shorter than leaseDuration", 6 * _HOUR), (STREAM,)
     ),
-    Option(
-        "source",
-        "ready, inflight, scheduled, dead, archive or all",
-        choice("ready", "inflight", "scheduled", "dead", "archive", "all"),
-        (READ,),
-        "Which messages a batch read returns: ready to be claimed, in flight (claimed), scheduled, dead letters, the"
-        " archive, or all, whose column state has the state of each. Nothing is claimed or changed.",
-        default="ready",
-    ),
-    Option("minId", "an integer from 0", integer(0, _BIGINT), (READ,), "Only messages from this id on."),
-    Option("maxId", "an integer from 0", integer(0, _BIGINT), (READ,), "Only messages up to this id."),
-    Option(
-        "since",
-        _TIMESTAMP,
-        timestamp,
-        (READ,),
-        "Only messages from this time on (UTC): died_at for source dead, finished_at for archive, enqueued_at for the"
-        " others.",
-    ),
-    Option(
-        "until",
-        _TIMESTAMP,
-        timestamp,
-        (READ,),
-        "Only messages before this time, of the same column as since. A day is [since, until).",
-    ),
-    Option(
-        "streamId",
-        _PLAIN_NAME,
-        name,
-        (STREAM,),
-        "The name of the stream in the queue. Each query needs its own. The stream and the checkpoint together are the"
-        " progress of the query. If a second query opens the stream, the first one ends.",
-        required=(STREAM,),
-    ),
-    Option(
-        "maxMessagesPerTrigger",
-        "an integer from 1 to 100000",
-        integer(1, 100000),
-        (STREAM,),
-        "The maximum number of messages in a micro-batch. The database keeps the ids of a batch in one row, hence the"
-        " limit.",
-        default=10000,
-    ),
-    Option(
-        "maxBytesPerTrigger",
-        "a number of bytes from 1 on, also with a unit: k, m or g, such as 64m",
-        size,
-        (STREAM,),
-        "About how many bytes of payloads, as the database stores them, a micro-batch has at most; several queues have"
-        " even shares of it. It is a soft limit: 10 messages of a queue are read whatever their size.",
-    ),
-    Option(
-        "minMessagesPerTrigger",
-        "an integer from 1 to 100000, and at most maxMessagesPerTrigger",
-        integer(1, 100000),
-        (STREAM,),
-        "How many messages have to be ready, over all queues, before a micro-batch begins; it then has all of them, up"
-        " to maxMessagesPerTrigger. Trigger.AvailableNow and Trigger.Once do not wait.",
-        default=1,
-    ),
-    Option(
-        "maxTriggerDelay",
-        "a duration from 0 s to 24 h, such as 90s or '15 minutes'",
-        duration(timedelta(0), 24 * _HOUR),
-        (STREAM,),
-        "The longest time from a micro-batch to the next one, although fewer than minMessagesPerTrigger are ready.",
-        default=timedelta(minutes=15),
-    ),
-    Option(
-        "leaseDuration",
-        "a duration from 1 s to 12 h, such as 90s or '10 minutes'",
-        duration(_SECOND, 12 * _HOUR),
-        (STREAM,),
-        "How long the messages of an open batch stay reserved after the last heartbeat of the driver. A query that is"
-        " restarted within this time loses no messages to other consumers.",
-        default=timedelta(minutes=10),
-    ),
-    Option(
-        "heartbeatInterval",
-        "a duration from 0.1 s to 6 h, shorter than leaseDuration",
-        duration(_SECOND / 10, 6 * _HOUR),
-        (STREAM,),
-        "How often the driver renews the reservation of the open batch; a third of leaseDuration by default.",
-    ),
-    Option(
-        "failOnDataLoss",
-        "true or false",
-        boolean,
-        (STREAM,),
-        "Whether the query ends if its checkpoint does not match the stream: the reservation of a batch ran out and"
-        " other consumers took its messages, or the checkpoint was rolled back, was copied, or belongs to another"
-        " stream. With false the query continues with the remaining messages.",
-        default=True,
-    ),
-    Option(
-        "onAck",
-        "archive or delete",
-        choice("archive", "delete"),
-        (STREAM,),
-        "Whether acknowledged messages are archived or deleted; by default as the queue is set (archive_for).",
-    ),
-    Option(
-        "maxReplays",
-        "an integer from 0 to 1000000",
-        integer(0, 1000000),
-        (STREAM,),
-        "How often a batch may be started again, by restarts of the query for any reason. After that the query ends"
-        " with an error that names the stream, the batch and its messages.",
-        default=5,
-    ),
-    Option(
-        "retryTimeout",
-        "a duration from 0 s to 24 h, such as 90s or '2 minutes'",
-        duration(timedelta(0), 24 * _HOUR),
-        (READ, STREAM, WRITE),
-        "How long the driver, or a task, tries to reach an unavailable database before the query ends with its error."
-        " A read continues after the last message that it returned. The first connection of a stream, and of the first"
-        " attempt of a writing task, is not tried again. A commit whose answer was lost is"
-        " repeated; it takes effect once.",
-        default=timedelta(minutes=2),
-    ),
+    Option("failOnDataLoss", *_BOOLEAN, (STREAM,), True),
+    Option("onAck", *_choice("archive", "delete"), (STREAM,)),
+    Option("maxReplays", *_integer(0, 1000000), (STREAM,), 5),
+    Option("retryTimeout", *_duration(0 * _HOUR, "0 s to 24 h", 24 * _HOUR), _ALL, _HOUR / 30),
+    Option("txnAppId", *_text(256), (WRITE,)),
+    Option("txnVersion", *_integer(0), (WRITE,)),
 )
-
-SINK_OPTIONS = (
-    Option(
-        "txnAppId",
-        "a text of 1 to 256 characters",
-        text(256),
-        (WRITE,),
-        "Identifies this write, together with txnVersion. If a write with the same pair was committed before, this one"
-        " is discarded, so a job can be run again. With option queue, the pair is separate for each queue. Batch"
-        " writes only: a streaming query uses the id of its checkpoint and the number of the micro-batch.",
-    ),
-    Option(
-        "txnVersion",
-        "an integer from 0",
-        integer(0, _BIGINT),
-        (WRITE,),
-        "The number of this write within txnAppId. A rerun must use the same number; a date such as 20260131 works.",
-    ),
-)
-
-OPTIONS = (*SOURCE_OPTIONS, *SINK_OPTIONS)
 
 
 def has_kafka_columns(given: Mapping[str, str]) -> bool:
@@ -363,9 +285,8 @@ def parse(given: Mapping[str, str], use: str) -> Options:
             raise OptionError(f"option {option.name} is missing: {option.allowed}; {_USES[use]} need it")
         else:
             values[_snake(option.name)] = option.default
-    _check_together(values)
-    _check_single(values, use)
-    return Options(values)
+    _check_together(values, use)
+    return Options(**values)
 
 
 def _names(option: Option, use: str) -> tuple[str, ...]:
@@ -406,8 +327,8 @@ def _value(option: Option, written: str, value: str) -> Any:
         raise OptionError(f"invalid option {written}:{shown} is not {option.allowed}") from None
 
 
-def _check_together(values: dict[str, Any]) -> None:
-    """Check options that depend on each other. Raises OptionError."""
+def _check_together(values: dict[str, Any], use: str) -> None:
+    """Check options that depend on each other or exclude each other. Raises OptionError."""
     beat, lease = values.get("heartbeat_interval"), values.get("lease_duration")
     if beat is not None and lease is not None and beat >= lease:
         raise OptionError(
@@ -421,17 +342,12 @@ def _check_together(values: dict[str, Any]) -> None:
         first, last = values.get(low), values.get(high)
         if first is not None and last is not None and first > last:
             raise OptionError(f"invalid options {both}: {first} is after {last}")
-
-
-def _check_single(values: dict[str, Any], use: str) -> None:
-    """Refuse options that exclude each other, and several queues of a write. Raises OptionError."""
     url = values.pop("url")
+    for one, other, both in ((url, "dsn", "dsn and url"), (values["queue"], "queue_pattern", "queue and queuePattern")):
+        if one is not None and values.get(other) is not None:
+            raise OptionError(f"options {both}: give one of them")
     if url is not None:
-        if values["dsn"] is not None:
-            raise OptionError("options dsn and url: give one of them")
         values["dsn"] = url
-    if values["queue"] is not None and values.get("queue_pattern") is not None:
-        raise OptionError("options queue and queuePattern: give one of them")
     if not values["include_headers"] and values["columns"] != "kafka":
         raise OptionError("option includeHeaders is only for columns=kafka: leave it out")
     if use == WRITE and values["queue"] is not None:

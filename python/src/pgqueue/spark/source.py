@@ -25,7 +25,7 @@ _TABLE_HINT = (
 
 
 class PgQueueDataSource(Shipped, DataSource):
-    """A queue as a batch source, a streaming source, and a sink. `pgqueue.spark.OPTIONS` describes every option.
+    """A queue as a batch source, a streaming source, and a sink. README.md of this package describes the options.
 
     Batch reads return messages without claiming or changing them; option `source` selects which. They read the tables,
     so they need access `reader` (or `raw`).
@@ -40,8 +40,7 @@ class PgQueueDataSource(Shipped, DataSource):
         spark.readStream.format("pgqueue").option("queue", "orders").option("streamId", "to-lake").load()
 
     Columns have the names of the SQL columns, or with `columns=kafka` those of Spark's Kafka source and sink. JSON and
-    UUIDs are strings. Timestamps are in UTC; infinity is null. README.md of this package has checkpoints, triggers,
-    guarantees, and reads of several queues.
+    UUIDs are strings. Timestamps are in UTC; infinity is null. README.md also has checkpoints, triggers and guarantees.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
@@ -81,7 +80,7 @@ class PgQueueDataSource(Shipped, DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return a streaming reader. Raises OptionError; in a process of Spark the reader raises it."""
-        from .stream import QueueStreamReader, RefusedStreamReader
+        from .stream import QueueStreamReader, refused_reader
 
         try:
             with self._short_errors():
@@ -90,7 +89,7 @@ class PgQueueDataSource(Shipped, DataSource):
             if not _is_spark_process():
                 raise
             # Spark stops the reader even if this method has raised, and then shows an UnboundLocalError of its own.
-            return RefusedStreamReader(error)
+            return refused_reader(error)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return a batch writer. Raises OptionError."""

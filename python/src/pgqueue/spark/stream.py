@@ -31,7 +31,7 @@ from .options import OptionError, Options
 from .shipped import Shipped
 from .stream_driver import StreamDriver, is_wanted
 
-__all__ = ["BatchPart", "QueueStreamReader", "RefusedStreamReader", "StreamPart"]
+__all__ = ["BatchPart", "QueueStreamReader", "StreamPart", "refused_reader"]
 
 _MAX_BATCH = 100000  # messages, the limit of the database
 _LOOK_INTERVAL = 1.0  # seconds between two looks at queues without messages
@@ -331,20 +331,14 @@ def _too_many(queues: int, options: Options) -> OptionError:
     )
 
 
-class RefusedStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Stands for a reader that its options do not allow. Every call raises the OptionError, but `stop` does nothing."""
+def refused_reader(error: OptionError) -> DataSourceStreamReader:
+    """Return a reader whose every call raises the error, but `stop` does nothing."""
 
-    def __init__(self, error: OptionError) -> None:
-        self._error = error
+    def refuse(*_: Any) -> Any:
+        raise error
 
-    def _refuse(self, *_: Any) -> Any:
-        raise self._error
-
-    initialOffset: Any = _refuse  # noqa: N815 - Spark's name
-    latestOffset: Any = _refuse  # noqa: N815 - Spark's name
-    reportLatestOffset: Any = _refuse  # noqa: N815 - Spark's name
-    getDefaultReadLimit: Any = _refuse  # noqa: N815 - Spark's name
-    prepareForTriggerAvailableNow: Any = _refuse  # noqa: N815 - Spark's name
-    partitions: Any = _refuse
-    commit: Any = _refuse
-    read: Any = _refuse
+    offsets = ("initialOffset", "latestOffset", "reportLatestOffset", "prepareForTriggerAvailableNow")
+    methods = dict.fromkeys((*offsets, "getDefaultReadLimit", "partitions", "commit", "read"), refuse)
+    kind: Any = type("RefusedReader", (DataSourceStreamReader, SupportsTriggerAvailableNow), methods)
+    reader: DataSourceStreamReader = kind()
+    return reader
