@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("pgqueue.spark")
 _PIECE_BYTES = 4 * 1024 * 1024
-# Errors of the server for text that it cannot store or that is not JSON, and for JSON that is nested too deeply.
-_TEXT_ERRORS = (psycopg.DataError, psycopg.errors.StatementTooComplex)
-_COPY_CONTEXT = re.compile(r"COPY staged_messages, line (\d+), column (payloads|headers|group_keys|dedup_keys)")
+# Errors of the encoding, and of the server for invalid messages, text and JSON, and for JSON that is nested too deeply.
+_INVALID = (InvalidArgument, UnicodeDecodeError, psycopg.DataError, psycopg.errors.StatementTooComplex)
+_COPY_CONTEXT = re.compile(r"COPY staged_messages, line \d+, column (payloads|headers|group_keys|dedup_keys)")
 
 
 def commit_name(app_id: str, queue: str | None) -> str:
@@ -232,9 +232,9 @@ class _Staging:
         for batch in batches:
             self._check_nulls(batch)
             for name, rows in self._mapping.by_queue(batch):
-                token = self._token(self._check_name(batch, name))
+                queue = self._check_name(batch, name)
                 for piece in _split(rows):
-                    self._copy(piece, token)
+                    self._copy(piece, queue)
             self._rows += batch.num_rows
 
     def _check_name(self, batch: pa.RecordBatch, name: str | None) -> str:
@@ -256,65 +256,54 @@ class _Staging:
                     " name the columns of the insert, as in: insert into v (payload) …"
                 )
 
-    def _token(self, name: str) -> UUID:
-        """Return the token for a queue, a new one at its first row."""
-        if name not in self._tokens:
-            token = Queue(self._connection, name).sink_stage(*self._names)
-            self._tokens[name] = token
-            self.counts[token] = 0
-        return self._tokens[name]
-
-    def _copy(self, piece: pa.RecordBatch, token: UUID) -> None:
-        """Stage rows by a COPY of their own. They are kept until it ends, to find the row of an error."""
-        first = self.counts[token] + 1
-        values, columns = self._encode(piece, first)
-        rows = split_rows([*columns.values()])
+    def _copy(self, piece: pa.RecordBatch, queue: str) -> None:
+        """Stage rows of a queue by a COPY of their own."""
+        if queue not in self._tokens:
+            self._tokens[queue] = Queue(self._connection, queue).sink_stage(*self._names)
+        token = self._tokens[queue]
+        first = self.counts.get(token, 0) + 1
         try:
-            with self._connection.cursor().copy(copy_statement(columns)) as copy:
-                copy.write(copy_data(columns, rows, token, first))
-        except _TEXT_ERRORS as error:
+            self._send(piece, token, first)
+        except _INVALID as error:
             # Without the cause, which Spark would show, too.
-            raise self._locate(error, values, rows, first) from None
-        self.counts[token] += piece.num_rows
+            raise self._first_error(piece, queue, first) or error from None
+        self.counts[token] = first - 1 + piece.num_rows
 
-    def _encode(self, piece: pa.RecordBatch, first: int) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
-        """Return the values of each attribute, and the same values encoded for the COPY.
+    def _send(self, piece: pa.RecordBatch, token: UUID, first: int) -> None:
+        values = self._mapping.values(piece)
+        columns = {target: encode_elements(array, target) for target, array in values.items()}
+        with self._connection.cursor().copy(copy_statement(columns)) as copy:
+            copy.write(copy_data(columns, split_rows([*columns.values()]), token, first))
 
-        The error for an invalid value does not have its row. The row is found by bisection.
+    def _first_error(self, piece: pa.RecordBatch, queue: str, first: int) -> Exception | None:
+        """Return the error of the first invalid row, found by bisection; None if all rows are valid.
+
+        An error of the encoding names no row, and one of the server that of the COPY, which holds up to 100 messages.
         """
-        try:
-            values = self._mapping.values(piece)
-            return values, {target: encode_elements(array, target) for target, array in values.items()}
-        except (InvalidArgument, UnicodeDecodeError) as error:
-            if piece.num_rows > 1:
-                half = piece.num_rows // 2
-                self._encode(piece.slice(0, half), first)
-                self._encode(piece.slice(half), first + half)
-            reason = error if isinstance(error, InvalidArgument) else f"invalid {_invalid_text(piece)}: {error}"
-            raise InvalidArgument(f"row {first} of partition {self._partition}: {reason}") from None
-
-    def _locate(self, error: psycopg.Error, values: dict[str, pa.Array], rows: list[range], first: int) -> Exception:
-        """Return the server's error for invalid JSON or text with the row of the message.
-
-        The server only reports the row of the COPY, which holds up to 100 messages.
-        """
-        found = _COPY_CONTEXT.search(error.diag.context or "")
-        if found is None:
-            return error
-        target = next(name for name, (column, _) in TARGETS.items() if column == found[2])
         self._connection.rollback()
-        stored_as = "text" if target in ("group_key", "dedup_key") else "jsonb"
-        for place in rows[int(found[1]) - 1]:
-            # As bytes: the text may be invalid UTF-8.
-            value = values[target][place].cast(pa.binary()).as_py()
-            try:
-                self._connection.execute(f"select convert_from(%s, 'UTF8')::{stored_as}", [value])
-            except _TEXT_ERRORS as refused:
-                reason = filter(None, (refused.diag.message_primary or str(refused), refused.diag.message_detail))
-                return InvalidArgument(
-                    f"row {first + place} of partition {self._partition}: invalid {target}: {': '.join(reason)}"
-                )
-        return error
+        try:
+            self._send(piece, Queue(self._connection, queue).sink_stage(*self._names), first)
+        except _INVALID as error:
+            if piece.num_rows == 1:
+                return self._described(error, piece, first)
+            half = piece.num_rows // 2
+            return self._first_error(piece.slice(0, half), queue, first) or self._first_error(
+                piece.slice(half), queue, first + half
+            )
+        return None
+
+    def _described(self, error: Exception, row: pa.RecordBatch, number: int) -> Exception:
+        """Return the error for a single row with its number, if it does not have it."""
+        reason = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"invalid {_invalid_text(row)}: {error}"
+        elif isinstance(error, psycopg.Error) and (found := _COPY_CONTEXT.search(error.diag.context or "")):
+            target = next(name for name, (column, _) in TARGETS.items() if column == found[1])
+            said = filter(None, (error.diag.message_primary, error.diag.message_detail))
+            reason = f"invalid {target}: {': '.join(said)}"
+        elif isinstance(error, psycopg.Error) and error.sqlstate and error.diag.message_primary:
+            return error
+        return InvalidArgument(f"row {number} of partition {self._partition}: {reason}")
 
 
 def _invalid_text(row: pa.RecordBatch) -> str:
