@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 try:
     from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow as _  # noqa: F401 - new in 4.2
@@ -21,7 +21,6 @@ except ImportError as error:
 
 from pyspark.util import is_remote_only
 
-from .active_session import set_active_session
 from .options import OPTIONS, Option, OptionError
 from .source import PgQueueDataSource
 
@@ -42,6 +41,17 @@ def _choose_python() -> None:
 
 
 _choose_python()
+
+
+def set_active_session(spark: "SparkSession") -> None:
+    """Make a session the active one of the calling thread, as it is in the thread that created the session.
+
+    Spark looks up the data source of a write in the active session of the thread. Without one, it finds none.
+    """
+    # A session of Spark Connect has no JVM in this process, and does not depend on the thread.
+    jvm: Any = getattr(spark, "_jvm", None)
+    if jvm is not None:
+        jvm.org.apache.spark.sql.classic.SparkSession.setActiveSession(spark._jsparkSession)
 
 
 def register(spark: "SparkSession") -> None:

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from ...client import Queue, Queues
-from ..active_session import set_active_session
+from .. import set_active_session
 from ..connections import connect, resolve_conninfo
 from ..options import WRITE, OptionError, distinct_names, parse
 from ..sink import commit_name

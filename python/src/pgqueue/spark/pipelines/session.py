@@ -87,8 +87,7 @@ def local_session(master: str = "local[*]", memory: str = "1g", **settings: str)
         with _log(scratch) as log, _suppressed_logging():
             gateway = None
             try:
-                with _deferred_signals():
-                    gateway = _launch(conf, log)
+                gateway = _launch(conf, log)
                 with _session(conf, gateway) as spark, _spark_failures():
                     yield spark
             finally:
@@ -153,33 +152,6 @@ def _suppressed_logging() -> Iterator[None]:
 def _is_not_py4j(record: logging.LogRecord) -> bool:
     """A filter for the root logger, which Py4J uses for some records."""
     return record.module != "java_gateway"
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block. Python loses a signal that arrives while it forks.
-
-    A second signal is handled at once.
-    """
-    handlers: dict[signal.Signals, Any] = {}
-    received: list[int] = []
-
-    def defer(number: int, frame: object) -> None:
-        if received:
-            handlers[signal.Signals(number)](number, frame)
-        received.append(number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if callable(signal.getsignal(number)):
-                handlers[number] = signal.signal(number, defer)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if received:
-        signal.raise_signal(received[0])
 
 
 def _launch(conf: SparkConf, log: IO[bytes]) -> Any:
