@@ -5,7 +5,6 @@ complete for a queue, which only saves reading. Messages stay in the table after
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,7 +42,6 @@ ARCHIVED: Final[StructType] = StructType(
     [field for field in _SOURCE if field.name != "queue_name"] + [_SOURCE["queue_name"]]
 ).add("day", DateType())
 _KEY: Final = ("id", "finished_at")  # a restored database, or another one, may assign an id twice
-_SMALL: Final = 64 * 1024 * 1024  # bytes: files of this size and more are not compacted
 
 # More than the time between the timestamp of an acknowledgement and its first lock. That time is microseconds, unless
 # the process is stopped in between.
@@ -158,7 +156,8 @@ def compact_archive(
 ) -> Compacted:
     """Rewrite the small files of each queue and day into one file, and delete files that are no longer needed.
 
-    Readers see the same messages before, during and after it. Files smaller than 64 MiB are rewritten.
+    Readers see the same messages before, during and after it. deltalake rewrites the files, in this process, into files
+    of about 100 MB.
 
     Args:
         spark: A session of Spark.
@@ -167,23 +166,12 @@ def compact_archive(
         keep: How long files that were rewritten are kept for readers that use them, and for reading an earlier version
             of the table, in whole hours. Default: 7 days.
 
-    Raises OptionError (`keep` is negative, or there is no archive), StandbyError, and ArchiveBusyError.
+    Raises OptionError (`keep` is negative, or there is no archive), OSError, StandbyError, and ArchiveBusyError.
     """
     if keep < timedelta(0):
         raise OptionError(f"invalid keep: {keep}; must not be negative")
-    with _writing(resolve_conninfo(dsn), Table(spark, path).path) as connection:
-        table = existing_archive(spark, path)
-        small = [file for file in table.files.values() if file.size < _SMALL]
-        number = Counter((file.queue, file.day) for file in small)
-        small = [file for file in small if number[file.queue, file.day] > 1]
-        written: list[File] = []
-        if small:
-            written = table.write(table.read(small, table.schema))
-            if sum(file.rows for file in written) != sum(file.rows for file in small):
-                raise OSError(f"files of {table.path} have fewer rows than the log says")
-            table = _commit(connection, table, written, small)
-        table.forget(keep)
-        return Compacted(len(small), len(written))
+    with _writing(resolve_conninfo(dsn), Table(spark, path).path):
+        return Compacted(*existing_archive(spark, path).compact(keep))
 
 
 def read_archive(
@@ -277,7 +265,7 @@ def _archive(connection: psycopg.Connection[Any], where: str, table: Table, queu
     written = table.write(found.join(known, [*_KEY], "left_anti").select(*ARCHIVED.names))
     until = settled if left else at
     if written or not table.exists():
-        table = _commit(connection, table, written, settled=None if until is None else (name, until))
+        table = _commit(connection, table, written, None if until is None else (name, until))
     return Archived(queue, settled, sum(file.rows for file in written), until), table
 
 
@@ -285,8 +273,7 @@ def _commit(
     connection: psycopg.Connection[Any],
     table: Table,
     files: list[File],
-    removed: Sequence[File] = (),
-    settled: tuple[str, datetime] | None = None,
+    settled: tuple[str, datetime] | None,
 ) -> Table:
     """Commit files to the table. Raises ArchiveBusyError if another run has committed, or could have."""
     # If the lock was lost while Spark wrote, another run may have started.
@@ -296,7 +283,7 @@ def _commit(
             " assigns one for each transaction"
         )
     try:
-        return table.commit(ARCHIVED, files, removed, settled)
+        return table.commit(ARCHIVED, files, settled)
     except FileExistsError:
         raise ArchiveBusyError(f"another run writes to {table.path}") from None
 

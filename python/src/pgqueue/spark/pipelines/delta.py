@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
@@ -13,7 +14,7 @@ from uuid import uuid4
 import deltalake
 import pyarrow
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, CommitProperties, RemoveAction, create_table_with_add_actions
+from deltalake.transaction import AddAction, CommitProperties, create_table_with_add_actions
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
@@ -46,15 +47,14 @@ class File:
     first: datetime
     last: datetime
 
-    def _action(self, kind: Any, is_change: bool) -> Any:
+    def action(self) -> AddAction:
+        """Return the action that adds the file."""
         values: dict[str, str | None] = {"queue_name": self.queue, "day": self.day.isoformat()}
         at = int(datetime.now(UTC).timestamp() * 1000)
-        if kind is RemoveAction:
-            return RemoveAction(self.path, is_change, at, self.size, values)
         ends = ({"finished_at": f"{end:%Y-%m-%dT%H:%M:%S.%fZ}"} for end in (self.first, self.last))
         stats = dict(zip(("minValues", "maxValues"), ends, strict=True))
         stats |= {"numRecords": self.rows, "nullCount": {"finished_at": 0}}  # type: ignore[dict-item]
-        return AddAction(self.path, self.size, values, at, is_change, json.dumps(stats))
+        return AddAction(self.path, self.size, values, at, True, json.dumps(stats))
 
 
 class Table:
@@ -112,11 +112,13 @@ class Table:
 
     def read(self, files: Iterable[File], schema: StructType) -> DataFrame:
         """Return the rows of some files. A column that a file does not have is null."""
-        paths = [self._pattern(unquote(file.path)) for file in files]
-        if not paths:
-            return self.spark.createDataFrame([], schema)
+        places: dict[bool, list[str]] = {True: [], False: []}
+        for file in files:
+            places[file.path.startswith("write=")].append(self._pattern(unquote(file.path)))
+        # Files that deltalake has compacted lie a directory higher, which Spark does not accept in one read.
         reader = self.spark.read.schema(schema).options(**_STRICT).option("basePath", self.path)
-        return reader.parquet(*paths).select(*schema.names)
+        found = [reader.parquet(*paths).select(*schema.names) for paths in places.values() if paths]
+        return reduce(DataFrame.unionAll, found) if found else self.spark.createDataFrame([], schema)
 
     def write(self, rows: DataFrame) -> list[File]:
         """Write rows to new files, which count once they are committed. One file for each partition if it is small."""
@@ -150,19 +152,16 @@ class Table:
     def commit(
         self,
         columns: StructType,
-        files: Iterable[File] = (),
-        removed: Iterable[File] = (),
+        files: Iterable[File],
         settled: tuple[str, datetime] | None = None,
     ) -> "Table":
-        """Return the next version: with more files, without `removed`, and with the new ones of `columns`.
+        """Return the next version: with more files, and with the new ones of `columns`.
 
-        Rows do not change if files are removed. `settled` is the name and the time for `settled`. Raises
-        FileExistsError if there is such a version already, and OptionError for a column of another type.
+        `settled` is the name and the time for `settled`. Raises FileExistsError if there is such a version already, and
+        OptionError for a column of another type.
         """
         schema, known = self.with_columns(columns), self.schema
-        is_change = not [*removed]
-        actions = [file._action(AddAction, is_change) for file in files]
-        gone = [file._action(RemoveAction, is_change) for file in removed]
+        actions = [file.action() for file in files]
         once = _ONCE
         if settled is not None:
             name, at = settled
@@ -178,9 +177,7 @@ class Table:
                 if schema != known:
                     fields = deltalake.Schema.from_json(StructType(schema.fields[len(known) :]).json()).fields
                     self._delta.alter.add_columns(fields, commit_properties=_ONCE)
-                self._delta.create_write_transaction(
-                    [*actions, *gone], "append", new, _PARTITIONS, commit_properties=once
-                )
+                self._delta.create_write_transaction(actions, "append", new, _PARTITIONS, commit_properties=once)
         except DeltaError as error:
             if isinstance(error, CommitFailedError) or Table(self.spark, self.path).exists() is not self.exists():
                 raise FileExistsError(f"{self.path} has another version") from None
@@ -201,9 +198,17 @@ class Table:
                 )
         return schema
 
-    def forget(self, keep: timedelta) -> None:
-        """Delete files that have not counted for `keep`, and those of runs that were killed."""
+    def compact(self, keep: timedelta) -> tuple[int, int]:
+        """Rewrite small files; returns the number of these files, and of those that replace them.
+
+        Then delete files that have not counted for `keep`, and those of runs that were killed. Raises OSError.
+        """
+        try:
+            done = self._delta.optimize.compact()
+        except DeltaError as error:
+            raise OSError(f"{self.path} cannot be compacted: {str(error).splitlines()[0]}") from None
         hours = -(-keep // timedelta(hours=1))
         self._delta.vacuum(hours, dry_run=False, enforce_retention_duration=False, full=True)
         self._delta.create_checkpoint()
         self._delta.cleanup_metadata()
+        return done["numFilesRemoved"], done["numFilesAdded"]
